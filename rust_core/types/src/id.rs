@@ -1,0 +1,162 @@
+//! Feature ids, their hash, and ids grouped by virtual shard.
+
+use crate::limits::MAX_IDS_PER_REQUEST;
+use crate::tables::TablesError;
+
+/// A feature id. All 64 bits count; nothing is reserved.
+pub type Id = u64;
+
+/// Number of virtual shards of a run. A shard is the unit of lock, index, slab, budget and checkpoint file.
+pub const VIRTUAL_SHARDS: usize = 256;
+
+/// Mix an id into 64 well-spread bits (folded multiply; a bijection is not needed, spread is).
+#[inline(always)]
+pub fn hash_id(id: Id) -> u64 {
+    let product = u128::from(id ^ 0x9E37_79B9_7F4A_7C15) * 0xD6E8_FEB8_6659_FD93_u128;
+    (product as u64) ^ ((product >> 64) as u64)
+}
+
+/// The virtual shard of a hash made by [`hash_id`]: its top eight bits.
+#[inline(always)]
+pub fn shard_of_hash(hash: u64) -> usize {
+    (hash >> 56) as usize
+}
+
+/// The virtual shard an id belongs to, the same for every table.
+#[inline(always)]
+pub fn shard_of(id: Id) -> usize {
+    shard_of_hash(hash_id(id))
+}
+
+/// Unique ids in ascending order of their virtual shard, with the offset of each shard.
+///
+/// Order inside a shard is the caller's (the engine uses first occurrence in the batch) and is kept
+/// everywhere: row `i` of a look-up and gradient `i` of a push belong to `ids()[i]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShardedIds {
+    ids: Vec<Id>,
+    offsets: Vec<u32>,
+}
+
+impl Default for ShardedIds {
+    fn default() -> Self {
+        Self { ids: Vec::new(), offsets: vec![0; VIRTUAL_SHARDS + 1] }
+    }
+}
+
+impl ShardedIds {
+    /// Group `ids` by shard, keeping their order inside a shard. Duplicates are kept as they are.
+    ///
+    /// # Errors
+    /// [`TablesError::TooManyIds`] above [`MAX_IDS_PER_REQUEST`].
+    pub fn group(ids: &[Id]) -> Result<Self, TablesError> {
+        if ids.len() > MAX_IDS_PER_REQUEST {
+            return Err(TablesError::TooManyIds { ids: ids.len(), max: MAX_IDS_PER_REQUEST });
+        }
+        let mut offsets = vec![0u32; VIRTUAL_SHARDS + 1];
+        for &id in ids {
+            offsets[shard_of(id) + 1] += 1;
+        }
+        for shard in 0..VIRTUAL_SHARDS {
+            offsets[shard + 1] += offsets[shard];
+        }
+        let mut next = offsets.clone();
+        let mut grouped = vec![0; ids.len()];
+        for &id in ids {
+            let place = &mut next[shard_of(id)];
+            grouped[*place as usize] = id;
+            *place += 1;
+        }
+        Ok(Self { ids: grouped, offsets })
+    }
+
+    /// Take ids that are already grouped, checking that they are.
+    ///
+    /// # Errors
+    /// [`TablesError::BadShape`] when offsets do not ascend from 0 to the number of ids or an id stands in a
+    /// shard that is not its own; [`TablesError::TooManyIds`] above [`MAX_IDS_PER_REQUEST`].
+    pub fn from_parts(ids: Vec<Id>, offsets: Vec<u32>) -> Result<Self, TablesError> {
+        if ids.len() > MAX_IDS_PER_REQUEST {
+            return Err(TablesError::TooManyIds { ids: ids.len(), max: MAX_IDS_PER_REQUEST });
+        }
+        let bad = |what: String| Err(TablesError::BadShape { what });
+        if offsets.len() != VIRTUAL_SHARDS + 1 {
+            return bad(format!("{} shard offsets, want {}", offsets.len(), VIRTUAL_SHARDS + 1));
+        }
+        if offsets[0] != 0 || offsets[VIRTUAL_SHARDS] as usize != ids.len() {
+            return bad("shard offsets do not cover the ids".into());
+        }
+        for shard in 0..VIRTUAL_SHARDS {
+            let (start, end) = (offsets[shard] as usize, offsets[shard + 1] as usize);
+            if start > end || end > ids.len() {
+                return bad(format!("offsets of shard {shard} do not ascend"));
+            }
+            if let Some(id) = ids[start..end].iter().find(|id| shard_of(**id) != shard) {
+                return bad(format!("id {id} belongs to shard {}, not {shard}", shard_of(*id)));
+            }
+        }
+        Ok(Self { ids, offsets })
+    }
+
+    /// All ids, shard after shard.
+    pub fn ids(&self) -> &[Id] {
+        &self.ids
+    }
+
+    /// `VIRTUAL_SHARDS + 1` offsets into [`Self::ids`].
+    pub fn offsets(&self) -> &[u32] {
+        &self.offsets
+    }
+
+    /// Positions of one shard's ids.
+    #[inline]
+    pub fn range(&self, shard: usize) -> std::ops::Range<usize> {
+        self.offsets[shard] as usize..self.offsets[shard + 1] as usize
+    }
+
+    /// Number of ids.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether there is no id at all.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Build from parts the caller has just grouped itself (the engine's deduplication); checked in debug builds.
+    pub fn from_grouped(ids: Vec<Id>, offsets: Vec<u32>) -> Self {
+        debug_assert!(Self::from_parts(ids.clone(), offsets.clone()).is_ok());
+        Self { ids, offsets }
+    }
+
+    /// Give the parts back, to reuse their memory.
+    pub fn into_parts(self) -> (Vec<Id>, Vec<u32>) {
+        (self.ids, self.offsets)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn grouping_keeps_order_inside_a_shard_and_loses_nothing() {
+        let ids: Vec<Id> = (0..10_000u64).map(|i| i.wrapping_mul(0x1234_5678_9abc_def1)).collect();
+        let grouped = ShardedIds::group(&ids).unwrap();
+        assert_eq!(grouped.len(), ids.len());
+        let mut expected: Vec<Id> = ids.clone();
+        expected.sort_by_key(|id| shard_of(*id)); // stable
+        assert_eq!(grouped.ids(), expected);
+        let (ids, offsets) = grouped.clone().into_parts();
+        assert_eq!(ShardedIds::from_parts(ids, offsets).unwrap(), grouped);
+    }
+
+    #[test]
+    fn an_id_in_a_foreign_shard_is_refused() {
+        let (mut ids, offsets) = ShardedIds::group(&(0..512).collect::<Vec<_>>()).unwrap().into_parts();
+        ids.reverse();
+        let error = ShardedIds::from_parts(ids, offsets).unwrap_err();
+        assert!(error.to_string().contains("belongs to shard"), "{error}");
+    }
+}

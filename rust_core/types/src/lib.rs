@@ -1,0 +1,18 @@
+//! What every part of Persia agrees on. No I/O, no threads, no Python.
+//!
+//! * [`id`]: feature ids, their hash and the virtual shard they belong to
+//! * [`token`]: the name of one look-up or push, and the window that makes it count once
+//! * [`schema`]: slots, tables, optimizers and initialisers as the engine and the store see them
+//! * [`tables`]: [`Tables`], the one interface between the engine and wherever rows live
+//! * [`limits`]: every number that bounds something
+
+pub mod id;
+pub mod limits;
+pub mod schema;
+pub mod tables;
+pub mod token;
+
+pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, shard_of};
+pub use schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+pub use tables::{Mode, Tables, TablesError};
+pub use token::{JobId, Token};

@@ -1,0 +1,18 @@
+//! Every number that bounds something, in one place.
+
+/// Slots one configuration may define.
+pub const MAX_SLOTS: usize = 4096;
+/// Largest embedding dimension of a slot.
+pub const MAX_DIM: usize = 4096;
+/// Unique ids one look-up or push may carry, over all its tables.
+pub const MAX_IDS_PER_REQUEST: usize = 2_000_000;
+/// Occurrences of ids in one feature of one batch, so that `u32` positions never wrap.
+pub const MAX_OCCURRENCES: usize = u32::MAX as usize - 1;
+/// Samples in one batch.
+pub const MAX_BATCH_SIZE: usize = 1 << 24;
+/// Bytes of a slot, group or job name.
+pub const MAX_NAME_BYTES: usize = 128;
+/// Largest staleness K that fits the window of remembered tokens with room for retries.
+pub const MAX_STALENESS: usize = 64;
+/// Rows a shard's slab may hold per table, so that `u32` slots never wrap.
+pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;

@@ -1,0 +1,140 @@
+//! Slots, tables, optimizers and initialisers, as the engine and the store see them.
+//!
+//! A *slot* is a feature as the model sees it; a *table* is a set of rows of one dimension. The slots of one
+//! feature group share a table; every other slot has a table of its own name.
+
+use serde::{Deserialize, Serialize};
+
+/// How the rows of one sample's ids become one vector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Pooling {
+    /// Their sum.
+    Sum,
+    /// Their sum divided by `max(n, 1)`, n the sample's number of ids.
+    Mean,
+}
+
+/// A feature as the model sees it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Slot {
+    /// Feature name, as in the batch.
+    pub name: String,
+    /// Index into [`Schema::tables`].
+    pub table: usize,
+    /// Sum or mean.
+    pub pooling: Pooling,
+    /// Divide the sum, and the gradient, by `sqrt(max(n, 1))`.
+    pub sqrt_scaling: bool,
+}
+
+/// A set of rows of one dimension.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Table {
+    /// The feature group's name, or the slot's where it stands alone.
+    pub name: String,
+    /// Weights in a row.
+    pub dim: usize,
+}
+
+/// Slots and tables of one configuration. Built by `config::EmbeddingConfig`.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Schema {
+    /// In the order of the file.
+    pub slots: Vec<Slot>,
+    /// In the order of their first slot.
+    pub tables: Vec<Table>,
+}
+
+impl Schema {
+    /// The slot called `name` and its index.
+    pub fn slot(&self, name: &str) -> Option<(usize, &Slot)> {
+        self.slots.iter().enumerate().find(|(_, slot)| slot.name == name)
+    }
+}
+
+/// How a row is updated by its summed gradient `g`, element by element unless said otherwise.
+///
+/// `lr` is multiplied by the factor that travels with each push. No multiply-add is fused.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Optimizer {
+    /// `w -= lr * (g + wd * w)`; with momentum: `v = momentum * v + g; w -= lr * (v + wd * w)`.
+    Sgd {
+        /// Learning rate.
+        lr: f32,
+        /// 0 keeps no state.
+        momentum: f32,
+        /// Weight decay.
+        weight_decay: f32,
+    },
+    /// `w -= lr * g / sqrt(s + eps)` with the *old* s, then `s = s * g_square_momentum + g * g`
+    /// (PersiaML's order); g includes `weight_decay * w`.
+    Adagrad {
+        /// Learning rate.
+        lr: f32,
+        /// Weight decay.
+        weight_decay: f32,
+        /// Where `s` starts.
+        initial_accumulator_value: f32,
+        /// Decay of `s`; 1 is the usual Adagrad.
+        g_square_momentum: f32,
+        /// Added under the root.
+        eps: f32,
+        /// One `s` per row, which grows by `mean(g * g)`.
+        vectorwise_shared: bool,
+    },
+    /// Adam with bias correction; t is the push's global step. g includes `weight_decay * w`.
+    Adam {
+        /// Learning rate.
+        lr: f32,
+        /// Decay of the first moment.
+        beta1: f32,
+        /// Decay of the second moment.
+        beta2: f32,
+        /// Weight decay.
+        weight_decay: f32,
+        /// Added to the root.
+        eps: f32,
+    },
+}
+
+impl Optimizer {
+    /// Floats of optimizer state behind the `dim` weights of a row.
+    pub fn state_len(&self, dim: usize) -> usize {
+        match self {
+            Self::Sgd { momentum, .. } => {
+                if *momentum == 0.0 {
+                    0
+                } else {
+                    dim
+                }
+            }
+            Self::Adagrad { vectorwise_shared: true, .. } => 1,
+            Self::Adagrad { .. } => dim,
+            Self::Adam { .. } => 2 * dim,
+        }
+    }
+}
+
+/// What a new row's weights are: a function of the run's seed, the table's name and the id.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Initializer {
+    /// All zeros.
+    Zero,
+    /// Uniform in `[low, high)`.
+    Uniform {
+        /// Inclusive.
+        low: f32,
+        /// Exclusive.
+        high: f32,
+    },
+    /// Normal.
+    Normal {
+        /// Mean.
+        mean: f32,
+        /// Standard deviation.
+        std: f32,
+    },
+}

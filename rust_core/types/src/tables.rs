@@ -1,0 +1,294 @@
+//! [`Tables`]: the one interface between the engine and wherever rows live.
+//!
+//! The in-process store implements it, and so does the network client. Embedded and distributed mode differ in
+//! nothing else; one contract suite runs on both.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{Id, ShardedIds};
+use crate::schema::{Initializer, Optimizer, Schema};
+use crate::token::Token;
+
+/// What a look-up is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Mode {
+    /// Missing rows are admitted, initialised and inserted; recency is updated.
+    Train,
+    /// Changes nothing; missing rows read as zeros.
+    Eval,
+    /// As [`Mode::Eval`].
+    Infer,
+}
+
+/// What rank 0 tells every holder of rows before the first look-up.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// The job's name.
+    pub job: String,
+    /// 1 + the highest epoch known.
+    pub epoch: u64,
+    /// Slots and tables; must equal what the holder was configured with.
+    pub schema: Schema,
+    /// Seed of initialisers and admission.
+    pub seed: u64,
+    /// None for evaluation: training look-ups and pushes are then refused.
+    pub optimizer: Option<Optimizer>,
+    /// Weights of new rows.
+    pub initializer: Initializer,
+    /// Share of missing ids that get a row, decided by a hash of (seed, id, step). In `0..=1`.
+    pub admit_probability: f32,
+    /// Weights are clamped to ± this after an update; 0 switches it off.
+    pub weight_bound: f32,
+}
+
+/// Unique ids of one table.
+#[derive(Debug, Clone, Copy)]
+pub struct TableIds<'a> {
+    /// Index into the schema's tables. A request names a table at most once.
+    pub table: usize,
+    /// What is asked for.
+    pub ids: &'a ShardedIds,
+}
+
+/// Rows of unique ids, please.
+#[derive(Debug, Clone, Copy)]
+pub struct LookupRequest<'a> {
+    /// Its side effects (insertion, recency) happen once per token. Ignored unless [`Mode::Train`].
+    pub token: Token,
+    /// The global step, from 1.
+    pub step: u64,
+    /// What for.
+    pub mode: Mode,
+    /// What.
+    pub tables: &'a [TableIds<'a>],
+}
+
+/// What a look-up found. Counts are of unique ids.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LookupReport {
+    /// Ids that had a row.
+    pub hits: u64,
+    /// Ids that had none and got one.
+    pub inserted: u64,
+    /// Ids that had none and got none: read as zeros.
+    pub missing: u64,
+    /// Rows evicted to make room.
+    pub evicted: u64,
+}
+
+/// Gradients of one table's unique ids.
+#[derive(Debug, Clone, Copy)]
+pub struct TableGradients<'a> {
+    /// Index into the schema's tables. A request names a table at most once.
+    pub table: usize,
+    /// The ids of the look-up this answers, or a part of them.
+    pub ids: &'a ShardedIds,
+    /// `[ids.len(), dim]`, already summed per id; row `i` is for `ids.ids()[i]`.
+    pub gradients: &'a [f32],
+}
+
+/// Apply these gradients once.
+#[derive(Debug, Clone, Copy)]
+pub struct PushRequest<'a> {
+    /// Counts once, whatever is retried.
+    pub token: Token,
+    /// The global step, from 1; Adam's t.
+    pub step: u64,
+    /// Multiplies the optimizer's learning rate.
+    pub lr_factor: f32,
+    /// What.
+    pub tables: &'a [TableGradients<'a>],
+}
+
+/// What became of a push. `rows_pushed == rows_applied + rows_missing + rows_nonfinite + rows_duplicate`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PushReport {
+    /// Rows in the request.
+    pub rows_pushed: u64,
+    /// Rows updated.
+    pub rows_applied: u64,
+    /// Rows skipped because their id has none (evicted since the look-up, or never admitted).
+    pub rows_missing: u64,
+    /// Rows skipped because their gradient has a NaN or an infinity.
+    pub rows_nonfinite: u64,
+    /// Rows of a push that was applied before.
+    pub rows_duplicate: u64,
+    /// The first row counted in `rows_nonfinite`: (table, id).
+    pub first_nonfinite: Option<(usize, Id)>,
+}
+
+/// One file of a checkpoint, as its writer saw it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Name inside the checkpoint.
+    pub name: String,
+    /// Size in bytes.
+    pub bytes: u64,
+    /// blake3 of the content, in hex.
+    pub blake3: String,
+}
+
+/// Counters and gauges of a holder of rows since it began the run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Stats {
+    /// Rows held now, per table in the schema's order.
+    pub rows: Vec<u64>,
+    /// Bytes of weights and optimizer state in those rows.
+    pub payload_bytes: u64,
+    /// Bytes allocated for rows, ids, recency and indexes.
+    pub memory_bytes: u64,
+    /// Sum over all training look-ups.
+    pub lookups: LookupReport,
+    /// Sum over all pushes (`first_nonfinite` is the first ever).
+    pub pushes: PushReport,
+    /// The highest push of every rank, for a checkpoint's token table.
+    pub tokens: BTreeMap<u32, u64>,
+}
+
+/// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum TablesError {
+    /// Another run began since.
+    #[error("request {token} is of another run: epoch {current} is current; start the trainer again")]
+    StaleEpoch {
+        /// The request's.
+        token: Token,
+        /// What would be accepted.
+        current: u64,
+    },
+    /// Nothing began yet.
+    #[error("no run has begun: call begin first")]
+    NotBegun,
+    /// A begin that can't be taken.
+    #[error("cannot begin the run: {what}")]
+    BadRun {
+        /// Both values, where two differ.
+        what: String,
+    },
+    /// Lengths that do not fit together.
+    #[error("malformed request: {what}")]
+    BadShape {
+        /// What, and what was expected.
+        what: String,
+    },
+    /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
+    #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
+    TooManyIds {
+        /// Asked for.
+        ids: usize,
+        /// Allowed.
+        max: usize,
+    },
+    /// A table the schema does not have, or one named twice.
+    #[error("table {table}: {what} (the schema has {tables} tables)")]
+    BadTable {
+        /// Index asked for.
+        table: usize,
+        /// Number of tables.
+        tables: usize,
+        /// Unknown, or named twice.
+        what: &'static str,
+    },
+    /// A training request while no optimizer is configured.
+    #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
+    NoOptimizer,
+    /// Memory that could not be had.
+    #[error(
+        "table {table}: no memory for {bytes} more bytes of rows; lower the capacity in global_config.yml"
+    )]
+    OutOfMemory {
+        /// The table's name.
+        table: String,
+        /// Asked for.
+        bytes: u64,
+    },
+    /// A file that is not what its manifest says.
+    #[error("{path}: {what}")]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A checkpoint of another configuration.
+    #[error("{path} does not fit this run: {what}")]
+    Foreign {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Both values.
+        what: String,
+    },
+    /// The operating system said no.
+    #[error("{path}: {source}")]
+    Io {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A holder of rows that does not answer.
+    #[error("{peer} cannot be reached: {what}")]
+    Unreachable {
+        /// Who.
+        peer: String,
+        /// What was tried, and what happened.
+        what: String,
+    },
+}
+
+/// Wherever rows live: the in-process store, or the network client.
+///
+/// Every method may be called from any thread. A failed call has changed nothing unless its documentation says so.
+pub trait Tables: Send + Sync {
+    /// Start a run: forget older tokens, accept only this epoch, use this optimizer and initialiser.
+    /// Rows stay.
+    ///
+    /// # Errors
+    /// `BadRun` when the schema differs, the epoch is not above the current one, a number is out of range, or
+    /// rows are held whose optimizer state does not fit the new optimizer.
+    fn begin(&self, run: &Run) -> Result<(), TablesError>;
+
+    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.
+    fn lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError>;
+
+    /// Apply gradients once. The whole request is checked before the first row changes; applying cannot fail.
+    /// A token that was applied before changes nothing and counts as `rows_duplicate`.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
+    fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
+
+    /// Write every shard's rows as files into `dir`, made durable, and say which.
+    ///
+    /// # Errors
+    /// `Io`. What was written is no checkpoint until a manifest names it.
+    fn snapshot(&self, dir: &Path) -> Result<Vec<FileEntry>, TablesError>;
+
+    /// Replace all rows by those of `files` in `dir`. Every file is read and checked before a row changes.
+    ///
+    /// # Errors
+    /// `Corrupt`, `Foreign`, `Io`.
+    fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError>;
+
+    /// Counters and gauges.
+    ///
+    /// # Errors
+    /// `Unreachable`.
+    fn stats(&self) -> Result<Stats, TablesError>;
+
+    /// Drop all rows. Tokens stay.
+    ///
+    /// # Errors
+    /// `Unreachable`.
+    fn clear(&self) -> Result<(), TablesError>;
+}

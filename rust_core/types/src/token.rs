@@ -1,0 +1,153 @@
+//! The name of one look-up or push, and the window that makes each count once.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::tables::TablesError;
+
+/// A job's name, hashed (FNV-1a, 64 bits) so that a token stays small.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct JobId(pub u64);
+
+impl JobId {
+    /// The id of the job called `name`.
+    pub fn from_name(name: &str) -> Self {
+        let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        Self(hash)
+    }
+}
+
+/// Names one look-up and the push that answers it: `(job, epoch, rank, seq)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Token {
+    /// The job; two jobs never share rows.
+    pub job: JobId,
+    /// The run's epoch; a request of another epoch is refused.
+    pub epoch: u64,
+    /// The trainer rank that sends it.
+    pub rank: u32,
+    /// The rank's step, from 1.
+    pub seq: u64,
+}
+
+impl std::fmt::Display for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:016x}/{}/{}/{}", self.job.0, self.epoch, self.rank, self.seq)
+    }
+}
+
+/// The highest sequence number seen from one rank and a bitmap of the 128 up to it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Window {
+    highest: u64,
+    /// Bit `i` is `highest - i`.
+    seen: u128,
+}
+
+/// Which tokens of one epoch were already applied. Anything that fell out of the window counts as seen.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SeenTokens {
+    job: Option<JobId>,
+    epoch: u64,
+    ranks: BTreeMap<u32, Window>,
+}
+
+impl SeenTokens {
+    /// Forget everything and accept only `job` and `epoch` from now on.
+    pub fn begin(job: JobId, epoch: u64) -> Self {
+        Self { job: Some(job), epoch, ranks: BTreeMap::new() }
+    }
+
+    /// The epoch that is accepted.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Whether `token` was inserted before.
+    ///
+    /// # Errors
+    /// [`TablesError::StaleEpoch`] for another job or epoch than the current one.
+    pub fn contains(&self, token: Token) -> Result<bool, TablesError> {
+        if self.job != Some(token.job) || self.epoch != token.epoch {
+            return Err(TablesError::StaleEpoch { token, current: self.epoch });
+        }
+        let Some(window) = self.ranks.get(&token.rank) else { return Ok(false) };
+        if token.seq > window.highest {
+            return Ok(false);
+        }
+        let age = window.highest - token.seq;
+        Ok(age >= 128 || window.seen >> age & 1 == 1)
+    }
+
+    /// Remember `token`; true when it was new.
+    ///
+    /// # Errors
+    /// [`TablesError::StaleEpoch`] for another job or epoch than the current one.
+    pub fn insert(&mut self, token: Token) -> Result<bool, TablesError> {
+        if self.contains(token)? {
+            return Ok(false);
+        }
+        let window = self.ranks.entry(token.rank).or_default();
+        if token.seq > window.highest {
+            let ahead = token.seq - window.highest;
+            window.seen = if ahead >= 128 { 0 } else { window.seen << ahead };
+            window.seen |= 1;
+            window.highest = token.seq;
+        } else {
+            window.seen |= 1 << (window.highest - token.seq);
+        }
+        Ok(true)
+    }
+
+    /// The highest sequence number seen of every rank, for a checkpoint's token table.
+    pub fn highest(&self) -> BTreeMap<u32, u64> {
+        self.ranks.iter().map(|(rank, window)| (*rank, window.highest)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn token(rank: u32, seq: u64) -> Token {
+        Token { job: JobId(7), epoch: 3, rank, seq }
+    }
+
+    #[test]
+    fn another_epoch_or_job_is_refused() {
+        let mut seen = SeenTokens::begin(JobId(7), 3);
+        assert!(matches!(
+            seen.insert(Token { epoch: 2, ..token(0, 1) }),
+            Err(TablesError::StaleEpoch { .. })
+        ));
+        assert!(matches!(
+            seen.insert(Token { job: JobId(8), ..token(0, 1) }),
+            Err(TablesError::StaleEpoch { .. })
+        ));
+        assert!(seen.insert(token(0, 1)).unwrap());
+    }
+
+    proptest! {
+        #[test]
+        fn a_token_counts_once_and_old_ones_never(seqs in prop::collection::vec((0u32..3, 1u64..400), 0..400)) {
+            let mut seen = SeenTokens::begin(JobId(7), 3);
+            let mut model: HashSet<(u32, u64)> = HashSet::new();
+            let mut highest = [0u64; 3];
+            for (rank, seq) in seqs {
+                let high = &mut highest[rank as usize];
+                let too_old = *high >= 128 && seq <= *high - 128;
+                let fresh = !too_old && model.insert((rank, seq));
+                prop_assert_eq!(seen.insert(token(rank, seq)).unwrap(), fresh);
+                prop_assert!(seen.contains(token(rank, seq)).unwrap());
+                *high = (*high).max(seq);
+            }
+        }
+    }
+}
