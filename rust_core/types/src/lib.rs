@@ -5,7 +5,9 @@
 //! * [`schema`]: slots, tables, optimizers and initialisers as the engine and the store see them
 //! * [`tables`]: [`Tables`], the one interface between the engine and wherever rows live
 //! * [`limits`]: every number that bounds something
+//! * [`config`]: the two YAML files, parsed and validated
 
+pub mod config;
 pub mod id;
 pub mod limits;
 pub mod schema;

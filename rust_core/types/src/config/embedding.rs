@@ -1,0 +1,119 @@
+//! `embedding_config.yml`: slots, and the feature groups that share a table.
+
+use serde::Serialize;
+
+use super::error::ConfigErrors;
+use super::groups::{GroupReader, SlotEntry};
+use super::reader::{Reader, Section, join};
+use super::tree::Node;
+use super::{Parsed, later};
+use crate::limits::{MAX_DIM, MAX_SLOTS};
+use crate::schema::{Pooling, Schema};
+
+/// Bits of an id that PersiaML gives to its feature group.
+const DEFAULT_PREFIX_BITS: u64 = 8;
+/// The id's own bits must be left over.
+const MAX_PREFIX_BITS: u64 = 63;
+/// Largest bucket count of a hash stack, and longest raw feature, that is a plausible number.
+const MAX_COUNT: u64 = u32::MAX as u64;
+
+const ROOT_KEYS: &[&str] = &["feature_index_prefix_bit", "slots_config", "feature_groups"];
+const SLOT_KEYS: &[&str] = &[
+    "dim",
+    "sample_fixed_size",
+    "embedding_summation",
+    "sqrt_scaling",
+    "hash_stack_config",
+    "index_prefix",
+    "pooling",
+    "dtype",
+    "optimizer",
+    "init",
+    "admission",
+    "ttl",
+];
+const POOLINGS: &[(&str, Pooling)] = &[("sum", Pooling::Sum), ("mean", Pooling::Mean)];
+
+/// A valid `embedding_config.yml`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct EmbeddingConfig {
+    /// Bits PersiaML puts a group's index into. Ids keep all their bits here: the number of groups is checked
+    /// against it, and nothing else.
+    pub feature_index_prefix_bit: u32,
+    /// Slots in the order of the file, and their tables.
+    pub schema: Schema,
+}
+
+impl EmbeddingConfig {
+    /// Read and validate the text of `file`.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it, at once.
+    pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
+        Reader::read(text, file, read)
+    }
+}
+
+fn read(reader: &mut Reader, root: &Node) -> EmbeddingConfig {
+    let whole = root.is_mapping();
+    let root = reader.section(root, "", ROOT_KEYS);
+    let bits =
+        reader.integer(&root, "feature_index_prefix_bit", 0..=MAX_PREFIX_BITS).unwrap_or(DEFAULT_PREFIX_BITS);
+    let slots = if whole { read_slots(reader, &root) } else { Vec::new() };
+    let mut groups = GroupReader::new(reader, &slots);
+    if let Some(node) = root.get("feature_groups") {
+        groups.read(node);
+    }
+    let schema =
+        groups.finish(bits, root.get("feature_index_prefix_bit").map_or(root.place, |node| node.place));
+    EmbeddingConfig { feature_index_prefix_bit: bits as u32, schema }
+}
+
+fn read_slots<'a>(reader: &mut Reader, root: &Section<'a>) -> Vec<SlotEntry<'a>> {
+    let path = "slots_config";
+    let example = "name at least one slot, such as `age: {dim: 8}`";
+    let Some(node) = root.get(path) else {
+        reader.error(root.place, path, format!("missing: {example}"));
+        return Vec::new();
+    };
+    let section = reader.mapping(node, path);
+    let slots: Vec<_> = section.entries().map(|(key, node)| (key, join(path, &key.text), node)).collect();
+    if node.is_mapping() && slots.is_empty() {
+        reader.error(node.place, path, format!("found no slot: {example}"));
+    }
+    if slots.len() > MAX_SLOTS {
+        reader.error(node.place, path, format!("found {} slots, allowed: at most {MAX_SLOTS}", slots.len()));
+    }
+    slots
+        .into_iter()
+        .map(|(key, path, node)| {
+            reader.check_name(&key.text, key.place, &path);
+            read_slot(reader, &key.text, node, &path)
+        })
+        .collect()
+}
+
+fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) -> SlotEntry<'a> {
+    let at = |key: &str| format!("{path}.{key}");
+    let section = reader.section(node, path, SLOT_KEYS);
+    if node.is_mapping() && section.get("dim").is_none() {
+        let message = format!("missing, allowed: a whole number from 1 to {MAX_DIM}");
+        reader.error(section.place, &at("dim"), message);
+    }
+    let dim = reader.integer(&section, &at("dim"), 1..=MAX_DIM as u64).map(|dim| dim as usize);
+    let pooling = reader.choice(&section, &at("pooling"), POOLINGS).unwrap_or(Pooling::Sum);
+    let sqrt_scaling = reader.boolean(&section, &at("sqrt_scaling")).unwrap_or(false);
+    if let (Pooling::Mean, Some(node), true) = (pooling, section.get("sqrt_scaling"), sqrt_scaling) {
+        let message = "found `true` beside `pooling: mean`; allowed: false, or `pooling: sum`";
+        reader.error(node.place, &at("sqrt_scaling"), message.into());
+    }
+    // Only raw features read it; its value is checked so that a typo does not wait for them.
+    reader.integer(&section, &at("sample_fixed_size"), 1..=MAX_COUNT);
+    let hash_stack =
+        reader.child(&section, &at("hash_stack_config"), &["hash_stack_rounds", "embedding_size"]);
+    reader.integer(&hash_stack, &at("hash_stack_config.embedding_size"), 0..=MAX_COUNT);
+    reader.later(&hash_stack, &at("hash_stack_config"), later::HASH_STACK);
+    reader.later(&section, path, later::SLOT);
+    reader.without_effect(&section, path, &[("index_prefix", "ids keep all 64 bits")]);
+    SlotEntry { name, dim, pooling, sqrt_scaling }
+}

@@ -1,0 +1,46 @@
+//! What is wrong with a configuration file, and where.
+
+use std::fmt;
+
+/// One mistake, or one warning, and its place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Finding {
+    /// From 1.
+    pub line: usize,
+    /// From 1.
+    pub column: usize,
+    /// Key path such as `slots_config.age.dim`; empty when the text is no YAML at all.
+    pub path: String,
+    /// The value found, what is allowed, and what to do.
+    pub message: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}, column {}: ", self.line, self.column)?;
+        if !self.path.is_empty() {
+            write!(f, "{}: ", self.path)?;
+        }
+        f.write_str(&self.message)
+    }
+}
+
+/// Everything that is wrong with one file, in the order of its lines. Never empty.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub struct ConfigErrors {
+    /// The file's name, as the caller gave it.
+    pub file: String,
+    /// The mistakes.
+    pub errors: Vec<Finding>,
+}
+
+impl fmt::Display for ConfigErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let count = self.errors.len();
+        write!(f, "{}: {count} {}", self.file, if count == 1 { "error" } else { "errors" })?;
+        for error in &self.errors {
+            write!(f, "\n  {error}")?;
+        }
+        Ok(())
+    }
+}

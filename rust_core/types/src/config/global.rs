@@ -1,0 +1,114 @@
+//! `global_config.yml`: the job, its checkpoints and its capacity.
+
+use serde::Serialize;
+
+use super::error::ConfigErrors;
+use super::reader::Reader;
+use super::tree::Node;
+use super::{Parsed, later};
+use crate::id::VIRTUAL_SHARDS;
+use crate::limits::MAX_ROWS_PER_SLAB;
+
+/// More threads than this only wait for each other's disk.
+const MAX_WORKERS: u64 = 256;
+const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
+
+const ROOT_KEYS: &[&str] = &["common_config", "embedding_worker_config", "embedding_parameter_server_config"];
+const COMMON_KEYS: &[&str] = &["metrics_config", "job_type", "infer_config", "checkpointing_config"];
+const METRICS_KEYS: &[&str] = &["enable_metrics", "job_name", "push_interval_sec"];
+const WORKER_KEYS: &[&str] = &["forward_buffer_size", "buffered_data_expired_sec"];
+const SERVER_KEYS: &[&str] = &[
+    "capacity",
+    "num_hashmap_internal_shards",
+    "enable_incremental_update",
+    "incremental_buffer_size",
+    "incremental_dir",
+    "incremental_channel_capacity",
+];
+
+const NO_METRICS: &str = "this version has no metrics yet";
+const NO_SERVING: &str = "this version does not serve yet";
+const NO_WORKER: &str = "batches wait in the trainer; TrainCtx and DataLoader bound them";
+const NO_INCREMENTAL: &str = "this version does not have incremental updates yet";
+const COMMON_UNUSED: &[(&str, &str)] =
+    &[("job_type", "TrainCtx and eval_ctx decide whether rows are learned")];
+const METRICS_UNUSED: &[(&str, &str)] = &[("enable_metrics", NO_METRICS), ("push_interval_sec", NO_METRICS)];
+const INFER_UNUSED: &[(&str, &str)] = &[("servers", NO_SERVING), ("embedding_checkpoint", NO_SERVING)];
+const WORKER_UNUSED: &[(&str, &str)] =
+    &[("forward_buffer_size", NO_WORKER), ("buffered_data_expired_sec", NO_WORKER)];
+const SERVER_UNUSED: &[(&str, &str)] = &[
+    ("num_hashmap_internal_shards", "there are always 256 virtual shards"),
+    ("incremental_buffer_size", NO_INCREMENTAL),
+    ("incremental_dir", NO_INCREMENTAL),
+    ("incremental_channel_capacity", NO_INCREMENTAL),
+];
+
+/// A valid `global_config.yml`. The default is what an absent key means.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GlobalConfig {
+    /// `common_config.metrics_config.job_name`: two jobs never share rows.
+    pub job_name: String,
+    /// `common_config.checkpointing_config.num_workers`: threads that write and read a checkpoint.
+    pub checkpoint_workers: usize,
+    /// `embedding_parameter_server_config.capacity`: rows a server holds before it evicts. Nothing is allocated
+    /// for it up front.
+    pub capacity: u64,
+}
+
+impl Default for GlobalConfig {
+    fn default() -> Self {
+        Self { job_name: "persia_default_jobname".into(), checkpoint_workers: 4, capacity: 1_000_000_000 }
+    }
+}
+
+impl GlobalConfig {
+    /// Read and validate the text of `file`.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it, at once.
+    pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
+        Reader::read(text, file, |reader, root| {
+            let mut config = Self::default();
+            let root = reader.section(root, "", ROOT_KEYS);
+            config.read_common(reader, root.get("common_config"));
+            let path = "embedding_worker_config";
+            let worker = reader.child(&root, path, WORKER_KEYS);
+            reader.without_effect(&worker, path, WORKER_UNUSED);
+            config.read_server(reader, root.get("embedding_parameter_server_config"));
+            config
+        })
+    }
+
+    fn read_common(&mut self, reader: &mut Reader, node: Option<&Node>) {
+        let Some(node) = node else { return };
+        let common = reader.section(node, "common_config", COMMON_KEYS);
+        let path = "common_config.metrics_config";
+        let metrics = reader.child(&common, path, METRICS_KEYS);
+        reader.without_effect(&metrics, path, METRICS_UNUSED);
+        if let Some(name) = reader.name(&metrics, "common_config.metrics_config.job_name") {
+            self.job_name = name.into();
+        }
+        reader.later(&common, "common_config", later::COMMON);
+        reader.without_effect(&common, "common_config", COMMON_UNUSED);
+        let path = "common_config.infer_config";
+        let infer = reader.child(&common, path, &["servers", "embedding_checkpoint"]);
+        reader.without_effect(&infer, path, INFER_UNUSED);
+        let checkpoint = reader.child(&common, "common_config.checkpointing_config", &["num_workers"]);
+        let path = "common_config.checkpointing_config.num_workers";
+        if let Some(workers) = reader.integer(&checkpoint, path, 1..=MAX_WORKERS) {
+            self.checkpoint_workers = workers as usize;
+        }
+    }
+
+    fn read_server(&mut self, reader: &mut Reader, node: Option<&Node>) {
+        let Some(node) = node else { return };
+        let path = "embedding_parameter_server_config";
+        let server = reader.section(node, path, SERVER_KEYS);
+        reader.later(&server, path, later::SERVER);
+        reader.without_effect(&server, path, SERVER_UNUSED);
+        let path = "embedding_parameter_server_config.capacity";
+        if let Some(capacity) = reader.integer(&server, path, 1..=MAX_CAPACITY) {
+            self.capacity = capacity;
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! What a file may ask for and this version does not have yet. When a feature lands, its line goes.
+
+use super::tree::{Node, Value};
+
+/// A key that is not free to be anything yet.
+#[derive(Debug)]
+pub(super) struct Later {
+    /// The key.
+    pub(super) key: &'static str,
+    /// The values that are accepted today; none when the key itself has to wait.
+    pub(super) accepted: &'static [&'static str],
+    /// What has to wait.
+    pub(super) feature: &'static str,
+}
+
+/// Of a slot.
+pub(super) const SLOT: &[Later] = &[
+    Later { key: "embedding_summation", accepted: &["true"], feature: "raw (sequence) features, `false`" },
+    Later { key: "dtype", accepted: &["f32"], feature: "rows of `f16` and `bf16`" },
+    Later { key: "optimizer", accepted: &[], feature: "an optimizer per slot" },
+    Later { key: "init", accepted: &[], feature: "an initialiser per slot" },
+    Later { key: "admission", accepted: &[], feature: "admission per slot" },
+    Later { key: "ttl", accepted: &[], feature: "time-to-live of rows" },
+];
+
+/// Of a slot's `hash_stack_config`.
+pub(super) const HASH_STACK: &[Later] =
+    &[Later { key: "hash_stack_rounds", accepted: &["0"], feature: "hash stacks" }];
+
+/// Of `common_config`.
+pub(super) const COMMON: &[Later] =
+    &[Later { key: "job_type", accepted: &["Train", "Eval"], feature: "serving, `Infer`" }];
+
+/// Of `embedding_parameter_server_config`.
+pub(super) const SERVER: &[Later] = &[Later {
+    key: "enable_incremental_update",
+    accepted: &["false"],
+    feature: "incremental updates, `true`",
+}];
+
+impl Later {
+    /// Whether `node` is accepted today. A number or a boolean in quotes is a word, and is not.
+    pub(super) fn accepts(&self, node: &Node) -> bool {
+        let Value::Scalar { text, quoted } = &node.value else { return false };
+        let word = !matches!(text.as_str(), "0" | "true" | "false");
+        (word || !quoted) && self.accepted.contains(&text.as_str())
+    }
+}

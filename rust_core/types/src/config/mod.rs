@@ -1,0 +1,36 @@
+//! `embedding_config.yml` and `global_config.yml`: parsed to a tree, then validated by hand.
+//!
+//! Every mistake of a file is reported at once, with its place, the value found and what is allowed. No I/O: the
+//! caller reads the file and passes its text and its name.
+//!
+//! * [`EmbeddingConfig`]: slots and the tables they share
+//! * [`GlobalConfig`]: the job and its limits
+//! * [`ConfigErrors`]: everything that is wrong with one file
+//!
+//! What PersiaML's files may hold and this version does not have yet is listed in one table, `later.rs`.
+
+mod embedding;
+mod error;
+mod global;
+mod groups;
+mod later;
+mod number;
+mod reader;
+mod tree;
+
+#[cfg(test)]
+mod tests;
+
+pub use embedding::EmbeddingConfig;
+pub use error::{ConfigErrors, Finding};
+pub use global::GlobalConfig;
+pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
+
+/// A configuration that is valid, and what its author should know all the same.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Parsed<T> {
+    /// The configuration.
+    pub config: T,
+    /// Keys that are accepted and change nothing here, one entry each.
+    pub warnings: Vec<Finding>,
+}

@@ -1,0 +1,242 @@
+//! Reads values out of the tree, collecting every mistake instead of stopping at the first.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::RangeInclusive;
+
+use super::error::{ConfigErrors, Finding};
+use super::later::Later;
+use super::number::whole_number;
+use super::tree::{Key, Node, Place, Value, shorten};
+use super::{Parsed, tree};
+use crate::limits::MAX_NAME_BYTES;
+
+/// A mapping being read, and where it is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Section<'a> {
+    pub(super) place: Place,
+    entries: &'a [(Key, Node)],
+}
+
+impl<'a> Section<'a> {
+    fn empty(place: Place) -> Self {
+        Self { place, entries: &[] }
+    }
+
+    /// The value of `key`. Of a key that appears twice, the first.
+    pub(super) fn get(&self, key: &str) -> Option<&'a Node> {
+        self.entries.iter().find(|(known, _)| known.text == key).map(|(_, node)| node)
+    }
+
+    /// Keys and values, each key once.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (&'a Key, &'a Node)> {
+        let mut seen = HashSet::new();
+        self.entries.iter().filter(move |(key, _)| seen.insert(&key.text)).map(|(key, node)| (key, node))
+    }
+}
+
+/// Collects what is wrong, and what has no effect.
+#[derive(Debug, Default)]
+pub(super) struct Reader {
+    errors: Vec<Finding>,
+    warnings: Vec<Finding>,
+}
+
+impl Reader {
+    /// Parse `text` and let `read` take from its root what it needs.
+    pub(super) fn read<T>(
+        text: &str,
+        file: &str,
+        read: impl FnOnce(&mut Self, &Node) -> T,
+    ) -> Result<Parsed<T>, ConfigErrors> {
+        let refuse = |errors| ConfigErrors { file: file.into(), errors };
+        let root = tree::parse(text).map_err(|error| refuse(vec![error]))?;
+        let mut reader = Self::default();
+        let config = read(&mut reader, &root);
+        if reader.errors.is_empty() {
+            return Ok(Parsed { config, warnings: reader.warnings });
+        }
+        reader.errors.sort_by_key(|error| (error.line, error.column));
+        Err(refuse(reader.errors))
+    }
+
+    pub(super) fn error(&mut self, place: Place, path: &str, message: String) {
+        self.errors.push(Finding { path: path.into(), ..place.error(message) });
+    }
+
+    /// `node` as a mapping with any keys; empty when it is none.
+    pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
+        let Value::Mapping(entries) = &node.value else {
+            if !node.is_mapping() {
+                let message = format!("found {}, allowed: a mapping (`key: value` lines)", node.found());
+                self.error(node.place, path, message);
+            }
+            return Section::empty(node.place);
+        };
+        let mut first: HashMap<&str, Place> = HashMap::new();
+        for (key, _) in entries {
+            let before = *first.entry(&key.text).or_insert(key.place);
+            if before != key.place {
+                let message = format!("appears twice, first on line {}: remove one", before.line);
+                self.error(key.place, &join(path, &key.text), message);
+            }
+        }
+        Section { place: node.place, entries }
+    }
+
+    /// `node` as a mapping with no other keys than `known`.
+    pub(super) fn section<'a>(&mut self, node: &'a Node, path: &str, known: &[&str]) -> Section<'a> {
+        let section = self.mapping(node, path);
+        for (key, _) in section.entries().filter(|(key, _)| !known.contains(&key.text.as_str())) {
+            let mut message = String::from("unknown key");
+            if let Some(near) = nearest(&key.text, known.iter().copied()) {
+                message += &format!(", did you mean `{near}`?");
+            }
+            message += &format!("; allowed: {}", known.join(", "));
+            self.error(key.place, &join(path, &key.text), message);
+        }
+        section
+    }
+
+    /// The section under `key`; empty when there is none.
+    pub(super) fn child<'a>(&mut self, parent: &Section<'a>, path: &str, known: &[&str]) -> Section<'a> {
+        match parent.get(last(path)) {
+            Some(node) => self.section(node, path, known),
+            None => Section::empty(parent.place),
+        }
+    }
+
+    /// The whole number under the last key of `path`; None when there is none or it is not in `range`.
+    pub(super) fn integer(
+        &mut self,
+        section: &Section<'_>,
+        path: &str,
+        range: RangeInclusive<u64>,
+    ) -> Option<u64> {
+        let node = section.get(last(path))?;
+        let number = match &node.value {
+            Value::Scalar { text, quoted: false } => whole_number(text),
+            _ => None,
+        };
+        let allowed = number.filter(|number| range.contains(number));
+        if allowed.is_none() {
+            let message = format!(
+                "found {}, allowed: a whole number from {} to {}",
+                node.found(),
+                range.start(),
+                range.end()
+            );
+            self.error(node.place, path, message);
+        }
+        allowed
+    }
+
+    /// The boolean under the last key of `path`; None when there is none.
+    pub(super) fn boolean(&mut self, section: &Section<'_>, path: &str) -> Option<bool> {
+        let node = section.get(last(path))?;
+        match &node.value {
+            Value::Scalar { text, quoted: false } if text == "true" => Some(true),
+            Value::Scalar { text, quoted: false } if text == "false" => Some(false),
+            _ => {
+                self.error(node.place, path, format!("found {}, allowed: true, false", node.found()));
+                None
+            }
+        }
+    }
+
+    /// One of the words in `choices`, under the last key of `path`; None when there is none.
+    pub(super) fn choice<T: Copy>(
+        &mut self,
+        section: &Section<'_>,
+        path: &str,
+        choices: &[(&str, T)],
+    ) -> Option<T> {
+        let node = section.get(last(path))?;
+        if let Value::Scalar { text, .. } = &node.value
+            && let Some((_, choice)) = choices.iter().find(|(word, _)| word == text)
+        {
+            return Some(*choice);
+        }
+        let words: Vec<&str> = choices.iter().map(|(word, _)| *word).collect();
+        self.error(node.place, path, format!("found {}, allowed: {}", node.found(), words.join(", ")));
+        None
+    }
+
+    /// A name under the last key of `path`; None when there is none.
+    pub(super) fn name<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
+        let node = section.get(last(path))?;
+        match &node.value {
+            Value::Scalar { text, .. } if !node.is_null() => {
+                self.check_name(text, node.place, path);
+                Some(text)
+            }
+            _ => {
+                self.error(node.place, path, format!("found {}, allowed: a name", node.found()));
+                None
+            }
+        }
+    }
+
+    /// Report a name that would not survive in messages, metrics and checkpoints.
+    pub(super) fn check_name(&mut self, name: &str, place: Place, path: &str) {
+        let printable = name.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic());
+        if printable && name.trim() == name && (1..=MAX_NAME_BYTES).contains(&name.len()) {
+            return;
+        }
+        let message = format!(
+            "found the name {:?} ({} bytes), allowed: 1 to {MAX_NAME_BYTES} printable ASCII characters, \
+             no space at either end",
+            shorten(name),
+            name.len()
+        );
+        self.error(place, path, message);
+    }
+
+    /// Warn about those of `keys` that are there: PersiaML knows them, and nothing here reads them.
+    pub(super) fn without_effect(&mut self, section: &Section<'_>, path: &str, keys: &[(&str, &str)]) {
+        for (key, why) in keys {
+            if let Some(node) = section.get(key) {
+                let message = format!("accepted, but has no effect: {why}");
+                self.warnings.push(Finding { path: join(path, key), ..node.place.error(message) });
+            }
+        }
+    }
+
+    /// Refuse those of `keys` that ask for what this version does not have yet.
+    pub(super) fn later(&mut self, section: &Section<'_>, path: &str, keys: &[Later]) {
+        for later in keys {
+            let Some(node) = section.get(later.key).filter(|node| !later.accepts(node)) else { continue };
+            let allowed = match later.accepted {
+                [] => "allowed: nothing, remove the key".into(),
+                accepted => format!("allowed: {}", accepted.join(", ")),
+            };
+            let message =
+                format!("found {}, {allowed} (not in this version yet: {})", node.found(), later.feature);
+            self.error(node.place, &join(path, later.key), message);
+        }
+    }
+}
+
+/// `path.key`, or `key` at the root.
+pub(super) fn join(path: &str, key: &str) -> String {
+    let key = shorten(key);
+    if path.is_empty() { key } else { format!("{path}.{key}") }
+}
+
+/// The last key of a path of known keys, none of which holds a dot.
+fn last(path: &str) -> &str {
+    path.rsplit('.').next().unwrap_or(path)
+}
+
+/// The one of `known` a typist most likely meant: at most a third of the letters differ.
+pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    // The comparison is quadratic, and a longer word is no slip of a typist.
+    if word.len() > MAX_NAME_BYTES {
+        return None;
+    }
+    let most = (word.chars().count() / 3).max(1);
+    known
+        .map(|name| (strsim::osa_distance(word, name), name))
+        .filter(|(edits, _)| *edits <= most)
+        .min_by_key(|(edits, _)| *edits)
+        .map(|(_, name)| name)
+}

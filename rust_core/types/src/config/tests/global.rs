@@ -1,0 +1,156 @@
+//! `global_config.yml`.
+
+use super::said;
+use crate::config::GlobalConfig;
+
+/// Every key PersiaML documents, at its default or near it.
+const REAL: &str = "
+common_config:
+  metrics_config:
+    enable_metrics: true
+    push_interval_sec: 10
+    job_name: adult-income
+  job_type: Train
+  infer_config:
+    servers: []
+    embedding_checkpoint: ''
+  checkpointing_config:
+    num_workers: 8
+embedding_worker_config:
+  forward_buffer_size: 1000
+  buffered_data_expired_sec: 1000
+embedding_parameter_server_config:
+  capacity: 1_000_000
+  num_hashmap_internal_shards: 100
+  enable_incremental_update: false
+  incremental_buffer_size: 1000000
+  incremental_dir: /workspace/incremental_dir/
+  incremental_channel_capacity: 1000
+";
+
+fn parse(text: &str) -> Vec<String> {
+    said(GlobalConfig::parse(text, "global_config.yml"))
+}
+
+#[test]
+fn a_real_file_is_read_with_one_warning_for_each_key_without_effect() {
+    let parsed = GlobalConfig::parse(REAL, "global_config.yml").unwrap();
+    assert_eq!(
+        parsed.config,
+        GlobalConfig { job_name: "adult-income".into(), checkpoint_workers: 8, capacity: 1_000_000 }
+    );
+    let paths: Vec<_> = parsed.warnings.iter().map(|warning| warning.path.as_str()).collect();
+    assert_eq!(
+        paths,
+        [
+            "common_config.metrics_config.enable_metrics",
+            "common_config.metrics_config.push_interval_sec",
+            "common_config.job_type",
+            "common_config.infer_config.servers",
+            "common_config.infer_config.embedding_checkpoint",
+            "embedding_worker_config.forward_buffer_size",
+            "embedding_worker_config.buffered_data_expired_sec",
+            "embedding_parameter_server_config.num_hashmap_internal_shards",
+            "embedding_parameter_server_config.incremental_buffer_size",
+            "embedding_parameter_server_config.incremental_dir",
+            "embedding_parameter_server_config.incremental_channel_capacity",
+        ]
+    );
+    assert!(
+        parsed.warnings.iter().all(|warning| warning.message.starts_with("accepted, but has no effect: "))
+    );
+}
+
+#[test]
+fn absent_keys_have_their_documented_defaults() {
+    let expected = GlobalConfig {
+        job_name: "persia_default_jobname".into(),
+        checkpoint_workers: 4,
+        capacity: 1_000_000_000,
+    };
+    assert_eq!(GlobalConfig::default(), expected);
+    for text in ["{}", "common_config:", "common_config: {metrics_config: , checkpointing_config: {}}"] {
+        let parsed = GlobalConfig::parse(text, "f").unwrap();
+        assert_eq!((parsed.config, parsed.warnings), (expected.clone(), vec![]), "{text}");
+    }
+}
+
+#[test]
+fn capacity_takes_every_spelling_of_a_number() {
+    for text in ["1000000000", "1e9", "1_000_000_000", "1.0e+9"] {
+        let parsed =
+            GlobalConfig::parse(&format!("embedding_parameter_server_config: {{capacity: {text}}}"), "f");
+        assert_eq!(parsed.unwrap().config.capacity, 1_000_000_000, "{text}");
+    }
+}
+
+#[test]
+fn each_mistake_is_named() {
+    for (text, expected) in [
+        (
+            "common_config: {checkpointing_config: {num_workers: 0}}",
+            "line 1, column 53: common_config.checkpointing_config.num_workers: found `0`, allowed: a whole number \
+             from 1 to 256",
+        ),
+        (
+            "common_config: {job_type: Infer}",
+            "line 1, column 27: common_config.job_type: found `Infer`, allowed: Train, Eval (not in this version \
+             yet: serving, `Infer`)",
+        ),
+        (
+            "common_config: {metrics_config: {job_name: }}",
+            "line 1, column 42: common_config.metrics_config.job_name: found nothing, allowed: a name",
+        ),
+        (
+            "common_config: {metrics_config: {job_name: [a]}}",
+            "line 1, column 44: common_config.metrics_config.job_name: found a list, allowed: a name",
+        ),
+        (
+            "embedding_parameter_server_config: {capacity: lots}",
+            "line 1, column 47: embedding_parameter_server_config.capacity: found `lots`, allowed: a whole number \
+             from 1 to 1099511627264",
+        ),
+        (
+            "embedding_parameter_server_config: {enable_incremental_update: true}",
+            "line 1, column 64: embedding_parameter_server_config.enable_incremental_update: found `true`, allowed: \
+             false (not in this version yet: incremental updates, `true`)",
+        ),
+        (
+            "embedding_parameter_server_config: {enable_incremental_update: 'false'}",
+            "line 1, column 64: embedding_parameter_server_config.enable_incremental_update: found \"false\", \
+             allowed: false (not in this version yet: incremental updates, `true`)",
+        ),
+        (
+            "embedding_worker_config: {forward_bufer_size: 1}",
+            "line 1, column 27: embedding_worker_config.forward_bufer_size: unknown key, did you mean \
+             `forward_buffer_size`?; allowed: forward_buffer_size, buffered_data_expired_sec",
+        ),
+        (
+            "embedding_server_config: {}",
+            "line 1, column 1: embedding_server_config: unknown key, did you mean `embedding_worker_config`?; \
+             allowed: common_config, embedding_worker_config, embedding_parameter_server_config",
+        ),
+        (
+            "embedding_worker_config: 3",
+            "line 1, column 26: embedding_worker_config: found `3`, allowed: a mapping (`key: value` lines)",
+        ),
+    ] {
+        assert_eq!(parse(text), [expected], "{text}");
+    }
+}
+
+#[test]
+fn mistakes_of_all_sections_are_reported_at_once() {
+    let text = "
+common_config:
+  job_type: Serve
+  metrics_config: {job_name: ''}
+  checkpointing_config: {num_workers: 1e9}
+embedding_worker_config: []
+embedding_parameter_server_config: {capacity: -1, capacity: 1, shards: 3}
+metrics_config: {}
+";
+    let errors = GlobalConfig::parse(text, "global_config.yml").unwrap_err();
+    let lines: Vec<usize> = errors.errors.iter().map(|error| error.line).collect();
+    assert_eq!(lines, [3, 4, 5, 6, 7, 7, 7, 8], "{errors}");
+}

@@ -1,0 +1,240 @@
+//! YAML text as a tree whose every node knows its place.
+//!
+//! Built from parser events in a loop, never by recursion: text that nests a hundred thousand levels deep, or that
+//! doubles itself through aliases, meets a limit instead of the end of the stack or of the memory.
+
+use std::collections::HashMap;
+
+use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
+
+use super::error::Finding;
+
+/// Bytes a configuration file may have.
+pub const MAX_CONFIG_BYTES: usize = 4 << 20;
+/// Levels a configuration file may nest.
+pub const MAX_CONFIG_DEPTH: usize = 32;
+/// Keys and values a configuration file may hold. What an anchor names, or an alias repeats, counts again.
+pub const MAX_CONFIG_NODES: usize = 500_000;
+
+/// Line and column, both from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) line: usize,
+    pub(super) column: usize,
+}
+
+impl Place {
+    /// An error here that belongs to no key.
+    pub(super) fn error(self, message: impl Into<String>) -> Finding {
+        Finding { line: self.line, column: self.column, path: String::new(), message: message.into() }
+    }
+}
+
+impl From<Marker> for Place {
+    fn from(marker: Marker) -> Self {
+        Self { line: marker.line().max(1), column: marker.col() + 1 }
+    }
+}
+
+/// A value and its place.
+#[derive(Debug, Clone)]
+pub(super) struct Node {
+    pub(super) place: Place,
+    pub(super) value: Value,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Value {
+    /// As written, without its quotes. A number or a boolean is never quoted.
+    Scalar {
+        text: String,
+        quoted: bool,
+    },
+    Sequence(Vec<Node>),
+    /// In the order of the file; a key that appears twice is here twice.
+    Mapping(Vec<(Key, Node)>),
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Key {
+    pub(super) place: Place,
+    pub(super) text: String,
+}
+
+impl Node {
+    /// `key:` with nothing behind it, `~` or `null`.
+    pub(super) fn is_null(&self) -> bool {
+        matches!(&self.value, Value::Scalar { text, quoted: false } if matches!(text.as_str(), "" | "~" | "null"))
+    }
+
+    /// Whether this is a mapping. One whose keys are all commented out is nothing to YAML, and empty to us.
+    pub(super) fn is_mapping(&self) -> bool {
+        self.is_null() || matches!(self.value, Value::Mapping(_))
+    }
+
+    /// The value as an error message shows it.
+    pub(super) fn found(&self) -> String {
+        match &self.value {
+            _ if self.is_null() => "nothing".into(),
+            Value::Scalar { text, quoted: true } => format!("{:?}", shorten(text)),
+            Value::Scalar { text, .. } => format!("`{}`", shorten(text).escape_debug()),
+            Value::Sequence(_) => "a list".into(),
+            Value::Mapping(_) => "a mapping".into(),
+        }
+    }
+
+    /// Nodes in this tree, and its levels.
+    fn extent(&self) -> (usize, usize) {
+        let join = |sum: (usize, usize), node: &Self| {
+            let (nodes, depth) = node.extent();
+            (sum.0 + nodes, sum.1.max(depth + 1))
+        };
+        match &self.value {
+            Value::Scalar { .. } => (1, 1),
+            Value::Sequence(items) => items.iter().fold((1, 1), join),
+            // A key counts as a node.
+            Value::Mapping(entries) => {
+                entries.iter().map(|(_, node)| node).fold((1 + entries.len(), 1), join)
+            }
+        }
+    }
+}
+
+/// At most 60 characters of `text`.
+pub(super) fn shorten(text: &str) -> String {
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.into(),
+    }
+}
+
+/// Parse `text`, which must hold exactly one document.
+pub(super) fn parse(text: &str) -> Result<Node, Finding> {
+    let start = Place { line: 1, column: 1 };
+    if text.len() > MAX_CONFIG_BYTES {
+        return Err(
+            start.error(format!("the file has {} bytes, the limit is {MAX_CONFIG_BYTES}", text.len()))
+        );
+    }
+    // Editors on Windows begin a file with a byte-order mark.
+    let mut parser = Parser::new_from_str(text.strip_prefix('\u{feff}').unwrap_or(text));
+    let mut builder = Builder::default();
+    while let Some(event) = parser.next_event() {
+        let (event, span) = event.map_err(|error| syntax_error(&error))?;
+        builder.take(event, span.start.into())?;
+    }
+    match builder.root {
+        Some(root) if !root.is_null() => Ok(root),
+        _ => Err(start.error("the file is empty")),
+    }
+}
+
+fn syntax_error(error: &ScanError) -> Finding {
+    Place::from(*error.marker()).error(format!("not valid YAML: {}", error.info()))
+}
+
+/// A collection whose end was not seen yet.
+struct Open {
+    node: Node,
+    /// The key whose value comes next.
+    key: Option<Key>,
+    anchor: usize,
+}
+
+/// Puts nodes together. Anchor 0 means none.
+#[derive(Default)]
+struct Builder {
+    open: Vec<Open>,
+    anchors: HashMap<usize, Node>,
+    nodes: usize,
+    root: Option<Node>,
+}
+
+impl Builder {
+    fn take(&mut self, event: Event<'_>, place: Place) -> Result<(), Finding> {
+        match event {
+            Event::Scalar(_, _, _, Some(tag))
+            | Event::SequenceStart(_, Some(tag))
+            | Event::MappingStart(_, Some(tag)) => {
+                Err(place.error(format!("the tag `{tag}` is not understood here: remove it")))
+            }
+            Event::Scalar(text, style, anchor, None) => {
+                let quoted = style != ScalarStyle::Plain;
+                self.count(1, place)?;
+                self.close(Node { place, value: Value::Scalar { text: text.into_owned(), quoted } }, anchor)
+            }
+            Event::SequenceStart(anchor, None) => self.start(place, Value::Sequence(Vec::new()), anchor),
+            Event::MappingStart(anchor, None) => self.start(place, Value::Mapping(Vec::new()), anchor),
+            Event::SequenceEnd | Event::MappingEnd => match self.open.pop() {
+                Some(open) => self.close(open.node, open.anchor),
+                None => Ok(()),
+            },
+            Event::Alias(anchor) => self.repeat(anchor, place),
+            Event::DocumentStart(_) if self.root.is_some() => {
+                Err(place.error("a second document begins here; a file holds one: remove the `---`"))
+            }
+            Event::DocumentStart(_)
+            | Event::DocumentEnd
+            | Event::StreamStart
+            | Event::StreamEnd
+            | Event::Nothing => Ok(()),
+        }
+    }
+
+    fn start(&mut self, place: Place, value: Value, anchor: usize) -> Result<(), Finding> {
+        self.count(1, place)?;
+        if self.open.len() >= MAX_CONFIG_DEPTH {
+            return Err(too_deep(place));
+        }
+        self.open.push(Open { node: Node { place, value }, key: None, anchor });
+        Ok(())
+    }
+
+    /// An alias: what its anchor names, once more.
+    fn repeat(&mut self, anchor: usize, place: Place) -> Result<(), Finding> {
+        let Some(node) = self.anchors.get(&anchor) else {
+            return Err(place.error("this alias stands inside the value it stands for"));
+        };
+        let (nodes, depth) = node.extent();
+        if self.open.len() + depth > MAX_CONFIG_DEPTH {
+            return Err(too_deep(place));
+        }
+        let node = Node { place, ..node.clone() };
+        self.count(nodes, place)?;
+        self.close(node, 0)
+    }
+
+    /// A whole node: hand it to the collection it stands in.
+    fn close(&mut self, node: Node, anchor: usize) -> Result<(), Finding> {
+        let place = node.place;
+        if anchor != 0 {
+            self.count(node.extent().0, place)?;
+            self.anchors.insert(anchor, node.clone());
+        }
+        let Some(open) = self.open.last_mut() else {
+            self.root = Some(node);
+            return Ok(());
+        };
+        match (&mut open.node.value, open.key.take()) {
+            (Value::Sequence(items), _) => items.push(node),
+            (Value::Mapping(entries), Some(key)) => entries.push((key, node)),
+            (_, _) => match node.value {
+                Value::Scalar { text, .. } => open.key = Some(Key { place, text }),
+                _ => return Err(place.error(format!("a key must be a word, found {}", node.found()))),
+            },
+        }
+        Ok(())
+    }
+
+    fn count(&mut self, nodes: usize, place: Place) -> Result<(), Finding> {
+        self.nodes += nodes;
+        if self.nodes > MAX_CONFIG_NODES {
+            return Err(place.error(format!("more than {MAX_CONFIG_NODES} keys and values up to here")));
+        }
+        Ok(())
+    }
+}
+
+fn too_deep(place: Place) -> Finding {
+    place.error(format!("nested deeper than {MAX_CONFIG_DEPTH} levels"))
+}
