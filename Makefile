@@ -1,0 +1,91 @@
+# Everything a contributor runs. `make` alone lists it. Set-up happens by itself, in .venv and rust_core/target.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CARGO := cargo
+MANIFEST := rust_core/Cargo.toml
+
+# A stamp lies in the environment it describes: without the environment there is no stamp.
+INSTALLED := $(VENV)/.installed
+CORE := $(VENV)/.persia-core
+PACKAGE := $(VENV)/.persia
+RUST := $(shell find rust_core -name target -prune -o -type f \
+	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
+
+.PHONY: help setup demo test test-rust test-python lint format bench wheels lock clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+
+setup: $(INSTALLED) $(CORE) $(PACKAGE) ## Build and install everything into .venv (the other targets do so by themselves)
+
+demo: setup ## Train a DLRM on Census-Income and draw its curves
+	$(BIN)/python examples/dlrm/train.py
+
+test: test-rust test-python ## Run every test
+
+test-rust: $(INSTALLED) ## Run the Rust tests
+	$(CARGO) test --manifest-path $(MANIFEST) --workspace --all-features --locked --no-fail-fast
+
+test-python: setup ## Run the Python tests
+	$(BIN)/python -m pytest tests
+
+lint: setup ## Check formatting, types, lints and the direction of dependencies
+	@cargo fmt --version >/dev/null && cargo clippy --version >/dev/null || \
+		{ echo "missing: rustfmt or clippy: rustup component add rustfmt clippy" >&2; exit 2; }
+	$(CARGO) fmt --manifest-path $(MANIFEST) --all --check
+	$(CARGO) clippy --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked -- -D warnings
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python tools/check_layers.py
+	@if cargo deny --version >/dev/null 2>&1; then \
+		cd rust_core && cargo deny --offline check bans licenses sources; \
+	else echo "cargo-deny is not installed: licences and sources of crates were not checked"; fi
+
+format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
+	$(CARGO) fmt --manifest-path $(MANIFEST) --all
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: setup ## Measure against the peers and write runs/bench.json
+	$(BIN)/python -m benches
+
+wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/
+	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(CURDIR)/dist
+	cd persia_py && $(CURDIR)/$(BIN)/hatchling build --target wheel --directory $(CURDIR)/dist
+
+lock: $(INSTALLED) ## Resolve requirements/*.in again
+	for name in runtime dev; do \
+		$(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes --upgrade --quiet \
+			--no-header --no-annotate --no-emit-index-url requirements/$$name.in -o requirements/$$name.txt; \
+	done
+
+clean: ## Remove the environment and everything that was built (runs/ stays)
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
+
+$(BIN)/python:
+	@tools/check_machine.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): requirements/dev.txt | $(BIN)/python
+	@tools/check_machine.sh $(BIN)/python
+	@echo "installing the locked requirements into $(VENV) (PyTorch and its libraries take a few minutes, once)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@touch $@
+
+# Dated by its start, so that a file saved during the build is built next time.
+$(CORE): $(RUST) $(INSTALLED)
+	@touch $@.new
+	cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked
+	@mv $@.new $@
+
+$(PACKAGE): persia_py/pyproject.toml $(INSTALLED) $(CORE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable persia_py
+	@touch $@
