@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV := .venv
+DIST ?= dist
 BIN := $(VENV)/bin
 CARGO := cargo
 MANIFEST := rust_core/Cargo.toml
@@ -57,9 +58,9 @@ format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
 bench: setup ## Measure against the peers and write runs/bench.json
 	$(BIN)/python -m benches
 
-wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/
-	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(CURDIR)/dist
-	cd persia_py && $(CURDIR)/$(BIN)/hatchling build --target wheel --directory $(CURDIR)/dist
+wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/ (or DIST=elsewhere)
+	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(abspath $(DIST))
+	cd persia_py && $(CURDIR)/$(BIN)/hatchling build --target wheel --directory $(abspath $(DIST))
 
 lock: $(INSTALLED) ## Resolve requirements/*.in again
 	for name in runtime dev; do \
