@@ -1,5 +1,13 @@
 //! The rows of one virtual shard, as they travel between memory and a checkpoint's file.
 
+use std::collections::HashSet;
+
+use persia_types::limits::{MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS};
+use persia_types::{VIRTUAL_SHARDS, shard_of};
+
+/// Floats of optimizer state per row: Adam keeps two per weight.
+const MAX_STATE_LEN: usize = 2 * MAX_DIM;
+
 /// Rows of one table in one shard, sorted by id so that equal content gives equal files.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct TableRows {
@@ -26,4 +34,75 @@ pub struct ShardRows {
     pub shard: usize,
     /// In the schema's order; tables without rows may be left out.
     pub tables: Vec<TableRows>,
+}
+
+impl ShardRows {
+    /// Check what a file must hold, the same before writing and after reading.
+    ///
+    /// # Errors
+    /// What is wrong, and where.
+    pub fn check(&self) -> Result<(), String> {
+        if self.shard >= VIRTUAL_SHARDS {
+            return Err(format!("shard {} of {VIRTUAL_SHARDS}", self.shard));
+        }
+        if self.tables.len() > MAX_SLOTS {
+            return Err(format!("{} tables, the limit is {MAX_SLOTS}", self.tables.len()));
+        }
+        let mut names = HashSet::new();
+        for table in &self.tables {
+            if !names.insert(table.name.as_str()) {
+                return Err(format!("table {:?} stands there twice", table.name));
+            }
+            table.check_shape()?;
+            table.check_ids(self.shard)?;
+        }
+        Ok(())
+    }
+}
+
+impl TableRows {
+    /// Check sizes against each other and against the limits, but not the ids.
+    pub(super) fn check_shape(&self) -> Result<(), String> {
+        check_sizes(&self.name, self.dim, self.state_len, self.ids.len())?;
+        let rows = self.ids.len();
+        let lengths = [
+            ("last_used", self.last_used.len(), rows),
+            ("weights", self.weights.len(), rows * self.dim),
+            ("state", self.state.len(), rows * self.state_len),
+        ];
+        for (column, length, expected) in lengths {
+            if length != expected {
+                return Err(format!("table {:?}: {length} numbers in {column}, want {expected}", self.name));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_ids(&self, shard: usize) -> Result<(), String> {
+        if let Some(pair) = self.ids.windows(2).find(|pair| pair[0] >= pair[1]) {
+            return Err(format!("table {:?}: id {} before id {}", self.name, pair[0], pair[1]));
+        }
+        if let Some(id) = self.ids.iter().find(|id| shard_of(**id) != shard) {
+            let own = shard_of(*id);
+            return Err(format!("table {:?}: id {id} of shard {own} in shard {shard}", self.name));
+        }
+        Ok(())
+    }
+}
+
+/// Check the sizes of a table against the limits, before anything of that size exists.
+pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize) -> Result<(), String> {
+    if !(1..=MAX_NAME_BYTES).contains(&name.len()) {
+        return Err(format!("table name of {} bytes, want 1 to {MAX_NAME_BYTES}", name.len()));
+    }
+    if !(1..=MAX_DIM).contains(&dim) {
+        return Err(format!("table {name:?}: dim {dim}, want 1 to {MAX_DIM}"));
+    }
+    if state_len > MAX_STATE_LEN {
+        return Err(format!("table {name:?}: {state_len} floats of state, the limit is {MAX_STATE_LEN}"));
+    }
+    if rows > MAX_ROWS_PER_SLAB {
+        return Err(format!("table {name:?}: {rows} rows, the limit is {MAX_ROWS_PER_SLAB}"));
+    }
+    Ok(())
 }

@@ -1,0 +1,99 @@
+//! The content of a checkpoint's files: found, measured, and compared with what their manifest says.
+
+use std::path::{Path, PathBuf};
+
+use persia_types::tables::FileEntry;
+
+use super::disk::{self, Input};
+use super::error::{CheckpointError, Result};
+use super::names;
+
+/// Hex digits of a blake3 hash.
+const HASH_DIGITS: usize = 64;
+
+/// Whether `text` is a hash as this module writes it.
+pub(super) fn is_hash(text: &str) -> bool {
+    text.len() == HASH_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Where a file of a checkpoint is: in the staging directory its name may begin with or, once the save is tidied
+/// up, in the checkpoint's directory itself.
+pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
+    let Some((staging, file)) = names::split(name) else {
+        return Err(CheckpointError::corrupt(
+            dir,
+            format!("names a file {name:?}, which no checkpoint may hold"),
+        ));
+    };
+    if let Some(staging) = staging {
+        let staging = dir.join(staging);
+        // A link in place of the directory could lead anywhere.
+        let staged = staging.join(file);
+        if disk::kind(&staging)?.is_some_and(|kind| kind.is_dir()) && disk::kind(&staged)?.is_some() {
+            return Ok(staged);
+        }
+    }
+    Ok(dir.join(file))
+}
+
+/// Check a file against its entry without keeping it.
+pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
+    let (path, mut input) = open(dir, entry)?;
+    check(&path, &mut input, entry, |_| ())
+}
+
+/// The whole of a file, which is what its entry says, and its path. Nothing beyond the file's real size is allocated.
+pub(super) fn read(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Vec<u8>)> {
+    let (path, mut input) = open(dir, entry)?;
+    let mut content = Vec::new();
+    let size = usize::try_from(entry.bytes).unwrap_or(usize::MAX);
+    if content.try_reserve_exact(size).is_err() {
+        return Err(CheckpointError::io(&path, std::io::ErrorKind::OutOfMemory.into()));
+    }
+    check(&path, &mut input, entry, |piece| content.extend_from_slice(piece))?;
+    Ok((path, content))
+}
+
+/// Measure a file that someone else wrote, and make it durable.
+pub(super) fn adopt(dir: &Path, name: &str) -> Result<FileEntry> {
+    let mut input = Input::open(&dir.join(name))?;
+    let (bytes, blake3) = measure(&mut input, |_| ())?;
+    input.sync()?;
+    Ok(FileEntry { name: name.into(), bytes, blake3 })
+}
+
+fn open(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Input)> {
+    let path = locate(dir, &entry.name)?;
+    let input = match Input::open(&path) {
+        Err(CheckpointError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+            return Err(CheckpointError::corrupt(&path, "is missing, the manifest names it"));
+        }
+        other => other?,
+    };
+    let bytes = input.len()?;
+    if bytes != entry.bytes {
+        let what = format!("has {bytes} bytes, the manifest says {}", entry.bytes);
+        return Err(CheckpointError::corrupt(&path, what));
+    }
+    Ok((path, input))
+}
+
+fn check(path: &Path, input: &mut Input, entry: &FileEntry, each: impl FnMut(&[u8])) -> Result<()> {
+    let (bytes, blake3) = measure(input, each)?;
+    if bytes != entry.bytes || blake3 != entry.blake3 {
+        let what = format!("has blake3 {blake3}, the manifest says {}", entry.blake3);
+        return Err(CheckpointError::corrupt(path, what));
+    }
+    Ok(())
+}
+
+fn measure(input: &mut Input, mut each: impl FnMut(&[u8])) -> Result<(u64, String)> {
+    let mut hasher = blake3::Hasher::new();
+    let mut bytes = 0;
+    input.read_pieces(|piece| {
+        hasher.update(piece);
+        bytes += piece.len() as u64;
+        each(piece);
+    })?;
+    Ok((bytes, hasher.finalize().to_hex().to_string()))
+}

@@ -1,0 +1,220 @@
+//! Every call to the file system that a checkpoint makes, in one place: each error names its path, and a test
+//! can make the n-th call fail.
+//!
+//! Fault points, in builds with the feature `failpoints` only, set by `FAILPOINTS` or `fail::cfg`:
+//! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO;
+//! * `ckpt.short=return`: reads and writes move a few bytes at a time;
+//! * the places named with [`crash_point`]: `return` ends the process there with [`CRASH_EXIT`].
+
+use std::ffi::OsString;
+use std::fs::{self, File, FileType, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use fail::fail_point;
+
+use super::error::{CheckpointError, Result};
+
+/// Exit status of a process that a fault point ended.
+pub const CRASH_EXIT: i32 = 42;
+
+/// Name a place where a test may end the process, as `kill -9` would.
+macro_rules! crash_point {
+    ($name:literal) => {
+        fail::fail_point!($name, |_| std::process::exit($crate::checkpoint::CRASH_EXIT))
+    };
+}
+pub(super) use crash_point;
+
+fn call<T>(path: &Path, operation: impl FnOnce() -> io::Result<T>) -> Result<T> {
+    gate().and_then(|()| operation()).map_err(|source| CheckpointError::io(path, source))
+}
+
+fn gate() -> io::Result<()> {
+    fail_point!("ckpt.io", |_| Err(io::Error::from_raw_os_error(libc::EIO)));
+    Ok(())
+}
+
+fn portion(bytes: usize) -> usize {
+    fail_point!("ckpt.short", |_| bytes.min(7));
+    bytes
+}
+
+/// A file that is being written: its size and hash are those of the bytes handed to the operating system.
+pub(super) struct Output {
+    file: File,
+    path: PathBuf,
+    hasher: blake3::Hasher,
+    bytes: u64,
+}
+
+impl Output {
+    /// Create a file that does not exist yet.
+    pub(super) fn create(path: &Path) -> Result<Self> {
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).custom_flags(libc::O_NOFOLLOW);
+        let file = call(path, || options.open(path))?;
+        Ok(Self { file, path: path.into(), hasher: blake3::Hasher::new(), bytes: 0 })
+    }
+
+    /// Make the content durable; returns its size and blake3.
+    pub(super) fn finish(self) -> Result<(u64, String)> {
+        call(&self.path, || self.file.sync_all())?;
+        Ok((self.bytes, self.hasher.finalize().to_hex().to_string()))
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        gate()?;
+        let written = self.file.write(&buffer[..portion(buffer.len())])?;
+        self.hasher.update(&buffer[..written]);
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// A regular file, open for reading.
+pub(super) struct Input {
+    file: File,
+    path: PathBuf,
+}
+
+impl Input {
+    /// Open a regular file. Neither a symbolic link nor anything else that may lead or block elsewhere will do.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+        let file = call(path, || options.open(path)).map_err(refuse_link)?;
+        let kind = call(path, || file.metadata())?.file_type();
+        if !kind.is_file() {
+            return Err(CheckpointError::corrupt(path, "is no regular file"));
+        }
+        Ok(Self { file, path: path.into() })
+    }
+
+    /// The size of the file.
+    pub(super) fn len(&self) -> Result<u64> {
+        call(&self.path, || self.file.metadata()).map(|metadata| metadata.len())
+    }
+
+    /// Read to the end, piece by piece.
+    pub(super) fn read_pieces(&mut self, mut each: impl FnMut(&[u8])) -> Result<()> {
+        let mut buffer = vec![0; 1 << 18];
+        loop {
+            let portion = portion(buffer.len());
+            match call(&self.path, || self.file.read(&mut buffer[..portion])) {
+                Ok(0) => return Ok(()),
+                Ok(read) => each(&buffer[..read]),
+                Err(CheckpointError::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Make the content durable, whoever wrote it.
+    pub(super) fn sync(&self) -> Result<()> {
+        call(&self.path, || self.file.sync_all())
+    }
+}
+
+fn refuse_link(error: CheckpointError) -> CheckpointError {
+    match error {
+        CheckpointError::Io { path, source } if source.raw_os_error() == Some(libc::ELOOP) => {
+            CheckpointError::corrupt(&path, "is a symbolic link")
+        }
+        other => other,
+    }
+}
+
+/// Keeps other savers out of a directory until it is dropped or the process ends.
+pub(super) struct Lock(#[expect(dead_code, reason = "held, never read")] File);
+
+/// Lock a directory for a save. Where the file system has no locks, one saver per directory is up to the caller.
+pub(super) fn lock(dir: &Path) -> Result<Lock> {
+    let file = call(dir, || File::open(dir))?;
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(CheckpointError::Busy { path: dir.into() }),
+        Ok(()) | Err(TryLockError::Error(_)) => Ok(Lock(file)),
+    }
+}
+
+/// What a path is, itself, without following a link; None where there is nothing.
+pub(super) fn kind(path: &Path) -> Result<Option<FileType>> {
+    let found = call(path, || match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    })?;
+    Ok(found.map(|metadata| metadata.file_type()))
+}
+
+/// Names and kinds in a directory, sorted by name.
+pub(super) fn entries(dir: &Path) -> Result<Vec<(OsString, FileType)>> {
+    call(dir, || {
+        let mut found = fs::read_dir(dir)?
+            .map(|entry| entry.and_then(|entry| Ok((entry.file_name(), entry.file_type()?))))
+            .collect::<io::Result<Vec<_>>>()?;
+        found.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(found)
+    })
+}
+
+/// Make the names in a directory durable.
+pub(super) fn sync_dir(dir: &Path) -> Result<()> {
+    call(dir, || File::open(dir)?.sync_all())
+}
+
+/// Create one directory.
+pub(super) fn create_dir(path: &Path) -> Result<()> {
+    call(path, || fs::create_dir(path))
+}
+
+/// Create a directory and those above it, durably, where they do not exist.
+pub(super) fn create_dirs(path: &Path) -> Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    let parent = parent(path);
+    create_dirs(&parent)?;
+    match create_dir(path) {
+        Err(CheckpointError::Io { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {}
+        other => other?,
+    }
+    sync_dir(&parent)
+}
+
+/// The directory a path is in.
+pub(super) fn parent(path: &Path) -> PathBuf {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.into(),
+        Some(_) => ".".into(),
+        None => path.into(),
+    }
+}
+
+/// Move a file over another, which it replaces.
+pub(super) fn rename(from: &Path, to: &Path) -> Result<()> {
+    call(to, || fs::rename(from, to))
+}
+
+/// Remove a file or a link, if it is there.
+pub(super) fn remove_file(path: &Path) -> Result<()> {
+    call(path, || match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    })
+}
+
+/// Remove a directory if nothing is in it; says whether it is gone.
+pub(super) fn remove_empty_dir(path: &Path) -> Result<bool> {
+    call(path, || match fs::remove_dir(path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(false),
+        Err(error) => Err(error),
+    })
+}

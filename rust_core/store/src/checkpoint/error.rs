@@ -1,0 +1,102 @@
+//! Everything that can be wrong with a checkpoint.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use persia_types::TablesError;
+
+/// Result of this module's functions.
+pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
+
+/// Why a checkpoint could not be written, found or trusted. Each names the path.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// The directory has no manifest.
+    #[error("{path}: no checkpoint here: {found}")]
+    Missing {
+        /// Where it was looked for.
+        path: PathBuf,
+        /// What is there instead.
+        found: String,
+    },
+    /// A file is not what its writer left.
+    #[error("{path}: {what}; use another checkpoint, or a copy of this one")]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A later version wrote it.
+    #[error("{path}: has format {found}, this build reads formats up to {known}: install a newer Persia")]
+    Future {
+        /// The manifest.
+        path: PathBuf,
+        /// Its format number.
+        found: u32,
+        /// The highest one known here.
+        known: u32,
+    },
+    /// Another process is saving into the same directory.
+    #[error("{path}: another process is saving here; stop it or save somewhere else")]
+    Busy {
+        /// The checkpoint's directory.
+        path: PathBuf,
+    },
+    /// A file that no checkpoint of ours wrote stands where one of the new checkpoint's must go.
+    #[error("{path}: exists and is no part of a checkpoint; move it away or save somewhere else")]
+    Occupied {
+        /// The file in the way.
+        path: PathBuf,
+    },
+    /// The caller asked for a save that cannot be made.
+    #[error("{path}: cannot be saved: {what}")]
+    BadSave {
+        /// What was being written.
+        path: PathBuf,
+        /// What is wrong, and what was expected.
+        what: String,
+    },
+    /// The operating system said no.
+    #[error("{path}: {source}")]
+    Io {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl CheckpointError {
+    pub(super) fn io(path: &Path, source: io::Error) -> Self {
+        Self::Io { path: path.into(), source }
+    }
+
+    pub(super) fn corrupt(path: &Path, what: impl Into<String>) -> Self {
+        Self::Corrupt { path: path.into(), what: what.into() }
+    }
+
+    pub(super) fn bad_save(path: &Path, what: impl Into<String>) -> Self {
+        Self::BadSave { path: path.into(), what: what.into() }
+    }
+}
+
+impl From<CheckpointError> for TablesError {
+    fn from(error: CheckpointError) -> Self {
+        use CheckpointError as E;
+        match error {
+            E::Corrupt { path, what } => Self::Corrupt { path, what },
+            E::Missing { path, found } => {
+                Self::Corrupt { path, what: format!("no checkpoint here: {found}") }
+            }
+            E::Future { path, found, known } => Self::Corrupt {
+                path,
+                what: format!("has format {found}, this build reads formats up to {known}"),
+            },
+            E::BadSave { path, what } => Self::BadShape { what: format!("{}: {what}", path.display()) },
+            E::Busy { path } => Self::Io { path, source: io::ErrorKind::ResourceBusy.into() },
+            E::Occupied { path } => Self::Io { path, source: io::ErrorKind::AlreadyExists.into() },
+            E::Io { path, source } => Self::Io { path, source },
+        }
+    }
+}

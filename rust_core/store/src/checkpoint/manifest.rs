@@ -1,0 +1,209 @@
+//! The manifest: the one file that makes a directory a checkpoint.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use persia_types::tables::{FileEntry, Run};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::content;
+use super::disk::{self, Input};
+use super::error::{CheckpointError, Result};
+use super::names::{self, MANIFEST};
+
+/// Number of the manifest's format; raised when an older reader could misread a checkpoint.
+pub const FORMAT: u32 = 1;
+
+/// No manifest of 256 shards and 4096 tables comes near it.
+const MAX_BYTES: u64 = 64 << 20;
+const MAX_GENERATION: u64 = 1 << 53;
+
+/// What the caller says of the step a checkpoint was cut at.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Head {
+    /// The global step.
+    pub step: u64,
+    /// Trainer ranks.
+    pub world_size: u32,
+    /// The run: job, epoch, schema, seed, optimizer, initialiser.
+    pub run: Run,
+    /// Rows per table.
+    pub rows: BTreeMap<String, u64>,
+    /// The highest applied sequence number of every rank.
+    pub tokens: BTreeMap<u32, u64>,
+    /// Where each data source stood. JSON kept as it was given, so that no number changes.
+    pub cursors: BTreeMap<String, Box<RawValue>>,
+    /// What wrote it: versions, features.
+    pub build: BTreeMap<String, String>,
+    /// Wall clock, RFC 3339. Informative only: nothing is ordered by it.
+    pub created_at: String,
+}
+
+/// A checkpoint's table of contents. In every format `format` is the first field and `blake3`, the hash of the
+/// text without itself, the last.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Manifest {
+    /// At most [`FORMAT`].
+    pub format: u32,
+    /// How many saves into this directory began, this one included; names the staging directory.
+    pub generation: u64,
+    /// The step it was cut at.
+    pub head: Head,
+    /// Every file, its name without the staging directory. Sorted by name.
+    pub files: Vec<FileEntry>,
+    /// Files of the checkpoint before, in the same directory, that this one does not have.
+    pub replaces: Vec<String>,
+}
+
+impl Manifest {
+    /// The manifest of the checkpoint in `dir`. Reads nothing else: see [`Self::verify`].
+    ///
+    /// # Errors
+    /// `Missing` says what is there instead; `Corrupt`, `Future`, `Io`.
+    pub fn open(dir: &Path) -> Result<Self> {
+        Self::find(dir, MANIFEST)?
+            .ok_or_else(|| CheckpointError::Missing { path: dir.into(), found: describe(dir) })
+    }
+
+    /// The manifest called `name`; None where there is no such file.
+    pub(super) fn find(dir: &Path, name: &str) -> Result<Option<Self>> {
+        let path = dir.join(name);
+        if !dir.is_dir() || disk::kind(&path)?.is_none() {
+            return Ok(None);
+        }
+        let mut input = Input::open(&path)?;
+        if input.len()? > MAX_BYTES {
+            return Err(CheckpointError::corrupt(&path, format!("is larger than {MAX_BYTES} bytes")));
+        }
+        let mut text = Vec::new();
+        input.read_pieces(|piece| text.extend_from_slice(piece))?;
+        parse(&path, &text).map(Some)
+    }
+
+    /// The entry of one file, to be read from the checkpoint's directory wherever the save was interrupted.
+    pub fn entry(&self, name: &str) -> Option<FileEntry> {
+        self.files.iter().find(|entry| entry.name == name).map(|entry| self.staged(entry))
+    }
+
+    /// The entries of the embedding rows, for `Tables::restore`.
+    pub fn shards(&self) -> Vec<FileEntry> {
+        let shards = self.files.iter().filter(|entry| names::shard_of_file(&entry.name).is_some());
+        shards.map(|entry| self.staged(entry)).collect()
+    }
+
+    /// Where a file is now, for readers of its own format.
+    ///
+    /// # Errors
+    /// `Corrupt` when the manifest does not name it; `Io`.
+    pub fn locate(&self, dir: &Path, name: &str) -> Result<PathBuf> {
+        let entry = self.entry(name).ok_or_else(|| {
+            CheckpointError::corrupt(&dir.join(MANIFEST), format!("names no file {name:?}"))
+        })?;
+        content::locate(dir, &entry.name)
+    }
+
+    /// Check size and hash of every file.
+    ///
+    /// # Errors
+    /// One error for each file that is not as the manifest says.
+    pub fn verify(&self, dir: &Path) -> std::result::Result<(), Vec<CheckpointError>> {
+        let check = |entry| content::verify(dir, &self.staged(entry)).err();
+        let problems: Vec<_> = self.files.iter().filter_map(check).collect();
+        if problems.is_empty() { Ok(()) } else { Err(problems) }
+    }
+
+    /// Bytes of all files.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|entry| entry.bytes).sum()
+    }
+
+    /// What [`Self::open`] accepts.
+    pub(super) fn to_text(&self, path: &Path) -> Result<String> {
+        let body = serde_json::to_string_pretty(self)
+            .map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
+        let body = body.strip_suffix("\n}").unwrap_or(&body);
+        let text = format!("{body}{HASH_KEY}{}{END}", blake3::hash(body.as_bytes()).to_hex());
+        // What cannot be read back (a learning rate that is not finite, say) must not become a checkpoint.
+        parse(path, text.as_bytes()).map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
+        Ok(text)
+    }
+
+    fn staged(&self, entry: &FileEntry) -> FileEntry {
+        FileEntry { name: format!("{}/{}", names::staging(self.generation), entry.name), ..entry.clone() }
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        if !(1..=MAX_GENERATION).contains(&self.generation) {
+            return Err(format!("has generation {}, want 1 to {MAX_GENERATION}", self.generation));
+        }
+        let mut seen = HashSet::new();
+        for name in self.files.iter().map(|entry| &entry.name).chain(&self.replaces) {
+            if !names::is_file_name(name) || !seen.insert(name) {
+                return Err(format!(
+                    "names a file {name:?}, which no checkpoint may hold, or names it twice"
+                ));
+            }
+        }
+        match self.files.iter().find(|entry| !content::is_hash(&entry.blake3)) {
+            Some(entry) => Err(format!("has no blake3 of {}", entry.name)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The tail of a manifest, around its hash.
+const HASH_KEY: &str = ",\n  \"blake3\": \"";
+const END: &str = "\"\n}\n";
+
+fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
+    let corrupt = |what: String| CheckpointError::corrupt(path, what);
+    let changed = || corrupt("has changed since it was written: its own blake3 does not match".into());
+    let (body, hash) = split_hash(text).ok_or_else(changed)?;
+    if blake3::hash(body).to_hex().as_bytes() != hash {
+        return Err(changed());
+    }
+    #[derive(Deserialize)]
+    struct Format {
+        format: u32,
+    }
+    let damaged = |error: serde_json::Error| corrupt(format!("is no manifest: {error}"));
+    let Format { format } = serde_json::from_slice(text).map_err(damaged)?;
+    if format > FORMAT {
+        return Err(CheckpointError::Future { path: path.into(), found: format, known: FORMAT });
+    }
+    let manifest: Manifest = serde_json::from_slice(text).map_err(damaged)?;
+    manifest.check().map_err(corrupt)?;
+    Ok(manifest)
+}
+
+fn split_hash(text: &[u8]) -> Option<(&[u8], &[u8])> {
+    let (rest, hash) = text.strip_suffix(END.as_bytes())?.split_last_chunk::<64>()?;
+    Some((rest.strip_suffix(HASH_KEY.as_bytes())?, hash))
+}
+
+/// What is in a directory without a manifest, for whoever looked for a checkpoint there.
+fn describe(dir: &Path) -> String {
+    const SHOWN: usize = 8;
+    let found = match disk::entries(dir) {
+        Ok(found) => found,
+        Err(CheckpointError::Io { source, .. }) => return source.to_string(),
+        Err(other) => return other.to_string(),
+    };
+    let names = || found.iter().filter_map(|(name, _)| name.to_str());
+    let inside: Vec<&str> = names().filter(|name| dir.join(name).join(MANIFEST).is_file()).collect();
+    if !inside.is_empty() {
+        let more = if inside.len() > SHOWN { ", ..." } else { "" };
+        return format!(
+            "its sub-folders {}{more} are checkpoints",
+            inside[..inside.len().min(SHOWN)].join(", ")
+        );
+    }
+    if names().any(|name| names::generation(name).is_some()) {
+        return "only a save that was not finished".into();
+    }
+    match found.len() {
+        0 => "the directory is empty".into(),
+        count => format!("no {MANIFEST} among its {count} entries"),
+    }
+}

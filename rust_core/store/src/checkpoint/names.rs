@@ -1,0 +1,95 @@
+//! Names inside a checkpoint. What a manifest says is not trusted: a name is never a path.
+
+use persia_types::VIRTUAL_SHARDS;
+use persia_types::limits::MAX_NAME_BYTES;
+
+/// The file that makes a directory a checkpoint.
+pub(super) const MANIFEST: &str = "MANIFEST.json";
+/// What the manifest is called while its checkpoint is being deleted.
+pub(super) const REMOVED: &str = ".REMOVED.json";
+/// Beside the checkpoints of a run: the name of the one written last.
+pub(super) const LATEST: &str = "LATEST";
+/// In a staging directory: says that a save of ours made it.
+pub(super) const MARKER: &str = ".persia-save";
+
+const STAGING_PREFIX: &str = ".saving-";
+
+/// Whether a checkpoint may hold a file of this name: `[A-Za-z0-9._-]{1,128}`, not hidden, not one of ours.
+pub(super) fn is_file_name(name: &str) -> bool {
+    (1..=MAX_NAME_BYTES).contains(&name.len())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+        && !name.starts_with('.')
+        && name != MANIFEST
+        && name != LATEST
+}
+
+/// The staging directory of the `generation`-th save into a directory.
+pub(super) fn staging(generation: u64) -> String {
+    format!("{STAGING_PREFIX}{generation}")
+}
+
+/// The generation a staging directory is named after.
+pub(super) fn generation(name: &str) -> Option<u64> {
+    let generation = name.strip_prefix(STAGING_PREFIX)?.parse().ok()?;
+    (staging(generation) == name).then_some(generation)
+}
+
+/// Split an entry's name into its staging directory, if it names one, and the file's name.
+pub(super) fn split(name: &str) -> Option<(Option<&str>, &str)> {
+    let (staged, file) = match name.split_once('/') {
+        Some((dir, file)) => (Some(dir), file),
+        None => (None, name),
+    };
+    let valid = staged.is_none_or(|dir| generation(dir).is_some()) && is_file_name(file);
+    valid.then_some((staged, file))
+}
+
+/// The file of a virtual shard.
+pub(super) fn shard_file(shard: usize) -> String {
+    format!("shard-{shard:03}.arrow")
+}
+
+/// The virtual shard a file is of.
+pub(super) fn shard_of_file(name: &str) -> Option<usize> {
+    let shard = name.strip_prefix("shard-")?.strip_suffix(".arrow")?.parse().ok()?;
+    (shard < VIRTUAL_SHARDS && shard_file(shard) == name).then_some(shard)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_never_a_path() {
+        for name in ["shard-003.arrow", "dense.pt", "rank-0.state", "a", &"x".repeat(128)] {
+            assert!(is_file_name(name), "{name}");
+        }
+        let long = "x".repeat(129);
+        for name in
+            ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\0", "é", "a b", MANIFEST, LATEST, &long]
+        {
+            assert!(!is_file_name(name), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn only_a_staging_directory_of_ours_may_stand_before_a_name() {
+        assert_eq!(split("dense.pt"), Some((None, "dense.pt")));
+        assert_eq!(split(".saving-7/dense.pt"), Some((Some(".saving-7"), "dense.pt")));
+        for name in
+            ["x/dense.pt", ".saving-07/a", ".saving-/a", ".saving-1/../a", ".saving-1/.saving-1/a", "/a"]
+        {
+            assert_eq!(split(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn shard_files_are_named_in_one_way() {
+        assert_eq!(shard_of_file("shard-255.arrow"), Some(255));
+        for name in
+            ["shard-256.arrow", "shard-3.arrow", "shard-+03.arrow", "shard-003.arrows", "shard-0003.arrow"]
+        {
+            assert_eq!(shard_of_file(name), None, "{name}");
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The checkpoints of a run: sub-folders of one parent directory, listed, chosen from, pruned.
+
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use super::disk::{self, Input, Output, crash_point};
+use super::error::{CheckpointError, Result};
+use super::manifest::Manifest;
+use super::names::{self, LATEST, MANIFEST, REMOVED};
+use super::recover;
+
+/// Longest name of a directory that [`LATEST`] may hold.
+const MAX_HINT_BYTES: u64 = 255;
+const LATEST_DRAFT: &str = ".LATEST.tmp";
+
+/// A sub-folder that is a checkpoint, or was meant to be one.
+#[derive(Debug)]
+pub struct Listed {
+    /// Where.
+    pub path: PathBuf,
+    /// Its manifest, or why it cannot be used. Whether its files are whole is up to [`Manifest::verify`].
+    pub manifest: Result<Manifest>,
+}
+
+impl Listed {
+    /// Checkpoints of a later epoch, then of a later step, are newer.
+    fn age(&self) -> Option<(u64, u64)> {
+        self.manifest.as_ref().ok().map(|manifest| (manifest.head.run.epoch, manifest.head.step))
+    }
+}
+
+/// The checkpoints below `parent`, newest first, those that cannot be used last.
+///
+/// # Errors
+/// `Io` when `parent` cannot be listed.
+pub fn list(parent: &Path) -> Result<Vec<Listed>> {
+    let mut listed = Vec::new();
+    for (name, kind) in disk::entries(parent)? {
+        let path = parent.join(name);
+        if kind.is_dir() && holds_a_save(&path) {
+            listed.push(Listed { manifest: Manifest::open(&path), path });
+        }
+    }
+    listed.sort_by_key(|one| std::cmp::Reverse(one.age()));
+    Ok(listed)
+}
+
+/// The newest checkpoint below `parent`. Of several equally new ones that which `LATEST` names.
+///
+/// # Errors
+/// The error of the one that `LATEST` names, when that cannot be used: an older one is never taken in its place
+/// without asking. `Missing` when there is none; `Io`.
+pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
+    let hint = read_hint(parent)?;
+    let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();
+    let mut listed = list(parent)?;
+    if let Some(broken) = listed.iter().position(|one| hinted(one) && one.manifest.is_err()) {
+        let Listed { path, manifest } = listed.swap_remove(broken);
+        return manifest.map(|manifest| (path, manifest));
+    }
+    let newest = listed.into_iter().max_by_key(|one| (one.age(), hinted(one)));
+    match newest {
+        Some(Listed { path, manifest }) => manifest.map(|manifest| (path, manifest)),
+        None => Manifest::open(parent).map(|manifest| (parent.into(), manifest)),
+    }
+}
+
+/// Let `LATEST`, beside `dir`, name `dir`. A hint for people and for [`latest`]; call it after the commit.
+///
+/// # Errors
+/// `BadSave` when `dir` has no name that fits into a line; `Occupied` when `LATEST` is something else; `Io`.
+pub fn publish_latest(dir: &Path) -> Result<()> {
+    let parent = disk::parent(dir);
+    let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
+    let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has no name that LATEST could hold"))?;
+    let (draft, hint) = (parent.join(LATEST_DRAFT), parent.join(LATEST));
+    if disk::kind(&hint)?.is_some() && read_hint(&parent)?.is_none() {
+        return Err(CheckpointError::Occupied { path: hint });
+    }
+    disk::remove_file(&draft)?;
+    let mut file = Output::create(&draft)?;
+    file.write_all(format!("{name}\n").as_bytes()).map_err(|error| CheckpointError::io(&draft, error))?;
+    file.finish()?;
+    crash_point!("ckpt.before_latest");
+    disk::rename(&draft, &hint)?;
+    disk::sync_dir(&parent)
+}
+
+/// Delete all but the `keep_last` newest checkpoints below `parent`. The newest one whose files are all whole is
+/// never deleted, nor is any that cannot be read, nor a file that no manifest names. Returns what was deleted.
+///
+/// # Errors
+/// `Busy` when one is being saved into; `Io`. What was deleted by then is gone.
+pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
+    finish_removals(parent)?;
+    let mut listed = list(parent)?;
+    listed.retain(|one| one.manifest.is_ok());
+    if listed.len() <= keep_last.get() {
+        return Ok(Vec::new());
+    }
+    let whole = |one: &Listed| one.manifest.as_ref().is_ok_and(|manifest| manifest.verify(&one.path).is_ok());
+    let Some(newest_whole) = listed.iter().position(whole) else { return Ok(Vec::new()) };
+    let mut removed = Vec::new();
+    for (index, Listed { path, .. }) in listed.into_iter().enumerate() {
+        if index >= keep_last.get() && index != newest_whole {
+            recover::remove(&path)?;
+            removed.push(path);
+        }
+    }
+    Ok(removed)
+}
+
+fn holds_a_save(dir: &Path) -> bool {
+    let unfinished = |(name, _): &(std::ffi::OsString, _)| {
+        name.to_str().is_some_and(|name| names::generation(name).is_some())
+    };
+    dir.join(MANIFEST).symlink_metadata().is_ok()
+        || disk::entries(dir).is_ok_and(|entries| entries.iter().any(unfinished))
+}
+
+fn finish_removals(parent: &Path) -> Result<()> {
+    for (name, kind) in disk::entries(parent)? {
+        let dir = parent.join(name);
+        if kind.is_dir() && disk::kind(&dir.join(REMOVED))?.is_some() {
+            let lock = disk::lock(&dir)?;
+            recover::finish_removal(&dir)?;
+            drop(lock);
+            disk::remove_empty_dir(&dir)?;
+        }
+    }
+    Ok(())
+}
+
+/// The name in `LATEST`; None when there is none or it is no name of a sub-folder.
+fn read_hint(parent: &Path) -> Result<Option<String>> {
+    let path = parent.join(LATEST);
+    if !disk::kind(&path)?.is_some_and(|kind| kind.is_file()) {
+        return Ok(None);
+    }
+    let mut input = Input::open(&path)?;
+    let mut text = Vec::new();
+    if input.len()? <= MAX_HINT_BYTES + 1 {
+        input.read_pieces(|piece| text.extend_from_slice(piece))?;
+    }
+    let name = String::from_utf8(text).ok().and_then(|text| text.strip_suffix('\n').map(str::to_owned));
+    Ok(name
+        .filter(|name| !name.is_empty() && !name.contains(['/', '\n', '\0']) && name != "." && name != ".."))
+}

@@ -1,0 +1,265 @@
+//! Reading the file of one virtual shard.
+//!
+//! A checkpoint may come from anywhere, and a hash only says that the manifest's writer meant these bytes. So the
+//! record batches are taken apart here: each length is compared with the bytes that are really there, where
+//! a general reader asserts or allocates what a file tells it to.
+
+use std::path::Path;
+
+use arrow_ipc::convert::try_fb_to_schema;
+use arrow_ipc::reader::read_footer_length;
+use arrow_ipc::{
+    Block, Endianness, Footer, MetadataVersion, RecordBatch, Schema, root_as_footer, root_as_message,
+};
+use persia_types::TablesError;
+use persia_types::tables::FileEntry;
+
+use super::content;
+use super::error::{CheckpointError, Result};
+use super::names;
+use super::rows::{ShardRows, TableRows, check_sizes};
+use super::shard::{FORMAT, FORMAT_KEY, SHARD_KEY, TABLES_KEY, TableHead, fields};
+
+const MAGIC: &[u8; 6] = b"ARROW1";
+/// Continuation marker and length before a message.
+const MESSAGE_PREFIX: usize = 8;
+/// Bytes of a row beside its floats: key, id, last_used and two list offsets.
+const ROW_OVERHEAD: usize = 2 + 8 + 8 + 4 + 4;
+
+/// Read the rows of a shard. Size and hash are checked before anything is parsed, then the whole structure.
+///
+/// # Errors
+/// `Corrupt` naming the file; `Io`.
+pub fn read_shard(dir: &Path, entry: &FileEntry) -> std::result::Result<ShardRows, TablesError> {
+    Ok(read(dir, entry)?)
+}
+
+fn read(dir: &Path, entry: &FileEntry) -> Result<ShardRows> {
+    let (path, file) = content::read(dir, entry)?;
+    let rows = decode(&file).map_err(|what| CheckpointError::corrupt(&path, what))?;
+    let file_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    if names::shard_of_file(file_name) != Some(rows.shard) {
+        return Err(CheckpointError::corrupt(&path, format!("holds shard {}", rows.shard)));
+    }
+    Ok(rows)
+}
+
+fn decode(file: &[u8]) -> std::result::Result<ShardRows, String> {
+    let footer = footer(file)?;
+    let (shard, heads) = head(footer.schema().ok_or("has no schema")?)?;
+    check_heads(&heads, file.len())?;
+    let mut tables: Vec<TableRows> = heads.iter().map(empty_table).collect();
+    if heads.iter().any(|head| head.rows > 0) {
+        check_dictionary(file, &footer, &heads)?;
+    }
+    let mut current = 0;
+    for block in footer.recordBatches().ok_or("has no record batches")? {
+        let columns = Columns::of(file, block)?;
+        let key = columns.table()?;
+        if key < current {
+            return Err("has record batches out of order".into());
+        }
+        current = key;
+        let (table, head) = tables.get_mut(key).zip(heads.get(key)).ok_or("has rows of an unknown table")?;
+        // Before they are copied: blocks that overlap could hold more rows than the file has bytes for.
+        if columns.rows > head.rows - table.ids.len() {
+            return Err(format!("has more than the {} rows of table {:?}", head.rows, head.name));
+        }
+        columns.append_to(table)?;
+    }
+    for (table, head) in tables.iter().zip(&heads) {
+        if table.ids.len() != head.rows {
+            return Err(format!("has {} of {} rows of table {:?}", table.ids.len(), head.rows, head.name));
+        }
+    }
+    let rows = ShardRows { shard, tables };
+    rows.check()?;
+    Ok(rows)
+}
+
+fn footer(file: &[u8]) -> std::result::Result<Footer<'_>, String> {
+    let (rest, tail) = file.split_last_chunk::<10>().ok_or("is no Arrow file: too short")?;
+    let length = read_footer_length(*tail).map_err(|error| error.to_string())?;
+    let start = rest.len().checked_sub(length).ok_or("is no Arrow file: its footer is longer than itself")?;
+    if !file.starts_with(MAGIC) {
+        return Err("is no Arrow file".into());
+    }
+    let footer = root_as_footer(&rest[start..]).map_err(|error| format!("has a damaged footer: {error}"))?;
+    if footer.version() != MetadataVersion::V5 {
+        return Err(format!("has Arrow metadata {:?}, want V5", footer.version()));
+    }
+    Ok(footer)
+}
+
+/// Shard and tables, once the schema is the one this module writes.
+fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), String> {
+    if schema.endianness() != Endianness::Little {
+        return Err("is big-endian".into());
+    }
+    let schema = try_fb_to_schema(schema).map_err(|error| format!("has a damaged schema: {error}"))?;
+    let text = |key| schema.metadata().get(key).ok_or(format!("has no {key} in its metadata"));
+    let format = text(FORMAT_KEY)?;
+    if *format != FORMAT.to_string() {
+        return Err(format!("has format {format}, this build reads format {FORMAT}: install a newer Persia"));
+    }
+    if !schema.fields().iter().map(AsRef::as_ref).eq(&fields()) {
+        return Err(format!("has other columns than a shard: {:?}", schema.fields()));
+    }
+    let shard = text(SHARD_KEY)?.parse().map_err(|_| format!("has no number as {SHARD_KEY}"))?;
+    let tables = serde_json::from_str(text(TABLES_KEY)?)
+        .map_err(|error| format!("has a damaged {TABLES_KEY}: {error}"))?;
+    Ok((shard, tables))
+}
+
+/// The sizes that the metadata claims must be within the limits and fit into the file that is there.
+fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), String> {
+    let mut bytes = 0usize;
+    for TableHead { name, dim, state_len, rows } in heads {
+        check_sizes(name, *dim, *state_len, *rows)?;
+        bytes = rows
+            .checked_mul(ROW_OVERHEAD + 4 * (dim + state_len))
+            .and_then(|more| bytes.checked_add(more))
+            .filter(|sum| *sum <= file_len)
+            .ok_or(format!("claims {rows} rows of table {name:?}, more than its size allows"))?;
+    }
+    Ok(())
+}
+
+fn empty_table(head: &TableHead) -> TableRows {
+    TableRows {
+        name: head.name.clone(),
+        dim: head.dim,
+        state_len: head.state_len,
+        ids: Vec::with_capacity(head.rows),
+        last_used: Vec::with_capacity(head.rows),
+        weights: Vec::with_capacity(head.rows * head.dim),
+        state: Vec::with_capacity(head.rows * head.state_len),
+    }
+}
+
+/// The names that other readers show must be those of the metadata.
+fn check_dictionary(
+    file: &[u8],
+    footer: &Footer<'_>,
+    heads: &[TableHead],
+) -> std::result::Result<(), String> {
+    let blocks = footer.dictionaries().filter(|blocks| blocks.len() == 1).ok_or("want one dictionary")?;
+    let (message, body) = message(file, blocks.get(0))?;
+    let data = root_as_message(message)
+        .map_err(|error| format!("has a damaged dictionary: {error}"))?
+        .header_as_dictionary_batch()
+        .and_then(|batch| batch.data())
+        .ok_or("has no dictionary where its footer says so")?;
+    let buffers = buffers(data, body)?;
+    let [_, offsets, text] = buffers[..] else { return Err("has a dictionary of another type".into()) };
+    let mut offsets = numbers(offsets, heads.len() + 1, i32::from_le_bytes)?;
+    let mut start = offsets.next().unwrap_or_default();
+    for (head, end) in heads.iter().zip(offsets) {
+        let name = slice(text, start.into(), i64::from(end) - i64::from(start))?;
+        if name != head.name.as_bytes() {
+            return Err(format!("has a dictionary that does not name table {:?}", head.name));
+        }
+        start = end;
+    }
+    Ok(())
+}
+
+/// The columns of a record batch: as many bytes as they claim, what is in them unchecked.
+struct Columns<'a> {
+    rows: usize,
+    keys: &'a [u8],
+    ids: &'a [u8],
+    last_used: &'a [u8],
+    weights: (&'a [u8], &'a [u8]),
+    state: (&'a [u8], &'a [u8]),
+}
+
+impl<'a> Columns<'a> {
+    fn of(file: &'a [u8], block: &Block) -> std::result::Result<Self, String> {
+        let (message, body) = message(file, block)?;
+        let batch = root_as_message(message)
+            .map_err(|error| format!("has a damaged record batch: {error}"))?
+            .header_as_record_batch()
+            .ok_or("has no record batch where its footer says so")?;
+        let rows = usize::try_from(batch.length()).map_err(|_| "has a record batch of negative length")?;
+        let buffers = buffers(batch, body)?;
+        // In the order of `fields`; the first of each column, and of each list's values, is for nulls.
+        let [_, keys, _, ids, _, last_used, _, w_offsets, _, weights, _, s_offsets, _, state] = buffers[..]
+        else {
+            return Err(format!("has a record batch of {} buffers", buffers.len()));
+        };
+        Ok(Self { rows, keys, ids, last_used, weights: (w_offsets, weights), state: (s_offsets, state) })
+    }
+
+    /// The one table all rows are of.
+    fn table(&self) -> std::result::Result<usize, String> {
+        let mut keys = numbers(self.keys, self.rows, i16::from_le_bytes)?;
+        let first = keys.next().ok_or("has an empty record batch")?;
+        if keys.any(|key| key != first) {
+            return Err("has a record batch with rows of two tables".into());
+        }
+        usize::try_from(first).map_err(|_| "has rows of an unknown table".into())
+    }
+
+    fn append_to(&self, table: &mut TableRows) -> std::result::Result<(), String> {
+        table.ids.extend(numbers(self.ids, self.rows, u64::from_le_bytes)?);
+        table.last_used.extend(numbers(self.last_used, self.rows, u64::from_le_bytes)?);
+        table.weights.extend(list(self.weights, self.rows, table.dim)?);
+        table.state.extend(list(self.state, self.rows, table.state_len)?);
+        Ok(())
+    }
+}
+
+/// The message and the body that a block points at.
+fn message<'a>(file: &'a [u8], block: &Block) -> std::result::Result<(&'a [u8], &'a [u8]), String> {
+    let head = i64::from(block.metaDataLength());
+    let body = block.offset().checked_add(head).ok_or("has a block beyond its end")?;
+    let head = slice(file, block.offset(), head)?;
+    let message = head.get(MESSAGE_PREFIX..).ok_or("has a block without a message")?;
+    Ok((message, slice(file, body, block.bodyLength())?))
+}
+
+fn buffers<'a>(batch: RecordBatch<'_>, body: &'a [u8]) -> std::result::Result<Vec<&'a [u8]>, String> {
+    if batch.compression().is_some() {
+        return Err("is compressed, which format 1 is not".into());
+    }
+    let buffers = batch.buffers().ok_or("has a record batch without buffers")?;
+    buffers.iter().map(|buffer| slice(body, buffer.offset(), buffer.length())).collect()
+}
+
+fn slice(bytes: &[u8], start: i64, length: i64) -> std::result::Result<&[u8], String> {
+    let range = || {
+        let start = usize::try_from(start).ok()?;
+        Some(start..start.checked_add(usize::try_from(length).ok()?)?)
+    };
+    range()
+        .and_then(|range| bytes.get(range))
+        .ok_or_else(|| format!("claims {length} bytes at {start} where there are {}", bytes.len()))
+}
+
+fn numbers<const N: usize, T>(
+    bytes: &[u8],
+    count: usize,
+    number: fn([u8; N]) -> T,
+) -> std::result::Result<impl ExactSizeIterator<Item = T>, String> {
+    let numbers = bytes.as_chunks::<N>().0;
+    let numbers = numbers
+        .get(..count)
+        .ok_or_else(|| format!("claims {count} numbers where there are {}", numbers.len()))?;
+    Ok(numbers.iter().map(move |bytes| number(*bytes)))
+}
+
+/// The values of a list column, every list of the same length.
+fn list<'a>(
+    (offsets, values): (&'a [u8], &'a [u8]),
+    rows: usize,
+    length: usize,
+) -> std::result::Result<impl ExactSizeIterator<Item = f32> + 'a, String> {
+    let mut offsets = numbers(offsets, rows + 1, i32::from_le_bytes)?.enumerate();
+    if let Some((row, offset)) =
+        offsets.find(|(row, offset)| row.checked_mul(length) != usize::try_from(*offset).ok())
+    {
+        return Err(format!("has lists that are not {length} long: row {row} starts at {offset}"));
+    }
+    numbers(values, rows * length, f32::from_le_bytes)
+}
