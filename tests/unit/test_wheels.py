@@ -90,8 +90,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def clean(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh environment with both wheels.
 
-    Their dependencies come from the running environment by path, or PyTorch would be downloaded once more. A path
-    in a `.pth` file does not make the `.pth` files behind it count: the editable packages stay out of sight.
+    Their dependencies come from the running environment by path, or PyTorch would be downloaded once more.
+    A path in a `.pth` file does not make the `.pth` files behind it count: editable packages stay unseen.
     """
     folder = tmp_path_factory.mktemp("clean") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
