@@ -56,7 +56,7 @@ format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
 	$(BIN)/ruff format
 
 bench: setup ## Measure against the peers and write runs/bench.json
-	$(BIN)/python -m benches
+	$(BIN)/python benches/run.py
 
 wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/ (or DIST=elsewhere)
 	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(abspath $(DIST))
