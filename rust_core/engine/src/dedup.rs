@@ -1,0 +1,343 @@
+//! Deduplication: occurrences of ids become unique ids in order of (shard, first occurrence).
+//!
+//! Occurrences are partitioned by virtual shard first, so that the table that finds duplicates is small enough
+//! for the nearest cache whatever the size of the batch, and the result is already in the order the store wants.
+
+use std::cell::RefCell;
+
+use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, hash_id, shard_of_hash};
+
+/// For each unique id the samples it occurs in, in batch order (a sample twice where the id is in it twice).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Occurrences {
+    starts: Vec<u32>,
+    samples: Vec<u32>,
+}
+
+impl Occurrences {
+    /// `unique + 1` offsets into [`Self::samples`].
+    pub(crate) fn starts(&self) -> &[u32] {
+        &self.starts
+    }
+
+    /// Samples, unique id after unique id.
+    pub(crate) fn samples(&self) -> &[u32] {
+        &self.samples
+    }
+
+    /// Rebuild from the unique id and the sample of each occurrence in batch order.
+    pub(crate) fn group(unique: usize, inverse: &[u32], samples: impl Iterator<Item = u32>) -> Self {
+        let mut starts = vec![0u32; unique + 1];
+        for &id in inverse {
+            starts[id as usize + 1] += 1;
+        }
+        for id in 0..unique {
+            starts[id + 1] += starts[id];
+        }
+        let mut next = starts.clone();
+        let mut grouped = vec![0; inverse.len()];
+        for (&id, sample) in inverse.iter().zip(samples) {
+            let place = &mut next[id as usize];
+            grouped[*place as usize] = sample;
+            *place += 1;
+        }
+        Self { starts, samples: grouped }
+    }
+}
+
+/// The result of [`Deduplicator::unique`].
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Unique {
+    pub(crate) ids: ShardedIds,
+    /// Per occurrence the place of its id in `ids`.
+    pub(crate) inverse: Vec<u32>,
+    pub(crate) occurrences: Occurrences,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Occurrence {
+    id: Id,
+    position: u32,
+    sample: u32,
+}
+
+/// One place of the table; valid while its epoch is the current one, so nothing is ever cleared.
+#[derive(Clone, Copy, Default)]
+struct Entry {
+    id: Id,
+    unique: u32,
+    epoch: u32,
+}
+
+/// Memory that is used again for every batch.
+#[derive(Default)]
+pub(crate) struct Deduplicator {
+    table: Vec<Entry>,
+    epoch: u32,
+    partition: Vec<Occurrence>,
+    unique: Vec<Id>,
+    /// Per occurrence of the current shard, its unique id counted from the shard's first.
+    local: Vec<u32>,
+}
+
+thread_local! {
+    static DEDUPLICATOR: RefCell<Deduplicator> = RefCell::default();
+}
+
+/// Use this thread's deduplicator.
+pub(crate) fn with<T>(work: impl FnOnce(&mut Deduplicator) -> T) -> T {
+    DEDUPLICATOR.with_borrow_mut(work)
+}
+
+impl Deduplicator {
+    /// Unique ids of `ids`; `offsets` says where each sample starts, `None` is one id per sample.
+    ///
+    /// The caller has checked that `offsets` ascend from 0 to `ids.len()` and that this fits a `u32`.
+    pub(crate) fn unique(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> Unique {
+        let starts = self.partition(ids, offsets);
+        let mut inverse = vec![0u32; ids.len()];
+        let mut occurrences =
+            Occurrences { starts: Vec::with_capacity(ids.len() + 1), samples: vec![0u32; ids.len()] };
+        let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
+        shard_offsets.push(0);
+        self.unique.clear();
+        for shard in 0..VIRTUAL_SHARDS {
+            let range = starts[shard] as usize..starts[shard + 1] as usize;
+            self.shard(range, &mut inverse, &mut occurrences);
+            shard_offsets.push(self.unique.len() as u32);
+        }
+        occurrences.starts.push(ids.len() as u32);
+        occurrences.starts.shrink_to_fit();
+        let ids = ShardedIds::from_grouped(self.unique.clone(), shard_offsets);
+        Unique { ids, inverse, occurrences }
+    }
+
+    /// Merge lists of unique ids into one, list after list inside a shard, and say where each id went.
+    pub(crate) fn merge(&mut self, lists: &[&ShardedIds]) -> (ShardedIds, Vec<Vec<u32>>) {
+        let mut maps: Vec<Vec<u32>> = lists.iter().map(|list| Vec::with_capacity(list.len())).collect();
+        let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
+        shard_offsets.push(0);
+        self.unique.clear();
+        for shard in 0..VIRTUAL_SHARDS {
+            let mask = self.open_table(lists.iter().map(|list| list.range(shard).len()).sum());
+            for (list, map) in lists.iter().zip(&mut maps) {
+                for &id in &list.ids()[list.range(shard)] {
+                    let (unique, _) = find_or_insert(&mut self.table, self.epoch, mask, &mut self.unique, id);
+                    map.push(unique);
+                }
+            }
+            shard_offsets.push(self.unique.len() as u32);
+        }
+        (ShardedIds::from_grouped(self.unique.clone(), shard_offsets), maps)
+    }
+
+    /// Sort occurrences by shard (a counting sort, so batch order is kept inside one); returns the shards' starts.
+    fn partition(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> [u32; VIRTUAL_SHARDS + 1] {
+        let mut starts = [0u32; VIRTUAL_SHARDS + 1];
+        for &id in ids {
+            starts[shard_of_hash(hash_id(id)) + 1] += 1;
+        }
+        for shard in 0..VIRTUAL_SHARDS {
+            starts[shard + 1] += starts[shard];
+        }
+        if self.partition.len() < ids.len() {
+            self.partition.resize(ids.len(), Occurrence::default());
+        }
+        let partition = &mut self.partition[..ids.len()];
+        let mut next = starts;
+        let mut place = |id: Id, position: u32, sample: u32| {
+            let next = &mut next[shard_of_hash(hash_id(id))];
+            partition[*next as usize] = Occurrence { id, position, sample };
+            *next += 1;
+        };
+        match offsets {
+            None => {
+                for (position, &id) in ids.iter().enumerate() {
+                    place(id, position as u32, position as u32);
+                }
+            }
+            Some(offsets) => {
+                for (sample, bounds) in offsets.windows(2).enumerate() {
+                    let (start, end) = (bounds[0] as usize, bounds[1] as usize);
+                    for (position, &id) in ids[start..end].iter().enumerate() {
+                        place(id, (start + position) as u32, sample as u32);
+                    }
+                }
+            }
+        }
+        starts
+    }
+
+    /// Deduplicate one shard's occurrences. Their places in the partition are also their places in
+    /// `occurrences.samples`, because unique ids are numbered shard after shard.
+    fn shard(&mut self, range: std::ops::Range<usize>, inverse: &mut [u32], occurrences: &mut Occurrences) {
+        let mask = self.open_table(range.len());
+        let first = self.unique.len() as u32;
+        let counts = occurrences.starts.len();
+        self.local.clear();
+        for occurrence in &self.partition[range.clone()] {
+            let (unique, new) =
+                find_or_insert(&mut self.table, self.epoch, mask, &mut self.unique, occurrence.id);
+            let local = unique - first;
+            if new {
+                occurrences.starts.push(1);
+            } else {
+                occurrences.starts[counts + local as usize] += 1;
+            }
+            inverse[occurrence.position as usize] = unique;
+            self.local.push(local);
+        }
+        let next = &mut occurrences.starts[counts..];
+        let mut start = range.start as u32;
+        for count in next.iter_mut() {
+            start += std::mem::replace(count, start);
+        }
+        // Starts serve as cursors and are moved back afterwards: every cursor ends where the next id starts.
+        for (occurrence, &local) in self.partition[range.clone()].iter().zip(&self.local) {
+            let cursor = &mut next[local as usize];
+            occurrences.samples[*cursor as usize] = occurrence.sample;
+            *cursor += 1;
+        }
+        let mut start = range.start as u32;
+        for cursor in next.iter_mut() {
+            start = std::mem::replace(cursor, start);
+        }
+    }
+
+    /// Forget the table's content and make room for `ids`; returns the mask of its places.
+    fn open_table(&mut self, ids: usize) -> usize {
+        let places = (ids * 2).next_power_of_two().max(16);
+        if self.table.len() < places {
+            self.table.resize(places, Entry::default());
+        }
+        if self.epoch == u32::MAX {
+            self.table.fill(Entry::default());
+            self.epoch = 0;
+        }
+        self.epoch += 1;
+        places - 1
+    }
+}
+
+/// The number of `id`, given now if it is new. The table has a free place: it is never more than half full.
+#[inline(always)]
+fn find_or_insert(table: &mut [Entry], epoch: u32, mask: usize, unique: &mut Vec<Id>, id: Id) -> (u32, bool) {
+    let mut place = hash_id(id) as usize & mask;
+    loop {
+        let entry = &mut table[place];
+        if entry.epoch != epoch {
+            let number = unique.len() as u32;
+            *entry = Entry { id, unique: number, epoch };
+            unique.push(id);
+            return (number, true);
+        }
+        if entry.id == id {
+            return (entry.unique, false);
+        }
+        place = (place + 1) & mask;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use persia_types::id::shard_of;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The same by sorting and a hash map.
+    fn naive(ids: &[Id], offsets: Option<&[u32]>) -> (Vec<Id>, Vec<u32>, Vec<Vec<u32>>) {
+        let mut unique: Vec<Id> = Vec::new();
+        for &id in ids {
+            if !unique.contains(&id) {
+                unique.push(id);
+            }
+        }
+        unique.sort_by_key(|id| shard_of(*id)); // stable: first occurrence stays first
+        let numbers: HashMap<Id, usize> = unique.iter().enumerate().map(|(n, id)| (*id, n)).collect();
+        let inverse: Vec<u32> = ids.iter().map(|id| numbers[id] as u32).collect();
+        let mut samples = vec![Vec::new(); unique.len()];
+        for (position, &number) in inverse.iter().enumerate() {
+            let sample = match offsets {
+                None => position,
+                Some(offsets) => offsets.partition_point(|start| *start as usize <= position) - 1,
+            };
+            samples[number as usize].push(sample as u32);
+        }
+        (unique, inverse, samples)
+    }
+
+    fn check(deduplicator: &mut Deduplicator, ids: &[Id], offsets: Option<&[u32]>) {
+        let (unique, inverse, samples) = naive(ids, offsets);
+        let found = deduplicator.unique(ids, offsets);
+        assert_eq!(found.ids.ids(), unique);
+        assert_eq!(found.inverse, inverse);
+        let starts = found.occurrences.starts();
+        let grouped: Vec<Vec<u32>> = starts
+            .windows(2)
+            .map(|w| found.occurrences.samples()[w[0] as usize..w[1] as usize].to_vec())
+            .collect();
+        assert_eq!(grouped, samples);
+        let (ids, offsets) = found.ids.into_parts();
+        assert!(ShardedIds::from_parts(ids, offsets).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn equals_the_naive_model(
+            lists in prop::collection::vec(prop::collection::vec(prop_oneof![0u64..40, any::<u64>()], 0..12), 0..60)
+        ) {
+            let ids: Vec<Id> = lists.concat();
+            let mut offsets = vec![0u32];
+            for list in &lists {
+                offsets.push(offsets[offsets.len() - 1] + list.len() as u32);
+            }
+            let mut deduplicator = Deduplicator::default();
+            check(&mut deduplicator, &ids, Some(&offsets));
+            check(&mut deduplicator, &ids, None); // the same memory again
+        }
+
+        #[test]
+        fn merging_equals_deduplicating_the_lists_together(
+            lists in prop::collection::vec(prop::collection::vec(0u64..200, 0..80), 1..5)
+        ) {
+            let mut deduplicator = Deduplicator::default();
+            let unique: Vec<ShardedIds> =
+                lists.iter().map(|ids| deduplicator.unique(ids, None).ids).collect();
+            let (merged, maps) = deduplicator.merge(&unique.iter().collect::<Vec<_>>());
+            let together: Vec<Id> = unique.iter().flat_map(|list| list.ids().to_vec()).collect();
+            prop_assert_eq!(&merged, &deduplicator.unique(&together, None).ids);
+            for (list, map) in unique.iter().zip(maps) {
+                let mapped: Vec<Id> = map.iter().map(|n| merged.ids()[*n as usize]).collect();
+                prop_assert_eq!(list.ids(), mapped);
+            }
+        }
+    }
+
+    #[test]
+    fn the_epoch_may_wrap() {
+        let mut deduplicator = Deduplicator { epoch: u32::MAX - 300, ..Default::default() };
+        let ids: Vec<Id> = (0..5000).map(|i| i % 700).collect();
+        for _ in 0..3 {
+            check(&mut deduplicator, &ids, None);
+        }
+        assert!(deduplicator.epoch < u32::MAX - 300);
+    }
+
+    #[test]
+    fn more_than_65535_samples_and_ids_in_one_sample_do_not_wrap() {
+        let ids: Vec<Id> = (0..70_000).collect();
+        let found = Deduplicator::default().unique(&ids, None);
+        assert_eq!(found.ids.len(), 70_000);
+        let place = found.inverse[69_999] as usize;
+        assert_eq!(found.ids.ids()[place], 69_999);
+        let start = found.occurrences.starts()[place] as usize;
+        assert_eq!(found.occurrences.samples()[start], 69_999);
+
+        let one_sample = Deduplicator::default().unique(&vec![7; 70_000], Some(&[0, 70_000]));
+        assert_eq!(one_sample.ids.ids(), [7]);
+        assert_eq!(one_sample.occurrences.samples(), vec![0; 70_000]);
+    }
+}

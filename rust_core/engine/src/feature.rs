@@ -1,0 +1,208 @@
+//! One id feature of a batch, deduplicated.
+
+use std::time::{Duration, Instant};
+
+use persia_types::id::{Id, ShardedIds};
+use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, MAX_OCCURRENCES};
+
+use crate::dedup::{self, Occurrences, Unique};
+use crate::error::Error;
+
+/// The ids of one feature for every sample of a batch: unique ids, and who uses which.
+#[derive(Debug, Clone)]
+pub struct IdFeature {
+    name: String,
+    unique: ShardedIds,
+    /// Per occurrence the place of its id in `unique`.
+    inverse: Vec<u32>,
+    /// Where each sample's occurrences start, `batch + 1` of them; `None` is one id per sample.
+    offsets: Option<Vec<u32>>,
+    occurrences: Occurrences,
+    spent: Duration,
+}
+
+impl IdFeature {
+    /// One id per sample.
+    ///
+    /// # Errors
+    /// [`Error::BadFeature`] for a bad name, [`Error::TooLarge`] above a limit.
+    pub fn single(name: impl Into<String>, ids: &[Id]) -> Result<Self, Error> {
+        Self::build(name.into(), ids, None)
+    }
+
+    /// Any number of ids per sample: sample `i` has `ids[offsets[i]..offsets[i + 1]]`.
+    ///
+    /// # Errors
+    /// As [`Self::single`], and [`Error::BadFeature`] when offsets do not ascend from 0 to `ids.len()`.
+    pub fn lists(name: impl Into<String>, ids: &[Id], offsets: &[usize]) -> Result<Self, Error> {
+        let name = name.into();
+        check_offsets(&name, ids.len(), offsets)?;
+        // `check_limits` refuses what a u32 cannot hold before any offset is used.
+        let offsets = offsets.iter().map(|offset| *offset as u32).collect();
+        Self::build(name, ids, Some(offsets))
+    }
+
+    fn build(name: String, ids: &[Id], offsets: Option<Vec<u32>>) -> Result<Self, Error> {
+        let samples = offsets.as_ref().map_or(ids.len(), |offsets| offsets.len() - 1);
+        check_limits(&name, ids.len(), samples)?;
+        let start = Instant::now();
+        let Unique { ids: unique, inverse, occurrences } =
+            dedup::with(|deduplicator| deduplicator.unique(ids, offsets.as_deref()));
+        let feature = Self { name, unique, inverse, offsets, occurrences, spent: start.elapsed() };
+        feature.check_unique()?;
+        Ok(feature)
+    }
+
+    /// From what a decoder read; everything is checked.
+    pub(crate) fn from_parts(
+        name: String,
+        unique: &[Id],
+        inverse: Vec<u32>,
+        offsets: Option<Vec<u32>>,
+    ) -> Result<Self, Error> {
+        let samples = match &offsets {
+            None => inverse.len(),
+            Some(offsets) => {
+                let wide: Vec<usize> = offsets.iter().map(|offset| *offset as usize).collect();
+                check_offsets(&name, inverse.len(), &wide)?;
+                offsets.len() - 1
+            }
+        };
+        check_limits(&name, inverse.len(), samples)?;
+        let bad = |what: &str| Err(Error::BadFeature { feature: name.clone(), what: what.into() });
+        let found = dedup::with(|deduplicator| deduplicator.unique(unique, None));
+        if found.ids.ids() != unique {
+            return bad("its unique ids are not unique, or not in order of their shards");
+        }
+        if inverse.iter().any(|place| *place as usize >= unique.len()) {
+            return bad("an occurrence points outside the unique ids");
+        }
+        let occurrences = match &offsets {
+            None => Occurrences::group(unique.len(), &inverse, 0..inverse.len() as u32),
+            Some(offsets) => Occurrences::group(unique.len(), &inverse, samples_of(offsets)),
+        };
+        if occurrences.starts().windows(2).any(|bounds| bounds[0] == bounds[1]) {
+            return bad("a unique id occurs nowhere");
+        }
+        let feature = Self { name, unique: found.ids, inverse, offsets, occurrences, spent: Duration::ZERO };
+        feature.check_unique()?;
+        Ok(feature)
+    }
+
+    fn check_unique(&self) -> Result<(), Error> {
+        if self.unique.len() > MAX_IDS_PER_REQUEST {
+            let what = format!("unique ids of id feature {:?}", self.name);
+            return Err(Error::TooLarge { what, size: self.unique.len(), limit: MAX_IDS_PER_REQUEST });
+        }
+        Ok(())
+    }
+
+    /// Its name, which is a slot's.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Number of samples.
+    pub fn samples(&self) -> usize {
+        self.offsets.as_ref().map_or(self.inverse.len(), |offsets| offsets.len() - 1)
+    }
+
+    /// Unique ids in order of (shard, first occurrence).
+    pub fn unique(&self) -> &ShardedIds {
+        &self.unique
+    }
+
+    /// Per occurrence, in batch order, the place of its id in [`Self::unique`].
+    pub fn inverse(&self) -> &[u32] {
+        &self.inverse
+    }
+
+    /// Where each sample's occurrences start (`samples + 1` offsets); `None` is one id per sample.
+    pub fn offsets(&self) -> Option<&[u32]> {
+        self.offsets.as_deref()
+    }
+
+    /// Per unique id where its entries of [`Self::occurrence_samples`] start (`unique + 1` offsets).
+    pub fn occurrence_starts(&self) -> &[u32] {
+        self.occurrences.starts()
+    }
+
+    /// Per unique id the samples it occurs in, in batch order.
+    pub fn occurrence_samples(&self) -> &[u32] {
+        self.occurrences.samples()
+    }
+
+    /// Time its deduplication took.
+    pub(crate) fn spent(&self) -> Duration {
+        self.spent
+    }
+}
+
+/// The sample of each occurrence.
+fn samples_of(offsets: &[u32]) -> impl Iterator<Item = u32> {
+    offsets
+        .windows(2)
+        .enumerate()
+        .flat_map(|(sample, bounds)| std::iter::repeat_n(sample as u32, (bounds[1] - bounds[0]) as usize))
+}
+
+fn check_offsets(name: &str, ids: usize, offsets: &[usize]) -> Result<(), Error> {
+    let bad = |what: String| Err(Error::BadFeature { feature: name.into(), what });
+    let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
+        return bad("no offsets; samples + 1 of them are needed".into());
+    };
+    if *first != 0 || *last != ids {
+        return bad(format!("offsets go from {first} to {last}, want 0 to {ids}"));
+    }
+    match offsets.windows(2).position(|bounds| bounds[0] > bounds[1]) {
+        Some(sample) => bad(format!("offsets do not ascend at sample {sample}")),
+        None => Ok(()),
+    }
+}
+
+fn check_limits(name: &str, occurrences: usize, samples: usize) -> Result<(), Error> {
+    if name.is_empty() || name.len() > MAX_NAME_BYTES {
+        let what = format!("a name has 1 to {MAX_NAME_BYTES} bytes, not {}", name.len());
+        return Err(Error::BadFeature { feature: name.into(), what });
+    }
+    for (what, size, limit) in [("samples", samples, MAX_BATCH_SIZE), ("ids", occurrences, MAX_OCCURRENCES)] {
+        if size > limit {
+            return Err(Error::TooLarge { what: format!("{what} of id feature {name:?}"), size, limit });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sample_may_be_empty() {
+        let feature = IdFeature::lists("a", &[5, 5, 6], &[0, 2, 2, 3]).unwrap();
+        assert_eq!(feature.samples(), 3);
+        assert_eq!(feature.unique().len(), 2);
+        let place = feature.inverse()[0] as usize;
+        let starts = feature.occurrence_starts();
+        let samples = &feature.occurrence_samples()[starts[place] as usize..starts[place + 1] as usize];
+        assert_eq!(samples, [0, 0]);
+    }
+
+    #[test]
+    fn bad_offsets_and_names_are_refused() {
+        for offsets in [&[][..], &[1, 3], &[0, 2], &[0, 3, 2, 3]] {
+            let error = IdFeature::lists("a", &[1, 2, 3], offsets).unwrap_err();
+            assert!(matches!(error, Error::BadFeature { .. }), "{error}");
+        }
+        assert!(IdFeature::single("", &[1]).is_err());
+        assert!(IdFeature::single("x".repeat(MAX_NAME_BYTES + 1), &[1]).is_err());
+    }
+
+    #[test]
+    fn limits_are_checked_before_anything_is_built() {
+        let samples = vec![0usize; MAX_BATCH_SIZE + 2];
+        let error = IdFeature::lists("a", &[], &samples).unwrap_err();
+        assert!(matches!(error, Error::TooLarge { size, .. } if size == MAX_BATCH_SIZE + 1), "{error}");
+        assert!(check_limits("a", MAX_OCCURRENCES + 1, 1).is_err());
+    }
+}

@@ -1,0 +1,114 @@
+//! Forward: rows of unique ids from the tables, pooled into one vector per sample and feature.
+
+use std::time::Duration;
+
+use persia_types::tables::{LookupReport, LookupRequest, Mode, TableIds, TablesError};
+use persia_types::token::Token;
+
+use crate::batch::Batch;
+use crate::buffer::Buffer;
+use crate::kernels::{self, Pool};
+use crate::plan::{Member, Plan};
+use crate::shared::Context;
+use crate::stats::Stopwatch;
+
+/// The pooled rows of one id feature, `[batch, dim]`, 64-byte aligned.
+#[derive(Debug)]
+pub struct Output {
+    slot: usize,
+    dim: usize,
+    buffer: Buffer,
+}
+
+impl Output {
+    /// Index of its slot in the schema.
+    pub fn slot(&self) -> usize {
+        self.slot
+    }
+
+    /// Floats per sample.
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// The floats alone; their memory is used again once dropped.
+    pub fn into_buffer(self) -> Buffer {
+        self.buffer
+    }
+}
+
+impl AsRef<[f32]> for Output {
+    fn as_ref(&self) -> &[f32] {
+        self.buffer.as_ref()
+    }
+}
+
+impl AsMut<[f32]> for Output {
+    fn as_mut(&mut self) -> &mut [f32] {
+        self.buffer.as_mut()
+    }
+}
+
+/// A look-up's result and its times.
+pub(crate) struct Forward {
+    pub(crate) outputs: Vec<Output>,
+    pub(crate) report: LookupReport,
+    pub(crate) lookup: Duration,
+    pub(crate) pool: Duration,
+}
+
+/// Look the batch up and pool it.
+pub(crate) fn forward(
+    context: &Context,
+    batch: &Batch,
+    plan: &Plan,
+    token: Token,
+    mode: Mode,
+) -> Result<Forward, TablesError> {
+    let mut watch = Stopwatch::start();
+    let dim = |table: usize| context.schema.tables[table].dim;
+    let tables: Vec<TableIds<'_>> =
+        plan.tables().iter().map(|table| TableIds { table: table.table, ids: table.ids(batch) }).collect();
+    let mut rows: Vec<Buffer> =
+        tables.iter().map(|table| context.buffers.take(table.ids.len() * dim(table.table))).collect();
+    let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
+    let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(AsMut::as_mut).collect();
+    let report = context.tables.lookup(&request, &mut targets)?;
+    let lookup = watch.lap();
+
+    let mut outputs: Vec<Option<Output>> = batch.id_features().iter().map(|_| None).collect();
+    for (table, rows) in plan.tables().iter().zip(&rows) {
+        for member in &table.members {
+            let slot = plan.slots()[member.feature];
+            let dim = dim(table.table);
+            let mut buffer = context.buffers.take(batch.batch_size() * dim);
+            pool_member(context, batch, slot, member, rows.as_ref(), buffer.as_mut());
+            outputs[member.feature] = Some(Output { slot, dim, buffer });
+        }
+    }
+    let outputs = outputs.into_iter().flatten().collect();
+    Ok(Forward { outputs, report, lookup, pool: watch.lap() })
+}
+
+fn pool_member(
+    context: &Context,
+    batch: &Batch,
+    slot: usize,
+    member: &Member,
+    rows: &[f32],
+    out: &mut [f32],
+) {
+    let feature = &batch.id_features()[member.feature];
+    let slot = &context.schema.slots[slot];
+    let composed: Option<Vec<u32>> =
+        member.map.as_ref().map(|map| feature.inverse().iter().map(|unique| map[*unique as usize]).collect());
+    let divisors = kernels::divisors(slot, feature.offsets());
+    let input = Pool {
+        rows,
+        dim: context.schema.tables[slot.table].dim,
+        places: composed.as_deref().unwrap_or(feature.inverse()),
+        offsets: feature.offsets(),
+        divisors: divisors.as_deref(),
+    };
+    kernels::pool(&input, out);
+}

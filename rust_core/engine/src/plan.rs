@@ -1,0 +1,201 @@
+//! Which slot and table each feature of a batch belongs to; slots that share a table become one request.
+
+use persia_types::id::ShardedIds;
+use persia_types::limits::{MAX_IDS_PER_REQUEST, MAX_OCCURRENCES};
+use persia_types::schema::{Schema, Slot};
+
+use crate::batch::Batch;
+use crate::dedup;
+use crate::error::Error;
+use crate::feature::IdFeature;
+
+/// How one batch is looked up and pushed under one schema.
+#[derive(Debug)]
+pub struct Plan {
+    /// Slot of each feature, in the batch's order.
+    slots: Vec<usize>,
+    /// Tables the batch needs, in the schema's order.
+    tables: Vec<TablePlan>,
+}
+
+/// One table's part of a request.
+#[derive(Debug)]
+pub(crate) struct TablePlan {
+    /// Index into the schema's tables.
+    pub(crate) table: usize,
+    /// The features that share it, in the order of their slots.
+    pub(crate) members: Vec<Member>,
+    /// Their ids merged; `None` where the one feature's own ids serve.
+    merged: Option<ShardedIds>,
+}
+
+/// A feature's place in its table's request.
+#[derive(Debug)]
+pub(crate) struct Member {
+    /// Index into the batch's id features.
+    pub(crate) feature: usize,
+    /// From the feature's unique ids to the table's; `None` where they are the same.
+    pub(crate) map: Option<Vec<u32>>,
+}
+
+impl Plan {
+    /// Match features with slots and merge what shares a table.
+    ///
+    /// # Errors
+    /// [`Error::FeatureMismatch`] with every unknown and missing name, [`Error::TooLarge`] for too many ids.
+    pub fn new(batch: &Batch, schema: &Schema) -> Result<Self, Error> {
+        let slots = match_slots(batch.id_features(), schema)?;
+        let all: Vec<usize> = (0..slots.len()).collect();
+        let tables = group_by_table(batch, schema, &slots, &all)?;
+        Ok(Self { slots, tables })
+    }
+
+    /// Slot (index into the schema's) of each feature, in the batch's order.
+    pub fn slots(&self) -> &[usize] {
+        &self.slots
+    }
+
+    pub(crate) fn tables(&self) -> &[TablePlan] {
+        &self.tables
+    }
+
+    /// The tables of some of the features: those that got a gradient.
+    pub(crate) fn tables_of(
+        &self,
+        batch: &Batch,
+        schema: &Schema,
+        features: &[usize],
+    ) -> Result<Vec<TablePlan>, Error> {
+        group_by_table(batch, schema, &self.slots, features)
+    }
+}
+
+impl TablePlan {
+    /// Unique ids to look up or push.
+    pub(crate) fn ids<'a>(&'a self, batch: &'a Batch) -> &'a ShardedIds {
+        self.merged.as_ref().unwrap_or_else(|| batch.id_features()[self.members[0].feature].unique())
+    }
+}
+
+fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Error> {
+    let slots: Vec<Option<usize>> =
+        features.iter().map(|feature| schema.slot(feature.name()).map(|(index, _)| index)).collect();
+    let name = |slot: &Slot| slot.name.clone();
+    let unknown: Vec<String> = features
+        .iter()
+        .zip(&slots)
+        .filter(|(_, slot)| slot.is_none())
+        .map(|(feature, _)| feature.name().to_owned())
+        .collect();
+    let missing: Vec<String> = schema
+        .slots
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| !slots.contains(&Some(*index)))
+        .map(|(_, slot)| name(slot))
+        .collect();
+    if unknown.is_empty() && missing.is_empty() {
+        return Ok(slots.into_iter().flatten().collect());
+    }
+    Err(Error::FeatureMismatch { unknown, missing, known: schema.slots.iter().map(name).collect() })
+}
+
+fn group_by_table(
+    batch: &Batch,
+    schema: &Schema,
+    slots: &[usize],
+    features: &[usize],
+) -> Result<Vec<TablePlan>, Error> {
+    let mut ordered = features.to_vec();
+    ordered.sort_by_key(|feature| (schema.slots[slots[*feature]].table, slots[*feature]));
+    let table_of = |feature: &usize| schema.slots[slots[*feature]].table;
+    let tables: Vec<TablePlan> = ordered
+        .chunk_by(|a, b| table_of(a) == table_of(b))
+        .map(|members| plan_table(batch, table_of(&members[0]), members))
+        .collect::<Result<_, _>>()?;
+    let ids: usize = tables.iter().map(|table| table.ids(batch).len()).sum();
+    if ids > MAX_IDS_PER_REQUEST {
+        return Err(Error::TooLarge {
+            what: "unique ids of the batch".into(),
+            size: ids,
+            limit: MAX_IDS_PER_REQUEST,
+        });
+    }
+    Ok(tables)
+}
+
+fn plan_table(batch: &Batch, table: usize, features: &[usize]) -> Result<TablePlan, Error> {
+    if let [feature] = features {
+        let members = vec![Member { feature: *feature, map: None }];
+        return Ok(TablePlan { table, members, merged: None });
+    }
+    let lists: Vec<&ShardedIds> =
+        features.iter().map(|feature| batch.id_features()[*feature].unique()).collect();
+    let size = lists.iter().map(|list| list.len()).sum();
+    if size > MAX_OCCURRENCES {
+        let what = format!("unique ids of the slots that share table {table}");
+        return Err(Error::TooLarge { what, size, limit: MAX_OCCURRENCES });
+    }
+    let (merged, maps) = dedup::with(|deduplicator| deduplicator.merge(&lists));
+    let members =
+        features.iter().zip(maps).map(|(&feature, map)| Member { feature, map: Some(map) }).collect();
+    Ok(TablePlan { table, members, merged: Some(merged) })
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::schema::{Pooling, Table};
+
+    use super::*;
+    use crate::batch::BatchParts;
+
+    fn schema() -> Schema {
+        let slot =
+            |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
+        Schema {
+            slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
+            tables: vec![Table { name: "ac".into(), dim: 2 }, Table { name: "b".into(), dim: 3 }],
+        }
+    }
+
+    fn batch(features: &[(&str, &[u64])]) -> Batch {
+        let id_features = features.iter().map(|(name, ids)| IdFeature::single(*name, ids).unwrap()).collect();
+        Batch::new(BatchParts { id_features, ..Default::default() }).unwrap()
+    }
+
+    #[test]
+    fn unknown_and_missing_features_are_named_at_once() {
+        let batch = batch(&[("x", &[1]), ("b", &[1]), ("y", &[1])]);
+        let error = Plan::new(&batch, &schema()).unwrap_err();
+        let Error::FeatureMismatch { unknown, missing, known } = &error else { panic!("{error}") };
+        assert_eq!(unknown, &["x", "y"]);
+        assert_eq!(missing, &["a", "c"]);
+        assert_eq!(known, &["a", "b", "c"]);
+        for name in ["x", "y", "a", "c"] {
+            assert!(error.to_string().contains(name), "{error}");
+        }
+    }
+
+    #[test]
+    fn slots_of_one_table_share_a_request_whatever_the_batch_order() {
+        let (a, b, c) = (&[1u64, 2, 3][..], &[9u64, 9, 9][..], &[3u64, 4, 1][..]);
+        let first = batch(&[("a", a), ("b", b), ("c", c)]);
+        let second = batch(&[("c", c), ("b", b), ("a", a)]);
+        let ids = |batch: &Batch| -> Vec<(usize, ShardedIds)> {
+            let plan = Plan::new(batch, &schema()).unwrap();
+            plan.tables().iter().map(|table| (table.table, table.ids(batch).clone())).collect()
+        };
+        assert_eq!(ids(&first), ids(&second));
+        let plan = Plan::new(&second, &schema()).unwrap();
+        assert_eq!(plan.slots(), [2, 1, 0]);
+        assert_eq!(plan.tables().len(), 2);
+        assert_eq!(plan.tables()[0].ids(&second).len(), 4);
+        for member in &plan.tables()[0].members {
+            let own = second.id_features()[member.feature].unique().ids();
+            let map = member.map.as_ref().unwrap();
+            let mapped: Vec<u64> =
+                map.iter().map(|place| plan.tables()[0].ids(&second).ids()[*place as usize]).collect();
+            assert_eq!(own, mapped);
+        }
+    }
+}

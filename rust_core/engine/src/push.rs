@@ -1,0 +1,175 @@
+//! Tickets, and the push thread that turns gradients into acknowledged pushes.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::backward::{Backward, backward};
+use crate::batch::Batch;
+use crate::error::Error;
+use crate::permits::Stage;
+use crate::plan::Plan;
+use crate::shared::{Shared, guarded};
+use crate::stats::add_push;
+
+/// The gradient of one id feature's output, `[batch, dim]`, wherever the floats live.
+pub type Gradient = Box<dyn AsRef<[f32]> + Send>;
+
+/// What travels with a push.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PushOptions {
+    /// Multiplies the optimizer's learning rate; finite, at least 0.
+    pub lr_factor: f32,
+    /// Multiplies every gradient, for example 1 / loss scale; finite, above 0.
+    pub scale: f32,
+}
+
+impl Default for PushOptions {
+    fn default() -> Self {
+        Self { lr_factor: 1.0, scale: 1.0 }
+    }
+}
+
+/// The right to push the gradients of one step. It holds a staleness permit; dropped unused, the permit returns.
+pub struct Ticket {
+    shared: Arc<Shared>,
+    step: u64,
+    /// Taken by `push`.
+    work: Option<(Arc<Batch>, Plan)>,
+}
+
+impl fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ticket").field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
+impl Ticket {
+    pub(crate) fn new(shared: Arc<Shared>, step: u64, batch: Arc<Batch>, plan: Plan) -> Self {
+        Self { shared, step, work: Some((batch, plan)) }
+    }
+
+    /// The step it belongs to.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Hand gradients over, one per id feature in the batch's order, and return at once.
+    ///
+    /// A feature without a gradient is not updated. The permit returns when the push is acknowledged.
+    ///
+    /// # Errors
+    /// [`Error::BadGradient`] and [`Error::BadOption`] (nothing is pushed, the permit returns),
+    /// [`Error::Closed`] when the engine is gone, or the failure that stopped it.
+    pub fn push(mut self, gradients: Vec<Option<Gradient>>, options: PushOptions) -> Result<(), Error> {
+        self.check(&gradients, options)?;
+        let mut state = self.shared.lock();
+        // The ticket is dropped with the error, and its drop locks again: hence no early `?` under the lock.
+        if let Some(error) = state.failed.clone() {
+            drop(state);
+            return Err(error);
+        }
+        if state.stopping {
+            drop(state);
+            return Err(Error::Closed { what: "the engine" });
+        }
+        if let Some((batch, plan)) = self.work.take() {
+            state.permits.advance(self.step, Stage::Pushing);
+            state.pushes.push_back(PushJob { step: self.step, batch, plan, gradients, options });
+        }
+        drop(state);
+        self.shared.wake_workers();
+        Ok(())
+    }
+
+    fn check(&self, gradients: &[Option<Gradient>], options: PushOptions) -> Result<(), Error> {
+        let Some((batch, plan)) = &self.work else { return Ok(()) };
+        let bad = |what: String| Err(Error::BadGradient { step: self.step, what });
+        let features = batch.id_features();
+        if gradients.len() != features.len() {
+            return bad(format!("{} gradients for {} id features", gradients.len(), features.len()));
+        }
+        let schema = &self.shared.context.schema;
+        for ((feature, slot), gradient) in features.iter().zip(plan.slots()).zip(gradients) {
+            let dim = schema.tables[schema.slots[*slot].table].dim;
+            let Some(gradient) = gradient else { continue };
+            let found = gradient.as_ref().as_ref().len();
+            if found != batch.batch_size() * dim {
+                let want = format!("{} samples of {dim}", batch.batch_size());
+                return bad(format!("{:?} has {found} floats, want {want}", feature.name()));
+            }
+        }
+        if !(options.lr_factor.is_finite() && options.lr_factor >= 0.0) {
+            let what = format!("{} is not a number of at least 0", options.lr_factor);
+            return Err(Error::BadOption { option: "lr_factor", what });
+        }
+        if !(options.scale.is_finite() && options.scale > 0.0) {
+            return Err(Error::BadOption {
+                option: "scale",
+                what: format!("{} is not above 0", options.scale),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if self.work.is_some() {
+            self.shared.release(self.step);
+        }
+    }
+}
+
+/// Gradients on their way.
+pub(crate) struct PushJob {
+    step: u64,
+    batch: Arc<Batch>,
+    plan: Plan,
+    gradients: Vec<Option<Gradient>>,
+    options: PushOptions,
+}
+
+/// The push thread: one push after the other, in the order they were handed over.
+pub(crate) fn run(shared: &Shared) {
+    while let Some(job) = next_job(shared) {
+        let step = job.step;
+        let result = guarded("push", step, || {
+            let PushJob { batch, plan, gradients, options, .. } = job;
+            backward(&shared.context, &batch, &plan, shared.context.token(step), gradients, options)
+        });
+        match result {
+            Ok(done) => acknowledge(shared, step, &done),
+            Err(error) => shared.fail(error), // its permit never returns
+        }
+    }
+    // Gradients of a failed engine may own things that must not be dropped under the lock.
+    let left: VecDeque<PushJob> = std::mem::take(&mut shared.lock().pushes);
+    drop(left);
+}
+
+fn next_job(shared: &Shared) -> Option<PushJob> {
+    let mut state = shared.lock();
+    loop {
+        if state.failed.is_some() {
+            return None;
+        }
+        if let Some(job) = state.pushes.pop_front() {
+            return Some(job);
+        }
+        if state.stopping {
+            return None;
+        }
+        shared.worker_waits(&mut state);
+    }
+}
+
+fn acknowledge(shared: &Shared, step: u64, done: &Backward) {
+    let mut state = shared.lock();
+    state.stats.pushes += 1;
+    add_push(&mut state.stats.push_report, &done.report);
+    state.stats.segment_sum.add(done.segment_sum);
+    state.stats.push.add(done.push);
+    drop(state);
+    shared.release(step);
+}

@@ -1,0 +1,104 @@
+//! What the engine measured since it was made.
+
+use std::time::{Duration, Instant};
+
+use persia_types::tables::{LookupReport, PushReport};
+
+/// Counters, gauges and times since the engine was made.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct EngineStats {
+    /// Training batches looked up.
+    pub lookups: u64,
+    /// Pushes acknowledged.
+    pub pushes: u64,
+    /// Sum over training look-ups.
+    pub lookup_report: LookupReport,
+    /// Sum over pushes; `first_nonfinite` is the first ever.
+    pub push_report: PushReport,
+    /// Training batches looked up whose gradients are not in the tables yet.
+    pub staleness: u64,
+    /// The most such batches *before* the one being looked up; below K.
+    pub max_staleness: u64,
+    /// Per slot of the schema.
+    pub slots: Vec<SlotStats>,
+    /// Deduplication, in the thread that built the batch.
+    pub deduplicate: StageTime,
+    /// Matching features with slots and merging those that share a table.
+    pub plan: StageTime,
+    /// Waiting for a permit with a batch at hand.
+    pub permit_wait: StageTime,
+    /// `Tables::lookup`.
+    pub lookup: StageTime,
+    /// Pooling.
+    pub pool: StageTime,
+    /// Segment sum of gradients.
+    pub segment_sum: StageTime,
+    /// `Tables::push`.
+    pub push: StageTime,
+}
+
+/// Ids of one slot in training look-ups.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SlotStats {
+    /// Ids as they occurred.
+    pub occurrences: u64,
+    /// Unique ids, batch by batch.
+    pub unique: u64,
+}
+
+/// How long one stage took, over all steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct StageTime {
+    /// Times it ran.
+    pub count: u64,
+    /// Sum.
+    pub total: Duration,
+    /// The latest.
+    pub last: Duration,
+    /// The longest.
+    pub max: Duration,
+}
+
+impl StageTime {
+    pub(crate) fn add(&mut self, spent: Duration) {
+        self.count += 1;
+        self.total += spent;
+        self.last = spent;
+        self.max = self.max.max(spent);
+    }
+}
+
+/// Measures stage after stage.
+pub(crate) struct Stopwatch(Instant);
+
+impl Stopwatch {
+    pub(crate) fn start() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Time since the last lap.
+    pub(crate) fn lap(&mut self) -> Duration {
+        let now = Instant::now();
+        let spent = now - self.0;
+        self.0 = now;
+        spent
+    }
+}
+
+/// Add `more` to `sum`.
+pub(crate) fn add_lookup(sum: &mut LookupReport, more: &LookupReport) {
+    sum.hits += more.hits;
+    sum.inserted += more.inserted;
+    sum.missing += more.missing;
+    sum.evicted += more.evicted;
+}
+
+/// Add `more` to `sum`.
+pub(crate) fn add_push(sum: &mut PushReport, more: &PushReport) {
+    sum.rows_pushed += more.rows_pushed;
+    sum.rows_applied += more.rows_applied;
+    sum.rows_missing += more.rows_missing;
+    sum.rows_nonfinite += more.rows_nonfinite;
+    sum.rows_duplicate += more.rows_duplicate;
+    sum.first_nonfinite = sum.first_nonfinite.or(more.first_nonfinite);
+}
