@@ -1,0 +1,134 @@
+"""The repository's own tools: what a machine lacks, which way dependencies point, how many tests ran."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+
+
+def load(name: str) -> ModuleType:
+    """Import a tool by its file: ``tools/`` is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def count(log: str, path: Path) -> tuple[int, str]:
+    path.write_text(log)
+    command = [sys.executable, ROOT / "tools" / "count_tests.py", path]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    return done.returncode, done.stdout.strip()
+
+
+RUST = "test result: ok. 39 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.35s\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "line"),
+    [
+        (RUST + RUST + "===== 74 passed, 2 skipped in 120.01s (0:02:00) =====", 0, "152 passed, 0 failed"),
+        (RUST + "\x1b[32m=== \x1b[1m5 passed\x1b[0m in 0.50s ===\x1b[0m", 0, "44 passed, 0 failed"),
+        (RUST + "== 3 failed, 12 passed, 1 warning, 2 errors in 0.12s ==", 1, "51 passed, 5 failed"),
+        (
+            RUST.replace("ok. 39", "FAILED. 38").replace("0 f", "1 f", 1) + "== 1 passed in 1s ==",
+            1,
+            "39 passed, 1 failed",
+        ),
+        (RUST + "== no tests ran in 0.01s ==", 1, "39 passed, 0 failed"),
+        ("== 9 passed in 0.01s ==", 1, "9 passed, 0 failed"),
+        ("error: could not compile `persia-store`", 1, "0 passed, 0 failed"),
+    ],
+)
+def test_results_are_summed_and_a_suite_that_did_not_run_is_noticed(
+    tmp_path: Path, log: str, code: int, line: str
+) -> None:
+    assert count(log, tmp_path / "log") == (code, line)
+
+
+def test_an_import_that_points_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = load("check_layers")
+    package = tmp_path / "persia_py" / "persia"
+    package.mkdir(parents=True)
+    (package / "good.py").write_text(
+        "import persia_core.forward\nfrom persia import env\nfrom . import data\n"
+    )
+    (package / "bad.py").write_text("import os\n\n\ndef f():\n    from tests.conftest import ROOT\n")
+    example = tmp_path / "examples" / "dlrm"
+    example.mkdir(parents=True)
+    (example / "train.py").write_text("import persia_core\nimport census\n")
+    monkeypatch.setattr(layers, "ROOT", tmp_path)
+    assert list(layers.python_errors()) == [
+        "persia_py/persia/bad.py:5: persia_py/persia imports tests",
+        "examples/dlrm/train.py:1: examples imports persia_core",
+    ]
+
+
+def test_disk_and_network_are_noticed_where_they_do_not_belong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = load("check_layers")
+    source = tmp_path / "rust_core" / "store" / "src"
+    source.mkdir(parents=True)
+    (source / "lib.rs").write_text(
+        "//! No std::net here.\nuse std::fs;\nuse std::net::TcpStream;\n"
+        "#[cfg(test)]\nmod tests {\n    use std::net;\n}\n"
+    )
+    monkeypatch.setattr(layers, "ROOT", tmp_path)
+    assert list(layers.std_errors()) == ["rust_core/store/src/lib.rs:3: store uses std::net"]
+
+
+def test_the_layers_of_this_repository_hold() -> None:
+    assert load("check_layers").main() == 0
+
+
+def machine(path: Path, python: str) -> tuple[int, str]:
+    """Run the check with nothing but the programs of ``path``."""
+    done = subprocess.run(
+        [shutil.which("sh") or "sh", "tools/check_machine.sh", python],
+        cwd=ROOT,
+        env={**os.environ, "PATH": str(path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_everything_a_machine_lacks_is_named_at_once(tmp_path: Path) -> None:
+    for tool in ("sed", "cut", "sort", "head"):
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / tool).symlink_to(found)
+    code, said = machine(tmp_path, "python3")
+    assert code == 2
+    for lack in ("missing: python3\n", "missing: cargo and rustc 1.", "missing: a C compiler"):
+        assert lack in said, said
+    assert said.count("missing: ") == 3
+
+    def fake(name: str, body: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    fake("python3", 'test "$1" = -V && echo Python 3.9.2; exit 1')
+    fake("cargo", "exit 0")
+    fake("rustc", "echo 'rustc 1.70.0 (abc 2023-01-01)'")
+    fake("cc", "exit 0")
+    code, said = machine(tmp_path, "python3")
+    assert code == 2
+    assert "Python 3.10 or later (python3 is Python 3.9.2)" in said
+    assert "(this one is 1.70.0)" in said
+    assert said.count("missing: ") == 2
+
+    fake("python3", "exit 0")
+    fake("rustc", "echo 'rustc 1.100.0 (abc 2027-01-01)'")
+    assert machine(tmp_path, "python3") == (0, "")
