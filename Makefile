@@ -47,7 +47,7 @@ lint: setup ## Check formatting, types, lints and the direction of dependencies
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
 	@if cargo deny --version >/dev/null 2>&1; then \
-		cd rust_core && cargo deny --offline check bans licenses sources; \
+		cd rust_core && cargo deny --locked check bans licenses sources; \
 	else echo "cargo-deny is not installed: licences and sources of crates were not checked"; fi
 
 format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
