@@ -1,0 +1,89 @@
+"""Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import census
+import report
+import torch
+import typer
+
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding.optim import Adam
+from persia.errors import PersiaError
+from persia.models import DLRM
+
+EMBEDDING_DIM = 16  # of every slot in config/embedding_config.yml
+VALIDATION_SHARE = 0.05  # of the training file; every choice of the recipe was made on such a part
+VALIDATE_EVERY = 50  # steps
+EVALUATION_BATCH = 4096
+
+
+def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality:
+    """Judge the model on a data set. Nothing is learned; ids never trained on read as zeros."""
+    logits, labels = [], []
+    with eval_ctx(model=model) as ctx:
+        for batch in DataLoader(dataset):
+            output, (label,) = ctx.forward(batch)
+            logits.append(output)
+            labels.append(label)
+    return report.Quality.of(torch.cat(logits), torch.cat(labels))
+
+
+def main(
+    seed: Annotated[int, typer.Option(help="Of dense weights, new rows and the order of samples.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 3,
+    batch_size: Annotated[int, typer.Option(min=1)] = 1024,
+    lr: Annotated[float, typer.Option(help="Of model and rows, falling to 0 in a straight line.")] = 3e-3,
+    reproducible: Annotated[bool, typer.Option(help="Equal runs give equal bits; slower.")] = False,
+    data: Annotated[Path, typer.Option(help="The two parquet files.")] = Path(__file__).parent / "data",
+    out: Annotated[Path, typer.Option(help="A folder for this run is made in it.")] = Path("runs"),
+) -> None:
+    """Train a DLRM on Census-Income, then judge it once on the test split."""
+    torch.manual_seed(seed)
+    train, validation = census.read(data / "census_income_train.parquet").split(VALIDATION_SHARE)
+    test_set = census.Batches(census.read(data / "census_income_test.parquet"), EVALUATION_BATCH)
+    validation_set = census.Batches(validation, EVALUATION_BATCH)
+    train_set = census.Batches(train, batch_size, epochs, seed)
+
+    model = DLRM(
+        num_dense=len(census.DENSE),
+        num_slots=len(census.SLOTS),
+        embedding_dim=EMBEDDING_DIM,
+        bottom_mlp=[64, EMBEDDING_DIM],
+        top_mlp=[256, 64, 1],
+    )
+    loss_fn = torch.nn.BCEWithLogitsLoss()
+    dense_optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    embedding_optimizer = Adam(lr=lr)
+    decay = torch.optim.lr_scheduler.LambdaLR(dense_optimizer, lambda step: 1 - step / len(train_set))
+
+    with report.Run(out, f"seed{seed}", steps=len(train_set)) as run:
+        with TrainCtx(
+            model=model,
+            embedding_optimizer=embedding_optimizer,
+            dense_optimizer=dense_optimizer,
+            mixed_precision=False,
+        ) as ctx:
+            loader = DataLoader(train_set, reproducible=reproducible)
+            for step, batch in enumerate(loader, start=1):
+                output, labels = ctx.forward(batch)
+                loss = loss_fn(output, labels[0])
+                ctx.backward(loss)
+                decay.step()
+                embedding_optimizer.update_lr(decay.get_last_lr()[0])
+                run.step(loss.item(), samples=len(output))
+                if step % VALIDATE_EVERY == 0 or step == len(train_set):
+                    run.validated(evaluate(model, validation_set))
+            ctx.dump_checkpoint(run.folder / "checkpoint")
+            test, rows = evaluate(model, test_set), sum(ctx.get_embedding_size())
+        run.finish(test, rows)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PersiaError as error:
+        sys.exit(f"error: {error}\nnext:  {error.hint}" if error.hint else f"error: {error}")

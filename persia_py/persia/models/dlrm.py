@@ -1,0 +1,137 @@
+"""DLRM, the deep learning recommendation model of Naumov et al. 2019 (arXiv 1906.00091)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from persia.errors import ConfigError, DataError
+
+
+class DLRM(nn.Module):
+    """Predict a click or the like from dense inputs and one embedding per slot.
+
+    A bottom MLP brings the dense inputs to the size of an embedding, all pairs of vectors are multiplied, and
+    a top MLP reads the products. With dense inputs ``x``, slots ``e_1`` to ``e_S`` and ``e_0 = bottom(x)``::
+
+        logit = top([e_0, <e_i, e_j> for all i > j])
+
+    The model returns logits, not probabilities. Train it with ``nn.BCEWithLogitsLoss``, and apply
+    ``torch.sigmoid`` to its output where probabilities are wanted. PersiaML's scripts end their model in a
+    sigmoid and use ``nn.BCELoss``: the same function, but a sigmoid that rounds to 0 or 1 has no gradient.
+
+    Args:
+        num_dense: Columns of all dense inputs together.
+        num_slots: Embeddings per sample.
+        embedding_dim: Dimension of every slot.
+        bottom_mlp: Layer sizes of the bottom MLP; the last is ``embedding_dim``, so that its output can be
+            multiplied with the embeddings. Every layer ends in a ReLU.
+        top_mlp: Layer sizes of the top MLP; the last is 1, the logit. Every other layer ends in a ReLU.
+        dropout: Share of each hidden layer of the top MLP that is zeroed in training.
+
+    Raises:
+        ConfigError: Arguments that do not fit; all of them are named.
+    """
+
+    pairs: torch.Tensor
+
+    def __init__(
+        self,
+        num_dense: int,
+        num_slots: int,
+        embedding_dim: int,
+        bottom_mlp: Sequence[int],
+        top_mlp: Sequence[int],
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check(num_dense, num_slots, embedding_dim, bottom_mlp, top_mlp, dropout)
+        self.num_dense = num_dense
+        self.num_slots = num_slots
+        self.embedding_dim = embedding_dim
+        vectors = num_slots + 1
+        rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
+        self.register_buffer("pairs", rows * vectors + columns, persistent=False)
+        self.bottom = _mlp(num_dense, bottom_mlp, dropout=0.0)
+        self.bottom.append(nn.ReLU())
+        self.top = _mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
+
+    def forward(
+        self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the logits, ``[batch, 1]``.
+
+        Args:
+            non_id_tensors: Dense inputs, each ``[batch, columns]``; ``num_dense`` columns together.
+            embedding_tensors: One ``[batch, embedding_dim]`` for each slot, in the order of training.
+
+        Raises:
+            DataError: Tensors of other shapes than the model was built for.
+        """
+        # TorchScript knows neither these messages nor their class.
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            self._check_shapes(non_id_tensors, embedding_tensors)
+        dense = self.bottom(torch.cat(non_id_tensors, dim=1))
+        vectors = torch.cat([dense.unsqueeze(1), torch.stack(embedding_tensors, dim=1)], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        logits: torch.Tensor = self.top(torch.cat([dense, products.index_select(1, self.pairs)], dim=1))
+        return logits
+
+    def _check_shapes(
+        self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]
+    ) -> None:
+        shapes = [list(tensor.shape) for tensor in non_id_tensors]
+        if any(len(shape) != 2 for shape in shapes) or sum(shape[1] for shape in shapes) != self.num_dense:
+            raise DataError(
+                f"DLRM: the batch has dense inputs of shapes {shapes}, want [batch, columns] each, with "
+                f"num_dense ({self.num_dense}) columns together"
+            )
+        if len(embedding_tensors) != self.num_slots:
+            raise DataError(
+                f"DLRM: the batch has {len(embedding_tensors)} slots, want num_slots ({self.num_slots})"
+            )
+        for index, tensor in enumerate(embedding_tensors):
+            if tensor.dim() != 2 or tensor.shape[1] != self.embedding_dim:
+                raise DataError(
+                    f"DLRM: slot {index} has shape {list(tensor.shape)}, want [batch, {self.embedding_dim}]; "
+                    "give the slot this dim and embedding_summation: true in embedding_config.yml"
+                )
+
+
+def _mlp(width: int, sizes: Sequence[int], dropout: float) -> nn.Sequential:
+    """Linear layers with a ReLU, and dropout if any, between them."""
+    layers: list[nn.Module] = []
+    for index, size in enumerate(sizes):
+        if index:
+            layers.append(nn.ReLU())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+        layers.append(nn.Linear(width, size))
+        width = size
+    return nn.Sequential(*layers)
+
+
+def _check(
+    num_dense: int,
+    num_slots: int,
+    embedding_dim: int,
+    bottom_mlp: Sequence[int],
+    top_mlp: Sequence[int],
+    dropout: float,
+) -> None:
+    counts = {"num_dense": num_dense, "num_slots": num_slots, "embedding_dim": embedding_dim}
+    wrong = [f"{name} ({value}) must be at least 1" for name, value in counts.items() if value < 1]
+    mlps = (
+        ("bottom_mlp", bottom_mlp, embedding_dim, f"embedding_dim ({embedding_dim})"),
+        ("top_mlp", top_mlp, 1, "1, the logit"),
+    )
+    for name, sizes, end, title in mlps:
+        if not sizes:
+            wrong.append(f"{name} is empty; its last layer must equal {title}")
+        elif sizes[-1] != end:
+            wrong.append(f"{name}[-1] ({sizes[-1]}) must equal {title}")
+        wrong += [f"{name}[{i}] ({size}) must be at least 1" for i, size in enumerate(sizes) if size < 1]
+    if not 0 <= dropout < 1:
+        wrong.append(f"dropout ({dropout}) must be at least 0 and below 1")
+    if wrong:
+        raise ConfigError("DLRM: " + "; ".join(wrong))
