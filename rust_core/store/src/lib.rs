@@ -1,3 +1,33 @@
 //! Rows of embedding tables, in memory and on disk. Knows nothing of Python or the network.
+//!
+//! [`Store`] implements [`persia_types::Tables`]. From the outside in:
+//!
+//! * `store`: the run, its requests, and what may happen at the same time
+//! * `request`, `run`: what is checked, before anything changes
+//! * `tokens`, `memo`: what counts once, and what a push may expect to find where its look-up did
+//! * `span`, `lookup`, `push`: a request cut into blocks, and what happens to a block
+//! * `shard`, `table`: rows, budget and eviction; `index`, `memory`: from ids to slots to bytes
+//! * `optimizer`, `initial`: the mathematics; `simd`: the same loop for every instruction set
+//! * `export`, `snapshot`: to and from the files of [`checkpoint`]
 
 pub mod checkpoint;
+
+mod export;
+mod index;
+mod initial;
+mod lookup;
+mod memo;
+mod memory;
+mod optimizer;
+mod push;
+mod request;
+mod run;
+mod shard;
+mod simd;
+mod snapshot;
+mod span;
+mod store;
+mod table;
+mod tokens;
+
+pub use store::{Store, StoreOptions};

@@ -1,0 +1,274 @@
+//! [`Region`]: a growable array of zeros that takes memory from the system only as it is written.
+//!
+//! A table has one per shard for rows, one for row metadata and one for its index, so hundreds of thousands of
+//! them may exist: small ones are ordinary heap blocks. Large ones are mappings of their own, aligned to a huge
+//! page, whose untouched part costs nothing; they grow by moving page tables, not bytes. A huge page is made
+//! only of a part that is already full, so that a half-filled one is never paid for.
+
+#![allow(unsafe_code)]
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::marker::PhantomData;
+use std::mem::size_of;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+/// Bytes of the first heap block.
+const HEAP_MIN: usize = 1 << 10;
+/// Up to this many bytes a region is a heap block.
+const HEAP_MAX: usize = 64 << 10;
+/// What `madvise` joins into one entry of the translation look-aside buffer.
+const HUGE_PAGE: usize = 2 << 20;
+/// What the system hands out at the first touch.
+const PAGE: usize = 4 << 10;
+/// Rows, buckets and metadata start at a cache line.
+const ALIGN: usize = 64;
+
+/// Where an empty region starts: nowhere, but aligned as every region is.
+const NOWHERE: NonNull<u8> = NonNull::<crate::index::Bucket>::dangling().cast();
+
+/// Types for which any bit pattern, zeros included, is a value.
+///
+/// # Safety
+/// Implementors are `Copy`, hold no references and have no invalid bit patterns.
+pub(crate) unsafe trait Plain: Copy + Send + Sync + 'static {}
+
+// SAFETY: every bit pattern is a float.
+unsafe impl Plain for f32 {}
+// SAFETY: made of integers only.
+unsafe impl Plain for crate::index::Bucket {}
+// SAFETY: made of integers only.
+unsafe impl Plain for crate::table::Meta {}
+
+/// The system has no more memory; the region is as it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OutOfMemory {
+    /// What was asked for.
+    pub(crate) bytes: usize,
+}
+
+/// See the module's documentation. Dereferences to a slice over its whole capacity.
+pub(crate) struct Region<T: Plain> {
+    start: NonNull<u8>,
+    /// Size of the heap block or mapping; 0 before the first growth.
+    bytes: usize,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: a region owns its memory and `T` is plain data.
+unsafe impl<T: Plain> Send for Region<T> {}
+// SAFETY: shared references only read.
+unsafe impl<T: Plain> Sync for Region<T> {}
+
+impl<T: Plain> Region<T> {
+    /// No elements, no memory.
+    pub(crate) const fn new() -> Self {
+        Self { start: NOWHERE, bytes: 0, elements: PhantomData }
+    }
+
+    /// Exactly `len` zeros that will all be written: huge pages at once where they fit.
+    pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
+        let need = len * size_of::<T>();
+        let bytes = need.next_multiple_of(if need > HEAP_MAX { PAGE } else { ALIGN });
+        let start = if bytes > HEAP_MAX { map(bytes)? } else { allocate(bytes)? };
+        if bytes >= HUGE_PAGE {
+            prefer_huge_pages(start, bytes);
+        }
+        Ok(Self { start, bytes, elements: PhantomData })
+    }
+
+    /// Room for at least `len` elements; new ones are zero. Grows at least twofold.
+    pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
+        let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
+        if need <= self.bytes {
+            return Ok(());
+        }
+        let bytes = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?.max(HEAP_MIN);
+        if bytes <= HEAP_MAX {
+            *self = self.copied_into(allocate(bytes)?, bytes);
+        } else if self.bytes <= HEAP_MAX {
+            let bytes = bytes.max(HUGE_PAGE);
+            *self = self.copied_into(map(bytes)?, bytes);
+        } else {
+            self.start = remap(self.start, self.bytes, bytes)?;
+            self.bytes = bytes;
+        }
+        Ok(())
+    }
+
+    /// Bytes the system had to find when only the first `len` elements were ever written.
+    pub(crate) fn resident_bytes(&self, len: usize) -> usize {
+        if self.bytes <= HEAP_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
+    }
+
+    /// Say that elements `from..to` were just written for the first time: full huge pages are made of them.
+    #[inline]
+    pub(crate) fn settle(&self, from: usize, to: usize) {
+        let (first, end) = (from * size_of::<T>() / HUGE_PAGE, to * size_of::<T>() / HUGE_PAGE);
+        if first < end && self.bytes > HEAP_MAX {
+            self.join_pages(first * HUGE_PAGE, (end - first) * HUGE_PAGE);
+        }
+    }
+
+    #[cold]
+    fn join_pages(&self, offset: usize, bytes: usize) {
+        debug_assert!(offset + bytes <= self.bytes);
+        // SAFETY: the range lies inside this mapping; the call changes page sizes, never content.
+        let joined =
+            unsafe { libc::madvise(self.start.as_ptr().add(offset).cast(), bytes, libc::MADV_COLLAPSE) };
+        if joined != 0 {
+            // Kernels before 6.1 cannot join on request; they can be asked to do it in their own time.
+            prefer_huge_pages(self.start, self.bytes);
+        }
+    }
+
+    fn copied_into(&self, start: NonNull<u8>, bytes: usize) -> Self {
+        // SAFETY: both blocks are live and distinct, and `bytes` is the larger size.
+        unsafe { start.copy_from_nonoverlapping(self.start, self.bytes) };
+        Self { start, bytes, elements: PhantomData }
+    }
+}
+
+impl<T: Plain> Deref for Region<T> {
+    type Target = [T];
+
+    #[inline(always)]
+    fn deref(&self) -> &[T] {
+        // SAFETY: `bytes` bytes from `start` are initialised (zeroed at first), aligned, and owned by `self`;
+        // for an empty region the pointer dangles and the length is 0.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>()) }
+    }
+}
+
+impl<T: Plain> DerefMut for Region<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and `self` is borrowed mutably.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>())
+        }
+    }
+}
+
+impl<T: Plain> Drop for Region<T> {
+    fn drop(&mut self) {
+        if self.bytes > HEAP_MAX {
+            unmap(self.start.as_ptr(), self.bytes);
+        } else if self.bytes > 0 {
+            // SAFETY: allocated by `allocate` with this size.
+            unsafe { dealloc(self.start.as_ptr(), heap_layout(self.bytes)) };
+        }
+    }
+}
+
+fn heap_layout(bytes: usize) -> Layout {
+    // SAFETY: `ALIGN` is a power of two and `bytes` is at most `HEAP_MAX`.
+    unsafe { Layout::from_size_align_unchecked(bytes, ALIGN) }
+}
+
+fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
+    if bytes == 0 {
+        return Ok(NOWHERE);
+    }
+    // SAFETY: the size is not zero.
+    NonNull::new(unsafe { alloc_zeroed(heap_layout(bytes)) }).ok_or(OutOfMemory { bytes })
+}
+
+/// Map `bytes` (a multiple of `PAGE`) of untouched zeros at a multiple of `HUGE_PAGE`.
+fn map(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
+    let refused = OutOfMemory { bytes };
+    let padded = bytes.checked_add(HUGE_PAGE).ok_or(refused)?;
+    let (access, kind) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+    // SAFETY: a new anonymous mapping at an address of the system's choice touches no existing memory.
+    let whole = unsafe { libc::mmap(std::ptr::null_mut(), padded, access, kind, -1, 0) };
+    if whole == libc::MAP_FAILED {
+        return Err(refused);
+    }
+    let whole = whole.cast::<u8>();
+    let head = whole.align_offset(HUGE_PAGE);
+    let start = whole.wrapping_add(head);
+    unmap(whole, head);
+    unmap(start.wrapping_add(bytes), HUGE_PAGE - head);
+    NonNull::new(start).ok_or(refused)
+}
+
+fn unmap(start: *mut u8, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: callers pass whole pages of a mapping they own and no longer use.
+        let unmapped = unsafe { libc::munmap(start.cast(), bytes) };
+        debug_assert_eq!(unmapped, 0);
+    }
+}
+
+/// Move a mapping to a larger place, aligned as before. No byte is copied.
+fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
+    let target = map(bytes)?;
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: `old` is a mapping of ours of that size; `target` is another, which the call replaces.
+    let moved =
+        unsafe { libc::mremap(old.as_ptr().cast(), old_bytes, bytes, flags, target.as_ptr().cast::<u8>()) };
+    if moved == libc::MAP_FAILED {
+        unmap(target.as_ptr(), bytes);
+        return Err(OutOfMemory { bytes });
+    }
+    Ok(target)
+}
+
+fn prefer_huge_pages(start: NonNull<u8>, bytes: usize) {
+    // SAFETY: the range is a mapping of ours. Advice only: where it is refused, small pages serve as well.
+    unsafe { libc::madvise(start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_survives_every_growth_and_new_elements_are_zero() {
+        let mut region = Region::<f32>::new();
+        assert!(region.is_empty());
+        let mut written = 0;
+        // From a heap block through the first mapping and two moves of it.
+        for len in [1, 100, 5_000, 16_384, 16_385, 600_000, 3_000_000] {
+            region.grow(len).unwrap();
+            assert!(region.len() >= len);
+            assert_eq!(region.as_ptr().align_offset(ALIGN), 0);
+            assert!(region[..written].iter().enumerate().all(|(i, value)| *value == i as f32));
+            assert!(region[written..].iter().all(|value| *value == 0.0));
+            for i in written..len {
+                region[i] = i as f32;
+            }
+            region.settle(written, len);
+            written = len;
+        }
+        assert!(region.iter().take(written).enumerate().all(|(i, value)| *value == i as f32));
+    }
+
+    #[test]
+    fn an_exact_region_is_zero_and_no_larger_than_asked() {
+        for len in [0, 1, 16, 16_384, 16_385, 1 << 20] {
+            let region = Region::<f32>::zeroed(len).unwrap();
+            assert!(region.iter().all(|value| *value == 0.0));
+            assert!(region.len() >= len && region.len() * 4 < len * 4 + PAGE);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_refused_and_nothing_is_lost() {
+        let mut region = Region::<f32>::new();
+        region.grow(20_000).unwrap();
+        region[19_999] = 7.0;
+        assert!(region.grow(usize::MAX / 8).is_err());
+        assert!(region.grow(usize::MAX).is_err());
+        assert_eq!(region[19_999], 7.0);
+    }
+
+    #[test]
+    fn untouched_memory_is_not_counted() {
+        let mut region = Region::<f32>::new();
+        region.grow(1 << 28).unwrap();
+        region[0] = 1.0;
+        assert_eq!(region.resident_bytes(1), PAGE);
+    }
+}

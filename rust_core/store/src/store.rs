@@ -1,0 +1,325 @@
+//! [`Store`]: the tables of one process, in memory.
+
+use std::path::Path;
+
+use parking_lot::{Mutex, RwLock};
+use persia_types::tables::{FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Stats};
+use persia_types::{Mode, Schema, Tables, TablesError, VIRTUAL_SHARDS};
+
+use crate::checkpoint::ShardRows;
+use crate::export::{export, import};
+use crate::lookup::{Effect, Lookup};
+use crate::memo::Memos;
+use crate::optimizer::Rule;
+use crate::push::Push;
+use crate::request::{Part, check_parts, check_step, malformed};
+use crate::run::{ActiveRun, bad};
+use crate::shard::Shard;
+use crate::simd::Level;
+use crate::snapshot;
+use crate::table::Layout;
+use crate::tokens::{Claims, Verb};
+
+/// How much a [`Store`] may hold and use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreOptions {
+    /// Rows over all tables; nothing is allocated before it is used. At least 1.
+    pub capacity: u64,
+    /// Threads that write and read a snapshot. At least 1.
+    pub snapshot_threads: usize,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        Self { capacity: 1_000_000_000, snapshot_threads: 4 }
+    }
+}
+
+/// Embedding tables in memory, cut into [`VIRTUAL_SHARDS`].
+///
+/// * A *look-up* locks each shard it has ids for once. Its side effects happen once per token; when it is
+///   repeated it changes nothing, and an id without row reads as the row the first one would have given it.
+///   It counts no ids in [`Stats`] then. Should memory run out, rows admitted so far stay and the token stays
+///   unknown.
+/// * A *push* is checked whole and then applied. A row with a non-finite gradient is skipped, also when it has
+///   no row; a row that is missing is skipped; neither moves any other row.
+/// * A *snapshot* has each shard as of one instant. It is of one instant as a whole when no push or training
+///   look-up runs meanwhile, which is the caller's part.
+/// * `begin`, `restore` and `clear` wait for requests that are running and hold up those that come.
+pub struct Store {
+    schema: Schema,
+    options: StoreOptions,
+    level: Level,
+    shards: Vec<Mutex<Shard>>,
+    /// Read by every request for its whole duration, so that none outlives its run.
+    run: RwLock<Option<ActiveRun>>,
+    claims: Claims,
+    memos: Memos,
+    counters: Mutex<Counters>,
+}
+
+#[derive(Default)]
+struct Counters {
+    lookups: LookupReport,
+    pushes: PushReport,
+}
+
+impl Store {
+    /// An empty store. Memory is taken as rows come, whatever the capacity.
+    ///
+    /// # Errors
+    /// `BadRun` for an option or a dimension of 0, or a table's name that stands there twice.
+    pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
+        if options.capacity == 0 || options.snapshot_threads == 0 {
+            return bad(format!("capacity and snapshot_threads must be at least 1: {options:?}"));
+        }
+        for (number, table) in schema.tables.iter().enumerate() {
+            if table.dim == 0 {
+                return bad(format!("table {} has dim 0", table.name));
+            }
+            if schema.tables[..number].iter().any(|other| other.name == table.name) {
+                return bad(format!("two tables are called {}", table.name));
+            }
+        }
+        let layouts: Vec<Layout> =
+            schema.tables.iter().map(|t| Layout { dim: t.dim, state_len: 0 }).collect();
+        let budget = budget(options.capacity);
+        Ok(Self {
+            schema,
+            options,
+            level: Level::detect(),
+            shards: (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&layouts, budget))).collect(),
+            run: RwLock::new(None),
+            claims: Claims::default(),
+            memos: Memos::default(),
+            counters: Mutex::default(),
+        })
+    }
+
+    /// Everything one shard holds, sorted by id.
+    ///
+    /// # Panics
+    /// When `shard` is not below [`VIRTUAL_SHARDS`].
+    pub fn export_shard(&self, shard: usize) -> ShardRows {
+        export(shard, &self.shards[shard].lock(), &self.schema)
+    }
+
+    /// The layouts that rows have once `run` begins.
+    fn layouts(&self, run: &ActiveRun) -> Vec<Layout> {
+        self.schema.tables.iter().map(|table| run.layout(table.dim)).collect()
+    }
+
+    /// Rows held of a table, and their layout.
+    fn held(&self, table: usize) -> (usize, Layout) {
+        let rows = self.shards.iter().map(|shard| shard.lock().tables[table].len()).sum();
+        (rows, self.shards[0].lock().tables[table].layout())
+    }
+
+    /// Check that the rows held fit `run`, then give the tables without rows its layout.
+    fn adopt(&self, run: &ActiveRun) -> Result<(), TablesError> {
+        let mut layouts = self.layouts(run);
+        for (number, table) in self.schema.tables.iter().enumerate() {
+            let (rows, held) = self.held(number);
+            // Without optimizer nothing touches state: rows may keep what they have.
+            if rows > 0 && held != layouts[number] && run.optimizer.is_some() {
+                let (held, asked) = (held.state_len, layouts[number].state_len);
+                return bad(format!(
+                    "the {rows} rows of table {} have {held} floats of optimizer state, the new optimizer has \
+                     {asked}; clear the tables or keep the optimizer",
+                    table.name
+                ));
+            }
+            if rows > 0 {
+                layouts[number] = held;
+            }
+        }
+        for shard in &self.shards {
+            shard.lock().adopt(&layouts);
+        }
+        Ok(())
+    }
+
+    fn train_lookup(
+        &self,
+        run: &ActiveRun,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        if run.optimizer.is_none() {
+            return Err(TablesError::NoOptimizer);
+        }
+        let step = check_step(request.step)?;
+        let Some(claim) = self.claims.claim(Verb::Lookup, request.token)? else {
+            return self.read(run, request, Effect::Repeat(step), rows);
+        };
+        let mut memo = self.memos.blank();
+        let lookup = self.prepared(run, request, Effect::Admit(step));
+        let report = lookup.run(&self.shards, rows, &mut memo)?;
+        self.memos.keep(request.token, memo);
+        claim.applied();
+        let mut counters = self.counters.lock();
+        counters.lookups.hits += report.hits;
+        counters.lookups.inserted += report.inserted;
+        counters.lookups.missing += report.missing;
+        counters.lookups.evicted += report.evicted;
+        Ok(report)
+    }
+
+    /// A look-up that changes nothing.
+    fn read(
+        &self,
+        run: &ActiveRun,
+        request: &LookupRequest<'_>,
+        effect: Effect,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        let mut memo = self.memos.blank();
+        let report = self.prepared(run, request, effect).run(&self.shards, rows, &mut memo);
+        self.memos.recycle(memo);
+        report
+    }
+
+    fn prepared<'a>(&'a self, run: &'a ActiveRun, request: &LookupRequest<'a>, effect: Effect) -> Lookup<'a> {
+        Lookup { schema: &self.schema, run, level: self.level, effect, tables: request.tables }
+    }
+}
+
+/// Rows per shard.
+fn budget(capacity: u64) -> usize {
+    usize::try_from(capacity.div_ceil(VIRTUAL_SHARDS as u64)).unwrap_or(usize::MAX)
+}
+
+impl Tables for Store {
+    fn begin(&self, run: &Run) -> Result<(), TablesError> {
+        let mut active = self.run.write();
+        let current = active.as_ref().map_or(0, |active| active.epoch);
+        if run.epoch <= current {
+            return bad(format!("epoch {} is not above the current epoch {current}", run.epoch));
+        }
+        let checked = ActiveRun::new(run, &self.schema)?;
+        self.adopt(&checked)?;
+        self.claims.begin(ActiveRun::job(run), run.epoch);
+        self.memos.clear();
+        *self.counters.lock() = Counters::default();
+        *active = Some(checked);
+        Ok(())
+    }
+
+    fn lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        let run = self.run.read();
+        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
+        if rows.len() != request.tables.len() {
+            return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
+        }
+        let parts = request.tables.iter().zip(rows.iter());
+        let parts =
+            parts.map(|(part, rows)| Part { table: part.table, ids: part.ids.len(), floats: rows.len() });
+        check_parts(&self.schema, parts, "buffer")?;
+        match request.mode {
+            Mode::Train => self.train_lookup(run, request, rows),
+            Mode::Eval | Mode::Infer => self.read(run, request, Effect::Read, rows),
+        }
+    }
+
+    fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        let run = self.run.read();
+        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
+        let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
+        let report = match self.claims.claim(Verb::Push, request.token)? {
+            None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
+            Some(claim) => {
+                let push = self.check_push(run, request)?;
+                let mut memo = self.memos.take(request.token);
+                let report = push.apply(&self.shards, &mut memo);
+                claim.applied();
+                memo.into_iter().for_each(|memo| self.memos.recycle(memo));
+                report
+            }
+        };
+        self.counters.lock().add_push(&report);
+        Ok(report)
+    }
+
+    fn snapshot(&self, dir: &Path) -> Result<Vec<FileEntry>, TablesError> {
+        let _no_restore_meanwhile = self.run.read();
+        let threads = self.options.snapshot_threads;
+        snapshot::save(dir, VIRTUAL_SHARDS, threads, |shard| self.export_shard(shard))
+    }
+
+    fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let active = self.run.write();
+        let run = active.as_ref().ok_or(TablesError::NotBegun)?;
+        let (layouts, keep_state) = (self.layouts(run), run.optimizer.is_some());
+        let budget = budget(self.options.capacity);
+        let mut loaded = snapshot::load(dir, files, self.options.snapshot_threads, |rows, path| {
+            import(rows, path, &self.schema, &layouts, keep_state, budget)
+        })?;
+        self.memos.clear();
+        for (number, shard) in self.shards.iter().enumerate() {
+            *shard.lock() = loaded.remove(&number).unwrap_or_else(|| Shard::new(&layouts, budget));
+        }
+        Ok(())
+    }
+
+    fn stats(&self) -> Result<Stats, TablesError> {
+        let (lookups, pushes) = {
+            let counters = self.counters.lock();
+            (counters.lookups, counters.pushes)
+        };
+        let tokens = self.claims.highest_pushes();
+        let mut stats =
+            Stats { rows: vec![0; self.schema.tables.len()], lookups, pushes, tokens, ..Stats::default() };
+        for shard in &self.shards {
+            let shard = shard.lock();
+            stats.memory_bytes += size_of::<Mutex<Shard>>() as u64;
+            for (rows, table) in stats.rows.iter_mut().zip(&shard.tables) {
+                *rows += table.len() as u64;
+                stats.payload_bytes += table.payload_bytes() as u64;
+                stats.memory_bytes += table.memory_bytes() as u64;
+            }
+        }
+        Ok(stats)
+    }
+
+    fn clear(&self) -> Result<(), TablesError> {
+        let _nothing_in_flight = self.run.write();
+        self.memos.clear();
+        self.shards.iter().for_each(|shard| shard.lock().clear());
+        Ok(())
+    }
+}
+
+impl Store {
+    /// Everything that can fail, before anything changes.
+    fn check_push<'a>(&self, run: &ActiveRun, request: &PushRequest<'a>) -> Result<Push<'a>, TablesError> {
+        let optimizer = run.optimizer.as_ref().ok_or(TablesError::NoOptimizer)?;
+        let step = check_step(request.step)?;
+        if !(0.0..=f32::MAX).contains(&request.lr_factor) {
+            return malformed(format!("lr_factor {} is not from 0 to {}", request.lr_factor, f32::MAX));
+        }
+        let parts = request.tables.iter().map(|part| Part {
+            table: part.table,
+            ids: part.ids.len(),
+            floats: part.gradients.len(),
+        });
+        check_parts(&self.schema, parts, "gradient")?;
+        let rule = Rule::new(optimizer, request.lr_factor, run.weight_bound, step);
+        Ok(Push { level: self.level, rule, tables: request.tables })
+    }
+}
+
+impl Counters {
+    fn add_push(&mut self, report: &PushReport) {
+        let sum = &mut self.pushes;
+        sum.rows_pushed += report.rows_pushed;
+        sum.rows_applied += report.rows_applied;
+        sum.rows_missing += report.rows_missing;
+        sum.rows_nonfinite += report.rows_nonfinite;
+        sum.rows_duplicate += report.rows_duplicate;
+        sum.first_nonfinite = sum.first_nonfinite.or(report.first_nonfinite);
+    }
+}

@@ -1,0 +1,235 @@
+//! [`ShardTable`]: the rows of one table in one shard.
+//!
+//! A row is `[weights | optimizer state]` at `slot * stride` of one region. Its id and recency stand apart, so
+//! that a row never touches a cache line more than it must.
+
+use persia_types::id::hash_id;
+use persia_types::limits::MAX_ROWS_PER_SLAB;
+
+use crate::index::{Index, NO_SLOT};
+use crate::memory::{OutOfMemory, Region};
+
+/// What is known of a slot apart from its row. (Four bytes of padding are room for a frequency.)
+#[derive(Debug, Clone, Copy)]
+#[repr(C, align(16))]
+pub(crate) struct Meta {
+    /// Whose row it is; of a free slot the next free one.
+    id: u64,
+    /// Step of the last training look-up, from 1; [`FREE`] marks a free slot, as every id is a legal one.
+    last_used: u32,
+}
+
+const FREE: u32 = 0;
+
+/// Floats in a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Weights.
+    pub(crate) dim: usize,
+    /// Optimizer state behind them.
+    pub(crate) state_len: usize,
+}
+
+impl Layout {
+    /// Floats from one row to the next.
+    #[inline(always)]
+    pub(crate) fn stride(self) -> usize {
+        self.dim + self.state_len
+    }
+}
+
+/// See the module's documentation.
+pub(crate) struct ShardTable {
+    layout: Layout,
+    pub(crate) index: Index,
+    rows: Region<f32>,
+    meta: Region<Meta>,
+    /// Slots ever used; free ones among them are chained.
+    used: u32,
+    first_free: u32,
+    len: usize,
+}
+
+impl ShardTable {
+    /// No rows, no memory.
+    pub(crate) fn new(layout: Layout) -> Self {
+        Self {
+            layout,
+            index: Index::new(),
+            rows: Region::new(),
+            meta: Region::new(),
+            used: 0,
+            first_free: NO_SLOT,
+            len: 0,
+        }
+    }
+
+    /// Floats in a row.
+    #[inline(always)]
+    pub(crate) fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Rows held.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes of weights and state held.
+    pub(crate) fn payload_bytes(&self) -> usize {
+        self.len * self.layout.stride() * size_of::<f32>()
+    }
+
+    /// Bytes the system had to find for this table.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let used = self.used as usize;
+        size_of::<Self>()
+            + self.index.memory_bytes()
+            + self.rows.resident_bytes(used * self.layout.stride())
+            + self.meta.resident_bytes(used)
+    }
+
+    /// All rows one after another, for prefetching at `slot * stride`.
+    #[inline(always)]
+    pub(crate) fn rows(&self) -> &[f32] {
+        &self.rows
+    }
+
+    /// What is known of the slots, for prefetching.
+    #[inline(always)]
+    pub(crate) fn meta(&self) -> &[Meta] {
+        &self.meta
+    }
+
+    /// The row in a slot: weights, then state.
+    #[inline(always)]
+    pub(crate) fn row(&self, slot: u32) -> &[f32] {
+        let stride = self.layout.stride();
+        &self.rows[slot as usize * stride..][..stride]
+    }
+
+    /// As [`ShardTable::row`], to change.
+    #[inline(always)]
+    pub(crate) fn row_mut(&mut self, slot: u32) -> &mut [f32] {
+        let stride = self.layout.stride();
+        &mut self.rows[slot as usize * stride..][..stride]
+    }
+
+    /// Whether `slot` holds the row of `id`, for a slot remembered from an earlier look-up.
+    #[inline(always)]
+    pub(crate) fn holds(&self, slot: u32, id: u64) -> bool {
+        self.meta.get(slot as usize).is_some_and(|meta| meta.id == id && meta.last_used != FREE)
+    }
+
+    /// The slot of `id`, else [`NO_SLOT`].
+    #[inline(always)]
+    pub(crate) fn find(&self, id: u64) -> u32 {
+        self.index.find(id, hash_id(id))
+    }
+
+    /// Note a use of `slot`. Steps of several ranks may arrive out of order; the latest counts.
+    #[inline(always)]
+    pub(crate) fn touch(&mut self, slot: u32, step: u32) {
+        let last_used = &mut self.meta[slot as usize].last_used;
+        *last_used = step.max(*last_used);
+    }
+
+    /// Add the row of an id that has none, as `fill` writes it. On failure nothing has changed.
+    pub(crate) fn insert(
+        &mut self,
+        id: u64,
+        last_used: u32,
+        fill: impl FnOnce(&mut [f32]),
+    ) -> Result<u32, OutOfMemory> {
+        self.index.reserve()?;
+        let slot = self.take_slot()?;
+        fill(self.row_mut(slot));
+        self.meta[slot as usize] = Meta { id, last_used };
+        self.index.insert(id, hash_id(id), slot);
+        self.len += 1;
+        Ok(slot)
+    }
+
+    /// Drop the row of `id`, which must have one.
+    pub(crate) fn remove(&mut self, id: u64) {
+        let slot = self.index.remove(id, hash_id(id));
+        debug_assert!(self.holds(slot, id));
+        self.meta[slot as usize] = Meta { id: u64::from(self.first_free), last_used: FREE };
+        self.first_free = slot;
+        self.len -= 1;
+    }
+
+    /// Every row's `(slot, id, last_used)`, in the order of slots.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (u32, u64, u32)> {
+        let used = self.meta[..self.used as usize].iter().enumerate();
+        used.filter(|(_, meta)| meta.last_used != FREE)
+            .map(|(slot, meta)| (slot as u32, meta.id, meta.last_used))
+    }
+
+    fn take_slot(&mut self) -> Result<u32, OutOfMemory> {
+        if self.first_free != NO_SLOT {
+            let slot = self.first_free;
+            self.first_free = self.meta[slot as usize].id as u32;
+            return Ok(slot);
+        }
+        let (slot, stride) = (self.used as usize, self.layout.stride());
+        if slot >= MAX_ROWS_PER_SLAB {
+            return Err(OutOfMemory { bytes: stride * size_of::<f32>() });
+        }
+        self.rows.grow((slot + 1) * stride)?;
+        self.meta.grow(slot + 1)?;
+        self.rows.settle(slot * stride, (slot + 1) * stride);
+        self.meta.settle(slot, slot + 1);
+        self.used += 1;
+        Ok(slot as u32)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> ShardTable {
+        ShardTable::new(Layout { dim: 3, state_len: 2 })
+    }
+
+    #[test]
+    fn a_freed_slot_is_used_again_and_never_mistaken_for_the_old_row() {
+        let mut table = table();
+        for id in [5, 0, u64::MAX] {
+            table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
+        }
+        let slot = table.find(0);
+        table.remove(0);
+        assert!(!table.holds(slot, 0));
+        assert_eq!(table.find(0), NO_SLOT);
+        assert_eq!(table.insert(9, 2, |row| row.fill(9.0)).unwrap(), slot);
+        assert!(table.holds(slot, 9) && !table.holds(slot, 0) && !table.holds(NO_SLOT, 9));
+        assert_eq!(table.entries().map(|(_, id, _)| id).collect::<Vec<_>>(), [5, 9, u64::MAX]);
+        assert_eq!(table.row(table.find(5)), [5.0; 5]);
+    }
+
+    #[test]
+    fn a_chain_of_free_slots_is_taken_up_whole() {
+        let mut table = table();
+        for id in 0..100 {
+            table.insert(id, 1, |row| row.fill(0.0)).unwrap();
+        }
+        for id in 0..100 {
+            table.remove(id);
+        }
+        for id in 100..200 {
+            table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
+        }
+        assert_eq!((table.used, table.len()), (100, 100));
+        assert!((100..200).all(|id| table.row(table.find(id)) == [id as f32; 5]));
+    }
+
+    #[test]
+    fn a_late_look_up_does_not_make_a_row_older() {
+        let mut table = table();
+        let slot = table.insert(1, 8, |row| row.fill(0.0)).unwrap();
+        table.touch(slot, 5);
+        assert_eq!(table.entries().next().unwrap().2, 8);
+    }
+}
