@@ -27,7 +27,7 @@ pub(crate) fn run(shared: &Arc<Shared>, line: u64) {
         match item {
             Item::Finish(finish) => return finish_line(shared, line, finish),
             Item::Batch(batch) => {
-                if !serve(shared, line, Arc::new(batch)) {
+                if !serve(shared, line, batch) {
                     return;
                 }
             }

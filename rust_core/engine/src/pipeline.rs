@@ -66,7 +66,7 @@ pub enum Fed {
     /// The queue stayed full for the whole timeout; here is the batch again.
     Pending {
         /// To be offered again.
-        batch: Box<Batch>,
+        batch: Arc<Batch>,
         /// What has to happen first.
         wait: Wait,
     },
@@ -129,7 +129,8 @@ impl Pipeline {
     ///
     /// # Errors
     /// [`Error::Closed`] after the end, or what stopped the pipeline or the engine.
-    pub fn feed(&self, batch: Batch, timeout: Duration) -> Result<Fed, Error> {
+    pub fn feed(&self, batch: impl Into<Arc<Batch>>, timeout: Duration) -> Result<Fed, Error> {
+        let batch = batch.into();
         let shared = self.shared();
         let deadline = deadline(timeout);
         let mut state = shared.lock();
@@ -143,7 +144,7 @@ impl Pipeline {
             }
             if !shared.caller_waits(&mut state, deadline) {
                 let wait = self.full_waits_for(&state);
-                return Ok(Fed::Pending { batch: Box::new(batch), wait });
+                return Ok(Fed::Pending { batch, wait });
             }
         }
     }

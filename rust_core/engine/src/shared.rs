@@ -84,7 +84,7 @@ pub(crate) struct Line {
 }
 
 pub(crate) enum Item {
-    Batch(Batch),
+    Batch(Arc<Batch>),
     Finish(Finish),
 }
 
