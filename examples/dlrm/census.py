@@ -112,10 +112,10 @@ def read(path: Path) -> Samples:
         with path.open("rb") as file:
             table = pq.read_table(file)
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a whole parquet file ({error}); {_restore(path)}") from error
+        raise DataError(f"{path}: not a whole parquet file ({_one_line(error)}); {_restore(path)}") from error
     except OSError as error:
         if error.errno is None:  # pyarrow's own: the file could be read, its content not be decoded
-            raise DataError(f"{path}: damaged ({error}); {_restore(path)}") from error
+            raise DataError(f"{path}: damaged ({_one_line(error)}); {_restore(path)}") from error
         raise StorageError(f"{path}: {error.strerror}; {_restore(path)}") from error
     _check_columns(path, table)
     try:
@@ -158,7 +158,11 @@ def _check_numbers(path: Path, numbers: Mapping[str, Floats]) -> None:
 
 
 def _restore(path: Path) -> str:
-    return f"bring the file back: git restore {path.name} (in {path.parent})"
+    return f"replace the file; if it came with the repository: git restore {path}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _ids(slot: str, values: pa.Array | pa.ChunkedArray) -> Ids:

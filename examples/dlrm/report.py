@@ -86,8 +86,8 @@ class Run:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Say how it ended."""
-        self._progress.stop()
         if not self._finished:
+            self._progress.stop()
             interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
             self._write("interrupted" if interrupted else "failed")
 

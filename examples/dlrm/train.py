@@ -86,4 +86,7 @@ if __name__ == "__main__":
     try:
         typer.run(main)
     except PersiaError as error:
-        sys.exit(f"error: {error}\nnext:  {error.hint}" if error.hint else f"error: {error}")
+        typer.echo(f"error: {error}", err=True)
+        if error.hint:
+            typer.echo(f"next:  {error.hint}", err=True)
+        sys.exit(error.exit_code)
