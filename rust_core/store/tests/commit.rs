@@ -1,5 +1,7 @@
 //! The commit protocol in one process: what a save leaves, replaces and refuses.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 mod commit_sample;
 
 use std::fs;

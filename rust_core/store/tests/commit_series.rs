@@ -1,5 +1,7 @@
 //! The checkpoints of a run: listed, chosen from, pruned.
 
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
 mod commit_sample;
 
 use std::fs;

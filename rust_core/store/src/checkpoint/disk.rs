@@ -4,6 +4,7 @@
 //! Fault points, in builds with the feature `failpoints` only, set by `FAILPOINTS` or `fail::cfg`:
 //! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO;
 //! * `ckpt.short=return`: reads and writes move a few bytes at a time;
+//! * `ckpt.synced`: something is durable now, for a test to count;
 //! * the places named with [`crash_point`]: `return` ends the process there with [`CRASH_EXIT`].
 
 use std::ffi::OsString;
@@ -60,7 +61,7 @@ impl Output {
 
     /// Make the content durable; returns its size and blake3.
     pub(super) fn finish(self) -> Result<(u64, String)> {
-        call(&self.path, || self.file.sync_all())?;
+        sync(&self.path, &self.file)?;
         Ok((self.bytes, self.hasher.finalize().to_hex().to_string()))
     }
 }
@@ -119,8 +120,14 @@ impl Input {
 
     /// Make the content durable, whoever wrote it.
     pub(super) fn sync(&self) -> Result<()> {
-        call(&self.path, || self.file.sync_all())
+        sync(&self.path, &self.file)
     }
+}
+
+fn sync(path: &Path, file: &File) -> Result<()> {
+    call(path, || file.sync_all())?;
+    fail_point!("ckpt.synced");
+    Ok(())
 }
 
 fn refuse_link(error: CheckpointError) -> CheckpointError {
@@ -133,7 +140,15 @@ fn refuse_link(error: CheckpointError) -> CheckpointError {
 }
 
 /// Keeps other savers out of a directory until it is dropped or the process ends.
-pub(super) struct Lock(#[expect(dead_code, reason = "held, never read")] File);
+pub(super) struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // Closing is not enough: a process forked meanwhile (a data loader's worker) holds the same open file.
+        // Unlocking what is locked cannot fail, and what could not be locked has nothing to unlock.
+        let _ = self.0.unlock();
+    }
+}
 
 /// Lock a directory for a save. Where the file system has no locks, one saver per directory is up to the caller.
 pub(super) fn lock(dir: &Path) -> Result<Lock> {
@@ -166,7 +181,8 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<(OsString, FileType)>> {
 
 /// Make the names in a directory durable.
 pub(super) fn sync_dir(dir: &Path) -> Result<()> {
-    call(dir, || File::open(dir)?.sync_all())
+    let file = call(dir, || File::open(dir))?;
+    sync(dir, &file)
 }
 
 /// Create one directory.

@@ -26,9 +26,10 @@ pub(super) fn settle(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     for (name, kind) in disk::entries(dir)? {
         let Some(generation) = name.to_str().and_then(names::generation) else { continue };
         match &manifest {
+            // Not a directory: no save made it, and a link may lead anywhere.
+            _ if !kind.is_dir() => {}
             Some(manifest) if generation == current => tidy(dir, manifest)?,
-            _ if kind.is_dir() => sweep(&dir.join(&name))?,
-            _ => {}
+            _ => sweep(&dir.join(&name))?,
         }
         highest = highest.max(generation);
     }
@@ -92,7 +93,7 @@ pub(super) fn finish_removal(dir: &Path) -> Result<()> {
     // Someone may have put the checkpoint back, from a copy.
     let current = Manifest::find(dir, MANIFEST)?;
     for entry in &removed.files {
-        if !current.as_ref().is_some_and(|current| current.entry(&entry.name).is_some()) {
+        if current.as_ref().is_none_or(|current| current.entry(&entry.name).is_none()) {
             disk::remove_file(&dir.join(&entry.name))?;
         }
     }

@@ -1,6 +1,7 @@
 //! The checkpoints of a run: sub-folders of one parent directory, listed, chosen from, pruned.
 
-use std::io::Write;
+use std::ffi::OsString;
+use std::io::{ErrorKind, Write};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
@@ -38,7 +39,7 @@ pub fn list(parent: &Path) -> Result<Vec<Listed>> {
     let mut listed = Vec::new();
     for (name, kind) in disk::entries(parent)? {
         let path = parent.join(name);
-        if kind.is_dir() && holds_a_save(&path) {
+        if kind.is_dir() && holds_a_save(&path)? {
             listed.push(Listed { manifest: Manifest::open(&path), path });
         }
     }
@@ -46,19 +47,31 @@ pub fn list(parent: &Path) -> Result<Vec<Listed>> {
     Ok(listed)
 }
 
+/// As [`list`], for decisions: a manifest that could not be read now may be that of the newest checkpoint.
+fn list_surely(parent: &Path) -> Result<Vec<Listed>> {
+    let mut listed = list(parent)?;
+    fail_on(&mut listed, |one| matches!(one.manifest, Err(CheckpointError::Io { .. })))?;
+    Ok(listed)
+}
+
+/// Return the error of the first one that is like this.
+fn fail_on(listed: &mut Vec<Listed>, like: impl Fn(&Listed) -> bool) -> Result<()> {
+    match listed.iter().position(like).map(|index| listed.swap_remove(index).manifest) {
+        Some(Err(error)) => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// The newest checkpoint below `parent`. Of several equally new ones that which `LATEST` names.
 ///
 /// # Errors
 /// The error of the one that `LATEST` names, when that cannot be used: an older one is never taken in its place
-/// without asking. `Missing` when there is none; `Io`.
+/// without asking. `Missing` when there is none; `Io`, also for a manifest that might be of a newer one.
 pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     let hint = read_hint(parent)?;
     let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();
-    let mut listed = list(parent)?;
-    if let Some(broken) = listed.iter().position(|one| hinted(one) && one.manifest.is_err()) {
-        let Listed { path, manifest } = listed.swap_remove(broken);
-        return manifest.map(|manifest| (path, manifest));
-    }
+    let mut listed = list_surely(parent)?;
+    fail_on(&mut listed, |one| hinted(one) && one.manifest.is_err())?;
     let newest = listed.into_iter().max_by_key(|one| (one.age(), hinted(one)));
     match newest {
         Some(Listed { path, manifest }) => manifest.map(|manifest| (path, manifest)),
@@ -94,13 +107,12 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
 /// `Busy` when one is being saved into; `Io`. What was deleted by then is gone.
 pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     finish_removals(parent)?;
-    let mut listed = list(parent)?;
+    let mut listed = list_surely(parent)?;
     listed.retain(|one| one.manifest.is_ok());
     if listed.len() <= keep_last.get() {
         return Ok(Vec::new());
     }
-    let whole = |one: &Listed| one.manifest.as_ref().is_ok_and(|manifest| manifest.verify(&one.path).is_ok());
-    let Some(newest_whole) = listed.iter().position(whole) else { return Ok(Vec::new()) };
+    let Some(newest_whole) = first_whole(&listed)? else { return Ok(Vec::new()) };
     let mut removed = Vec::new();
     for (index, Listed { path, .. }) in listed.into_iter().enumerate() {
         if index >= keep_last.get() && index != newest_whole {
@@ -111,18 +123,44 @@ pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     Ok(removed)
 }
 
-fn holds_a_save(dir: &Path) -> bool {
-    let unfinished = |(name, _): &(std::ffi::OsString, _)| {
-        name.to_str().is_some_and(|name| names::generation(name).is_some())
-    };
-    dir.join(MANIFEST).symlink_metadata().is_ok()
-        || disk::entries(dir).is_ok_and(|entries| entries.iter().any(unfinished))
+/// The first checkpoint whose files are all whole.
+fn first_whole(listed: &[Listed]) -> Result<Option<usize>> {
+    for (index, one) in listed.iter().enumerate() {
+        let Ok(manifest) = &one.manifest else { continue };
+        match manifest.verify(&one.path) {
+            Ok(()) => return Ok(Some(index)),
+            // A file that could not be read now is not a damaged one.
+            Err(problems) => {
+                let unread = |problem: &CheckpointError| matches!(problem, CheckpointError::Io { .. });
+                if let Some(error) = problems.into_iter().find(unread) {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(None)
+}
+
+fn holds_a_save(dir: &Path) -> Result<bool> {
+    let unfinished =
+        |(name, _): &(OsString, _)| name.to_str().is_some_and(|name| names::generation(name).is_some());
+    let found = disk::kind(&dir.join(MANIFEST))
+        .and_then(|kind| Ok(kind.is_some() || disk::entries(dir)?.iter().any(unfinished)));
+    closed_is_none(found)
+}
+
+/// A folder that is closed to us (`lost+found`, say) holds nothing of ours.
+fn closed_is_none(found: Result<bool>) -> Result<bool> {
+    match found {
+        Err(CheckpointError::Io { source, .. }) if source.kind() == ErrorKind::PermissionDenied => Ok(false),
+        other => other,
+    }
 }
 
 fn finish_removals(parent: &Path) -> Result<()> {
     for (name, kind) in disk::entries(parent)? {
         let dir = parent.join(name);
-        if kind.is_dir() && disk::kind(&dir.join(REMOVED))?.is_some() {
+        if kind.is_dir() && closed_is_none(disk::kind(&dir.join(REMOVED)).map(|kind| kind.is_some()))? {
             let lock = disk::lock(&dir)?;
             recover::finish_removal(&dir)?;
             drop(lock);

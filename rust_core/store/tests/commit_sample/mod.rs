@@ -106,6 +106,13 @@ pub(crate) fn load(dir: &Path) -> Result<u64, CheckpointError> {
     Ok(step)
 }
 
+/// A directory in memory where there is one: these tests write and sync ten thousand times, and what they look for
+/// does not depend on the disk.
+pub(crate) fn scratch() -> tempfile::TempDir {
+    let memory = Path::new("/dev/shm");
+    if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() }
+}
+
 /// All names in a directory, hidden ones too.
 pub(crate) fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =

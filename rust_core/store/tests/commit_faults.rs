@@ -1,0 +1,179 @@
+//! Every call to the file system fails once, and every call after it: an error is returned, and what is on disk is
+//! the old checkpoint or the new one, in full.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod commit_sample;
+
+use std::num::NonZeroUsize;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use commit_sample::{load, names, save, scratch, tidy_names};
+use fail::FailScenario;
+use persia_store::checkpoint::{latest, list, prune, publish_latest, recover};
+
+type Attempt = Result<(), Box<dyn std::error::Error>>;
+
+/// Calls to the file system that `run` makes.
+fn calls(run: impl FnOnce() -> Attempt) -> usize {
+    let count = Arc::new(AtomicUsize::new(0));
+    let counter = count.clone();
+    fail::cfg_callback("ckpt.io", move || {
+        counter.fetch_add(1, Ordering::SeqCst);
+    })
+    .unwrap();
+    run().unwrap();
+    fail::remove("ckpt.io");
+    count.load(Ordering::SeqCst)
+}
+
+/// Run an attempt in a fresh directory for every n and both ways to fail at the n-th call, and check what is left.
+fn at_every_call(prepare: impl Fn(&Path), attempt: impl Fn(&Path) -> Attempt, check: impl Fn(&Path)) {
+    let _scenario = FailScenario::setup();
+    let fresh = || {
+        let dir = scratch();
+        prepare(dir.path());
+        dir
+    };
+    let dir = fresh();
+    let total = calls(|| attempt(dir.path()));
+    assert!(total > 5, "only {total} calls");
+    for n in 0..total {
+        for how in ["1*return", "return"] {
+            let dir = fresh();
+            fail::cfg("ckpt.io", &format!("{n}*off->{how}")).unwrap();
+            let result = attempt(dir.path());
+            fail::remove("ckpt.io");
+            let error =
+                result.err().unwrap_or_else(|| panic!("call {n} of {total} failed ({how}), silently"));
+            assert!(error.to_string().contains(&*dir.path().to_string_lossy()), "no path in: {error}");
+            check(dir.path());
+        }
+    }
+}
+
+fn save_over(dir: &Path) -> Attempt {
+    save(dir, 2)?;
+    Ok(())
+}
+
+#[test]
+fn a_save_over_an_old_checkpoint() {
+    let old = |dir: &Path| drop(save(dir, 1).unwrap());
+    at_every_call(old, save_over, |dir| {
+        let found = load(dir).unwrap();
+        assert!(found == 1 || found == 2, "step {found}");
+        assert_eq!(recover(dir).unwrap().unwrap().head.step, found);
+        assert_eq!(names(dir), tidy_names(found));
+        save(dir, 3).unwrap();
+        assert_eq!(load(dir).unwrap(), 3);
+        assert_eq!(names(dir), tidy_names(3));
+    });
+}
+
+#[test]
+fn a_first_save_into_a_directory_that_is_not_there() {
+    let attempt = |dir: &Path| save_over(&dir.join("a/step"));
+    at_every_call(
+        |_| (),
+        attempt,
+        |dir| {
+            let dir = dir.join("a/step");
+            if let Ok(found) = load(&dir) {
+                assert_eq!(found, 2);
+            }
+            save(&dir, 3).unwrap();
+            assert_eq!(load(&dir).unwrap(), 3);
+            assert_eq!(names(&dir), tidy_names(3));
+        },
+    );
+}
+
+#[test]
+fn finishing_what_an_interrupted_save_left() {
+    // The save's calls but for the last few: the new files are moving up.
+    let probe = scratch();
+    let scenario = FailScenario::setup();
+    save(probe.path(), 1).unwrap();
+    let passes = calls(|| save_over(probe.path())) - 12;
+    scenario.teardown();
+    let interrupted = |dir: &Path| {
+        save(dir, 1).unwrap();
+        fail::cfg("ckpt.io", &format!("{passes}*off->return")).unwrap();
+        save_over(dir).unwrap_err();
+        fail::remove("ckpt.io");
+        assert!(names(dir).contains(&".saving-2".into()));
+        assert_eq!(load(dir).unwrap(), 2);
+    };
+    let finish = |dir: &Path| recover(dir).map(drop).map_err(Into::into);
+    at_every_call(interrupted, finish, |dir| {
+        assert_eq!(load(dir).unwrap(), 2);
+        recover(dir).unwrap();
+        assert_eq!(names(dir), tidy_names(2));
+        assert_eq!(load(dir).unwrap(), 2);
+    });
+}
+
+#[test]
+fn pruning_and_publishing_the_hint() {
+    let three = |dir: &Path| {
+        for step in 1..4 {
+            save(&dir.join(format!("step-{step}")), step).unwrap();
+        }
+    };
+    let attempt = |dir: &Path| {
+        publish_latest(&dir.join("step-3"))?;
+        prune(dir, NonZeroUsize::MIN)?;
+        Ok(())
+    };
+    at_every_call(three, attempt, |dir| {
+        assert_eq!(latest(dir).unwrap().1.head.step, 3);
+        assert_eq!(load(&dir.join("step-3")).unwrap(), 3);
+        for one in list(dir).unwrap() {
+            load(&one.path).unwrap();
+        }
+        attempt(dir).unwrap();
+        // An empty folder may be left, and is not ours to judge.
+        for step in 1..3 {
+            assert!(
+                !dir.join(format!("step-{step}")).exists()
+                    || names(&dir.join(format!("step-{step}"))).is_empty()
+            );
+        }
+        assert!(!dir.join(".LATEST.tmp").exists());
+    });
+}
+
+#[test]
+fn all_is_durable_before_the_manifest_appears_and_the_manifest_before_the_old_files_go() {
+    let _scenario = FailScenario::setup();
+    let dir = scratch();
+    save(dir.path(), 1).unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    for point in ["synced", "before_manifest", "after_manifest", "mid_tidy"] {
+        let seen = seen.clone();
+        fail::cfg_callback(format!("ckpt.{point}"), move || seen.lock().unwrap().push(point)).unwrap();
+    }
+    save(dir.path(), 2).unwrap();
+    let seen = seen.lock().unwrap();
+    let parts: Vec<&[&str]> = seen.split(|point| *point != "synced").collect();
+    // Marker, staging directory, three shards, dense file, manifest; then both directories.
+    assert_eq!(parts[0].len(), 9, "{seen:?}");
+    // The directory with the manifest in it, by the one who publishes and by the one who then moves files.
+    assert_eq!((parts[1].len(), parts[2].len()), (1, 1), "{seen:?}");
+    // The directory after the moves, the swept staging directory, the directory without it.
+    assert_eq!(parts.last().unwrap().len(), 3, "{seen:?}");
+}
+
+#[test]
+fn short_reads_and_writes_are_continued() {
+    let _scenario = FailScenario::setup();
+    let dir = scratch();
+    fail::cfg("ckpt.short", "return").unwrap();
+    save(dir.path(), 1).unwrap();
+    assert_eq!(load(dir.path()).unwrap(), 1);
+    fail::remove("ckpt.short");
+    assert_eq!(load(dir.path()).unwrap(), 1);
+}
