@@ -36,6 +36,8 @@ mod backward;
 mod batch;
 mod buffer;
 mod codec;
+#[cfg(feature = "contract")]
+pub mod contract;
 mod dedup;
 mod engine;
 mod error;

@@ -60,8 +60,8 @@ fn take(shared: &Shared, line: u64) -> Option<Item> {
 /// Look one batch up; false when the thread should end.
 fn serve(shared: &Arc<Shared>, line: u64, batch: Arc<Batch>) -> bool {
     let mut watch = Stopwatch::start();
-    let plan = match guarded("look-up", shared.lock().next_seq, || Plan::new(&batch, &shared.context.schema))
-    {
+    let next = shared.lock().next_seq;
+    let plan = match guarded("look-up", next, || Plan::new(&batch, &shared.context.schema)) {
         Ok(plan) => plan,
         Err(error) => {
             finish_line(shared, line, Finish::Failed(error));

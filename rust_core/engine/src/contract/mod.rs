@@ -1,0 +1,61 @@
+//! The suite every implementation of [`Tables`] must pass. It knows nothing of any implementation.
+//!
+//! ```ignore
+//! #[test]
+//! fn the_store_keeps_the_contract() {
+//!     persia_engine::contract::run_all(&|| Arc::new(Store::new(persia_engine::contract::schema())));
+//! }
+//! ```
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test suite: a panic is its verdict"
+)]
+
+mod begin;
+mod files;
+mod fixture;
+mod refusals;
+mod rows;
+mod tokens;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use persia_types::schema::{Pooling, Schema, Slot, Table};
+use persia_types::tables::Tables;
+
+/// Makes an empty holder of rows for [`schema`] on which nothing has begun.
+pub type Make<'a> = &'a dyn Fn() -> Arc<dyn Tables>;
+
+/// One named promise.
+pub type Case = (&'static str, fn(Make<'_>));
+
+/// Every case.
+pub fn cases() -> Vec<Case> {
+    [begin::CASES, tokens::CASES, rows::CASES, refusals::CASES, files::CASES].concat()
+}
+
+/// The schema `make` must use: two tables, of dimensions 4 and 19.
+pub fn schema() -> Schema {
+    let slot =
+        |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
+    Schema {
+        slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
+        tables: vec![Table { name: "ac".into(), dim: 4 }, Table { name: "b".into(), dim: 19 }],
+    }
+}
+
+/// Run every case on fresh tables.
+///
+/// # Panics
+/// When a case fails, with the names of all that did.
+pub fn run_all(make: Make<'_>) {
+    let failed: Vec<&str> = cases()
+        .into_iter()
+        .filter(|(_, case)| catch_unwind(AssertUnwindSafe(|| case(make))).is_err())
+        .map(|(name, _)| name)
+        .collect();
+    assert!(failed.is_empty(), "contract broken: {}", failed.join(", "));
+}

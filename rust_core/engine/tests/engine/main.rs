@@ -1,0 +1,10 @@
+//! The engine as its callers see it, over tables that can be delayed and broken.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests are tests, too")]
+
+mod contract;
+mod failures;
+mod mathematics;
+mod ordering;
+mod plain;
+mod staleness;
+mod support;

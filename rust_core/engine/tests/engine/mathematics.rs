@@ -1,0 +1,268 @@
+//! Pooling and segment sums against formulas written out, and gradients against finite differences.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use persia_engine::{
+    Batch, BatchParts, Drained, EngineOptions, Gradient, IdFeature, PushOptions,
+    kernels::{self, Pool, SegmentSum},
+};
+use persia_types::Mode;
+use persia_types::schema::{Pooling, Schema};
+use proptest::prelude::*;
+
+use crate::plain::PlainTables;
+use crate::support::{LONG, engine, feed, plain, ready, reproducible, schema};
+
+/// Per feature, per sample, its ids.
+type Lists = Vec<Vec<Vec<u64>>>;
+
+fn batch(names: &[&str], lists: &Lists) -> Batch {
+    let feature = |(name, samples): (&&str, &Vec<Vec<u64>>)| {
+        let mut offsets = vec![0];
+        for sample in samples {
+            offsets.push(offsets[offsets.len() - 1] + sample.len());
+        }
+        IdFeature::lists(*name, &samples.concat(), &offsets).unwrap()
+    };
+    let id_features = names.iter().zip(lists).map(feature).collect();
+    Batch::new(BatchParts { id_features, requires_grad: true, ..Default::default() }).unwrap()
+}
+
+/// Slots a and c share a table; b is a mean, c is scaled by a root, d both.
+fn mixed_schema(dim: usize) -> Schema {
+    let slots = [
+        ("a", 0, Pooling::Sum, false),
+        ("b", 1, Pooling::Mean, false),
+        ("c", 0, Pooling::Sum, true),
+        ("d", 2, Pooling::Mean, true),
+    ];
+    schema(&slots, &[dim, dim, 3])
+}
+
+fn divisor(schema: &Schema, slot: usize, ids: usize) -> f32 {
+    let slot = &schema.slots[slot];
+    let n = ids.max(1) as f32;
+    let mean = if slot.pooling == Pooling::Mean { n } else { 1.0 };
+    mean * if slot.sqrt_scaling { n.sqrt() } else { 1.0 }
+}
+
+/// Some weight for every row.
+fn weight(table: usize, id: u64, column: usize) -> f32 {
+    ((id * 7 + column as u64 * 3 + table as u64) % 23) as f32 * 0.37 - 4.0
+}
+
+fn filled(schema: &Schema, lists: &Lists) -> PlainTables {
+    let tables = plain(schema);
+    for (slot, samples) in schema.slots.iter().zip(lists) {
+        for &id in samples.iter().flatten() {
+            let dim = schema.tables[slot.table].dim;
+            tables.set(slot.table, id, (0..dim).map(|column| weight(slot.table, id, column)).collect());
+        }
+    }
+    tables
+}
+
+/// What the model sees, written out.
+fn pooled(schema: &Schema, lists: &Lists) -> Vec<Vec<f32>> {
+    let slots = schema.slots.iter().enumerate().zip(lists);
+    slots
+        .map(|((index, slot), samples)| {
+            let dim = schema.tables[slot.table].dim;
+            let sample = |ids: &Vec<u64>| -> Vec<f32> {
+                let sum = |column| ids.iter().fold(0.0f32, |sum, id| sum + weight(slot.table, *id, column));
+                (0..dim).map(|column| sum(column) / divisor(schema, index, ids.len())).collect()
+            };
+            samples.iter().flat_map(sample).collect()
+        })
+        .collect()
+}
+
+/// Summed gradient per table and id, slot after slot, each in batch order.
+fn summed(
+    schema: &Schema,
+    lists: &Lists,
+    gradients: &[Option<Vec<f32>>],
+    scale: f32,
+) -> Vec<BTreeMap<u64, Vec<f32>>> {
+    let mut sums: Vec<BTreeMap<u64, Vec<f32>>> = vec![BTreeMap::new(); schema.tables.len()];
+    for (index, slot) in schema.slots.iter().enumerate() {
+        let Some(gradient) = &gradients[index] else { continue };
+        let dim = schema.tables[slot.table].dim;
+        for (sample, ids) in lists[index].iter().enumerate() {
+            let factor = 1.0 / divisor(schema, index, ids.len());
+            for id in ids {
+                let sum = sums[slot.table].entry(*id).or_insert_with(|| vec![0.0; dim]);
+                for column in 0..dim {
+                    sum[column] += gradient[sample * dim + column] * factor;
+                }
+            }
+        }
+    }
+    let values = sums.iter_mut().flat_map(BTreeMap::values_mut);
+    values.flatten().for_each(|value| *value *= scale);
+    sums
+}
+
+fn lists() -> impl Strategy<Value = Lists> {
+    (1usize..7).prop_flat_map(|samples| {
+        let ids = prop::collection::vec(0u64..12, 0..6);
+        prop::collection::vec(prop::collection::vec(ids, samples), 4)
+    })
+}
+
+const NAMES: [&str; 4] = ["a", "b", "c", "d"];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Bit for bit: the engine adds in the order that is documented.
+    #[test]
+    fn a_step_equals_the_formulas(
+        lists in lists(),
+        dim in prop::sample::select(vec![1usize, 3, 16, 19, 64, 131, 208]),
+        absent in prop::option::of(0usize..4),
+        scale in prop::sample::select(vec![1.0f32, 0.5, 0.1]),
+    ) {
+        let schema = mixed_schema(dim);
+        let tables = Arc::new(filled(&schema, &lists));
+        let options = EngineOptions { gradient_scale: 0.5, ..reproducible() };
+        let engine = engine(tables.clone(), &schema, options);
+        let pipeline = engine.pipeline().unwrap();
+        feed(&pipeline, batch(&NAMES, &lists));
+        let mut looked = ready(&pipeline);
+        let outputs: Vec<Vec<f32>> = looked.outputs.iter().map(|output| output.as_ref().to_vec()).collect();
+        prop_assert_eq!(&outputs, &pooled(&schema, &lists));
+
+        let gradients: Vec<Option<Vec<f32>>> = outputs
+            .iter()
+            .enumerate()
+            .map(|(index, output)| (absent != Some(index)).then(|| output.iter().map(|v| v * 0.3 + 0.1).collect()))
+            .collect();
+        let boxed = gradients.iter().map(|g| g.clone().map(|g| Box::new(g) as Gradient)).collect();
+        let before: Vec<_> = (0..3).map(|table| tables.weights(table)).collect();
+        looked.ticket.take().unwrap().push(boxed, PushOptions { scale, ..Default::default() }).unwrap();
+        prop_assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+        let sums = summed(&schema, &lists, &gradients, scale * 0.5);
+        for table in 0..3 {
+            for (id, after) in tables.weights(table) {
+                let expected: Vec<f32> = match sums[table].get(&id) {
+                    Some(sum) => before[table][&id].iter().zip(sum).map(|(weight, g)| weight - g).collect(),
+                    None => before[table][&id].clone(),
+                };
+                prop_assert_eq!(after, expected, "table {} id {}", table, id);
+            }
+        }
+        // Ids without a gradient are not pushed at all: a zero would still decay moments.
+        let pushed: usize = sums.iter().map(BTreeMap::len).sum();
+        prop_assert_eq!(engine.stats().push_report.rows_applied, pushed as u64);
+    }
+}
+
+#[test]
+fn pushed_gradients_equal_finite_differences() {
+    const STEP: f64 = 1e-2;
+    let lists: Lists = vec![
+        vec![vec![1, 2, 2], vec![], vec![3]],
+        vec![vec![1, 1, 4], vec![5], vec![]],
+        vec![vec![2, 9], vec![3, 3, 3], vec![1]],
+        vec![vec![7, 7], vec![8, 7], vec![6]],
+    ];
+    let schema = mixed_schema(5);
+    let tables = Arc::new(filled(&schema, &lists));
+    let engine = engine(tables.clone(), &schema, reproducible());
+    let batch = batch(&NAMES, &lists);
+    // The loss is half the sum of squares, so its gradient by an output is the output.
+    let loss = || -> f64 {
+        let outputs = engine.lookup_now(&batch, Mode::Eval).unwrap().outputs;
+        outputs.iter().flat_map(|o| o.as_ref().to_vec()).map(|v| 0.5 * f64::from(v) * f64::from(v)).sum()
+    };
+    let mut differences: Vec<BTreeMap<u64, Vec<f64>>> = Vec::new();
+    for table in 0..3 {
+        let weights = tables.weights(table);
+        let derivative = |id: u64, column: usize| {
+            let moved = |by: f64| {
+                let mut row = weights[&id].clone();
+                row[column] += by as f32;
+                tables.set(table, id, row);
+                let loss = loss();
+                tables.set(table, id, weights[&id].clone());
+                loss
+            };
+            (moved(STEP) - moved(-STEP)) / (2.0 * STEP)
+        };
+        let row = |(id, row): (&u64, &Vec<f32>)| (*id, (0..row.len()).map(|c| derivative(*id, c)).collect());
+        differences.push(weights.iter().map(row).collect());
+    }
+    let before: Vec<_> = (0..3).map(|table| tables.weights(table)).collect();
+    let pipeline = engine.pipeline().unwrap();
+    feed(&pipeline, batch.clone());
+    let mut looked = ready(&pipeline);
+    let gradients = looked.outputs.iter().map(|o| Some(Box::new(o.as_ref().to_vec()) as Gradient)).collect();
+    looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
+    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    for table in 0..3 {
+        for (id, after) in tables.weights(table) {
+            for (column, after) in after.iter().enumerate() {
+                let pushed = f64::from(before[table][&id][column] - after); // lr = 1
+                let expected = differences[table][&id][column];
+                assert!((pushed - expected).abs() < 2e-2, "{table} {id} {column}: {pushed} {expected}");
+            }
+        }
+    }
+}
+
+/// Rows and places for the kernels alone.
+fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    (0..count).map(|i| (persia_types::id::hash_id(i as u64 ^ seed) >> 40) as f32 / 1e6 - 8.0).collect()
+}
+
+#[test]
+fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
+    let places: Vec<u32> = vec![3, 0, 0, 2, 5, 5, 1, 4, 2];
+    let offsets: Vec<u32> = vec![0, 2, 2, 7, 9];
+    let divisors = [2.0, 1.0, 5.0, 3.0];
+    for dim in (1..=40).chain([63, 64, 65, 127, 128, 129, 200, 256, 300]) {
+        let rows = numbers(6 * dim, 1);
+        let mut out = vec![f32::NAN; 4 * dim];
+        let input =
+            Pool { rows: &rows, dim, places: &places, offsets: Some(&offsets), divisors: Some(&divisors) };
+        kernels::pool(&input, &mut out);
+        for sample in 0..4 {
+            for column in 0..dim {
+                let mut sum = 0.0f32;
+                for place in &places[offsets[sample] as usize..offsets[sample + 1] as usize] {
+                    sum += rows[*place as usize * dim + column];
+                }
+                assert_eq!(out[sample * dim + column], sum / divisors[sample]);
+            }
+        }
+        let mut single = vec![f32::NAN; places.len() * dim];
+        kernels::pool(&Pool { offsets: None, divisors: None, ..input }, &mut single);
+        for (place, row) in places.iter().zip(single.chunks(dim)) {
+            assert_eq!(row, &rows[*place as usize * dim..][..dim]);
+        }
+
+        let factors = numbers(6, 2);
+        let map = [4, 1, 3, 0];
+        for (factors, map) in [(None, None), (Some(&factors[..]), None), (Some(&factors[..]), Some(&map[..]))]
+        {
+            let start = numbers(5 * dim, 3);
+            let mut out = start.clone();
+            let (gradients, samples) = (&rows, &places);
+            let input = SegmentSum { gradients, dim, starts: &offsets, samples, factors, map };
+            kernels::segment_sum(&input, &mut out);
+            for unique in 0..4 {
+                let target = map.map_or(unique, |map| map[unique] as usize);
+                for column in 0..dim {
+                    let mut sum = if map.is_some() { start[target * dim + column] } else { 0.0 };
+                    for sample in &samples[offsets[unique] as usize..offsets[unique + 1] as usize] {
+                        let factor = factors.map_or(1.0, |factors| factors[*sample as usize]);
+                        sum += gradients[*sample as usize * dim + column] * factor;
+                    }
+                    assert_eq!(out[target * dim + column], sum);
+                }
+            }
+        }
+    }
+}

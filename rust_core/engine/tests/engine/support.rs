@@ -1,0 +1,274 @@
+//! Schemas, batches and tables that can be held up or broken.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::{Condvar, Mutex};
+use persia_engine::{
+    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Looked, Next, Pipeline, PushOptions,
+};
+use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Run, Tables, TablesError};
+
+use crate::plain::PlainTables;
+
+/// Longer than anything takes; reaching it is a failure.
+pub(crate) const LONG: Duration = Duration::from_secs(30);
+/// To see that something does *not* happen.
+pub(crate) const SHORT: Duration = Duration::from_millis(30);
+
+/// A slot per entry: name, table, pooling, sqrt scaling.
+pub(crate) fn schema(slots: &[(&str, usize, Pooling, bool)], dims: &[usize]) -> Schema {
+    let slot = |(name, table, pooling, sqrt_scaling): &(&str, usize, Pooling, bool)| Slot {
+        name: (*name).into(),
+        table: *table,
+        pooling: *pooling,
+        sqrt_scaling: *sqrt_scaling,
+    };
+    Schema {
+        slots: slots.iter().map(slot).collect(),
+        tables: dims.iter().enumerate().map(|(i, dim)| Table { name: format!("t{i}"), dim: *dim }).collect(),
+    }
+}
+
+/// One slot `a` with a table of its own, dimension 2.
+pub(crate) fn one_slot() -> Schema {
+    schema(&[("a", 0, Pooling::Sum, false)], &[2])
+}
+
+pub(crate) fn run(schema: &Schema) -> Run {
+    Run {
+        job: "persia".into(),
+        epoch: 1,
+        schema: schema.clone(),
+        seed: 1,
+        optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
+        initializer: Initializer::Zero,
+        admit_probability: 1.0,
+        weight_bound: 0.0,
+    }
+}
+
+/// Plain tables on which a run has begun.
+pub(crate) fn plain(schema: &Schema) -> PlainTables {
+    let tables = PlainTables::new(schema.clone());
+    tables.begin(&run(schema)).unwrap();
+    tables
+}
+
+pub(crate) fn engine(tables: Arc<dyn Tables>, schema: &Schema, options: EngineOptions) -> Engine {
+    Engine::new(tables, schema.clone(), options).unwrap()
+}
+
+pub(crate) fn with_staleness(staleness: usize) -> EngineOptions {
+    EngineOptions { staleness, ..Default::default() }
+}
+
+pub(crate) fn reproducible() -> EngineOptions {
+    EngineOptions { reproducible: true, ..Default::default() }
+}
+
+/// A batch of one single-id feature `a`.
+pub(crate) fn batch(ids: &[u64], requires_grad: bool) -> Batch {
+    let id_features = vec![IdFeature::single("a", ids).unwrap()];
+    Batch::new(BatchParts { id_features, requires_grad, ..Default::default() }).unwrap()
+}
+
+pub(crate) fn feed(pipeline: &Pipeline, batch: Batch) {
+    let fed = pipeline.feed(batch, LONG).unwrap();
+    assert!(matches!(fed, Fed::Accepted), "{fed:?}");
+}
+
+pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
+    match pipeline.next(LONG).unwrap() {
+        Next::Ready(looked) => *looked,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The same value for every output of the batch.
+pub(crate) fn gradients(looked: &Looked, value: f32) -> Vec<Option<Gradient>> {
+    let gradient = |floats: usize| Some(Box::new(vec![value; floats]) as Gradient);
+    looked.outputs.iter().map(|output| gradient(output.as_ref().len())).collect()
+}
+
+pub(crate) fn push(mut looked: Looked, value: f32) {
+    let gradients = gradients(&looked, value);
+    looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
+}
+
+/// Tables that change one thing about others.
+pub(crate) trait Wrapped: Send + Sync {
+    fn inner(&self) -> &dyn Tables;
+
+    fn lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        self.inner().lookup(request, rows)
+    }
+
+    fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        self.inner().push(request)
+    }
+}
+
+/// `Tables` for a type that is [`Wrapped`].
+macro_rules! tables_by_wrapping {
+    ($name:ty) => {
+        impl Tables for $name {
+            fn begin(&self, run: &persia_types::tables::Run) -> Result<(), TablesError> {
+                self.inner().begin(run)
+            }
+            fn lookup(
+                &self,
+                request: &LookupRequest<'_>,
+                rows: &mut [&mut [f32]],
+            ) -> Result<LookupReport, TablesError> {
+                Wrapped::lookup(self, request, rows)
+            }
+            fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+                Wrapped::push(self, request)
+            }
+            fn snapshot(
+                &self,
+                dir: &std::path::Path,
+            ) -> Result<Vec<persia_types::tables::FileEntry>, TablesError> {
+                self.inner().snapshot(dir)
+            }
+            fn restore(
+                &self,
+                dir: &std::path::Path,
+                files: &[persia_types::tables::FileEntry],
+            ) -> Result<(), TablesError> {
+                self.inner().restore(dir, files)
+            }
+            fn stats(&self) -> Result<persia_types::tables::Stats, TablesError> {
+                self.inner().stats()
+            }
+            fn clear(&self) -> Result<(), TablesError> {
+                self.inner().clear()
+            }
+        }
+    };
+}
+pub(crate) use tables_by_wrapping;
+
+/// Tables whose pushes wait at a gate, and that can fail or panic at a step.
+pub(crate) struct Rigged {
+    pub(crate) plain: PlainTables,
+    gate: Mutex<Gate>,
+    moved: Condvar,
+    pub(crate) fail_lookup_at: Option<u64>,
+    pub(crate) fail_push_at: Option<u64>,
+    pub(crate) panic_push_at: Option<u64>,
+}
+
+#[derive(Default)]
+struct Gate {
+    /// Pushes up to this step may pass; `None` is all.
+    closed_after: Option<u64>,
+    looked_up: Vec<u64>,
+    arrived: Vec<u64>,
+    pushed: Vec<u64>,
+    /// Per look-up: how many earlier steps were not applied when it was served.
+    staleness: Vec<u64>,
+}
+
+impl Rigged {
+    pub(crate) fn new(schema: &Schema) -> Self {
+        Self {
+            plain: plain(schema),
+            gate: Mutex::default(),
+            moved: Condvar::new(),
+            fail_lookup_at: None,
+            fail_push_at: None,
+            panic_push_at: None,
+        }
+    }
+
+    /// Let pushes up to `step` pass and hold the rest.
+    pub(crate) fn open_until(&self, step: u64) {
+        self.gate.lock().closed_after = Some(step);
+        self.moved.notify_all();
+    }
+
+    pub(crate) fn open(&self) {
+        self.gate.lock().closed_after = None;
+        self.moved.notify_all();
+    }
+
+    pub(crate) fn looked_up(&self) -> Vec<u64> {
+        self.gate.lock().looked_up.clone()
+    }
+
+    pub(crate) fn pushed(&self) -> Vec<u64> {
+        self.gate.lock().pushed.clone()
+    }
+
+    pub(crate) fn staleness(&self) -> Vec<u64> {
+        self.gate.lock().staleness.clone()
+    }
+
+    /// Wait until the push of `step` stands at the gate.
+    pub(crate) fn wait_for_push(&self, step: u64) {
+        let mut gate = self.gate.lock();
+        let here = |gate: &mut Gate| !gate.arrived.contains(&step);
+        assert!(!self.moved.wait_while_for(&mut gate, here, LONG).timed_out(), "push {step} never came");
+    }
+
+    /// Wait until `count` look-ups were served.
+    pub(crate) fn wait_for_lookups(&self, count: usize) {
+        let mut gate = self.gate.lock();
+        let fewer = |gate: &mut Gate| gate.looked_up.len() < count;
+        assert!(
+            !self.moved.wait_while_for(&mut gate, fewer, LONG).timed_out(),
+            "{count} look-ups never came"
+        );
+    }
+}
+
+fn broken() -> TablesError {
+    TablesError::Unreachable { peer: "server 1".into(), what: "it was rigged".into() }
+}
+
+impl Wrapped for Rigged {
+    fn inner(&self) -> &dyn Tables {
+        &self.plain
+    }
+
+    fn lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        let mut gate = self.gate.lock();
+        gate.looked_up.push(request.token.seq);
+        let stale = (request.token.seq - 1).saturating_sub(gate.pushed.len() as u64);
+        gate.staleness.push(stale);
+        drop(gate);
+        self.moved.notify_all();
+        if self.fail_lookup_at == Some(request.token.seq) {
+            return Err(broken());
+        }
+        self.plain.lookup(request, rows)
+    }
+
+    fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        let step = request.token.seq;
+        let mut gate = self.gate.lock();
+        gate.arrived.push(step);
+        self.moved.notify_all();
+        self.moved.wait_while(&mut gate, |gate| gate.closed_after.is_some_and(|last| step > last));
+        if self.fail_push_at == Some(step) {
+            return Err(broken());
+        }
+        assert!(self.panic_push_at != Some(step), "rigged panic");
+        let report = self.plain.push(request)?;
+        gate.pushed.push(step);
+        Ok(report)
+    }
+}
+
+tables_by_wrapping!(Rigged);
