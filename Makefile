@@ -83,9 +83,9 @@ $(INSTALLED): requirements/dev.txt | $(BIN)/python
 
 # Dated by its start, so that a file saved during the build is built next time.
 $(CORE): $(RUST) $(INSTALLED)
-	@touch $@.new
-	cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked
-	@mv $@.new $@
+	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
+		(cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked) && \
+		touch -r "$$start" $@
 
 $(PACKAGE): persia_py/pyproject.toml $(INSTALLED) $(CORE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable persia_py
