@@ -87,6 +87,6 @@ $(CORE): $(RUST) $(INSTALLED)
 		(cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked) && \
 		touch -r "$$start" $@
 
-$(PACKAGE): persia_py/pyproject.toml $(INSTALLED) $(CORE)
+$(PACKAGE): persia_py/pyproject.toml $(INSTALLED) | $(CORE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable persia_py
 	@touch $@
