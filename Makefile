@@ -19,7 +19,7 @@ PACKAGE := $(VENV)/.persia
 RUST := $(shell find rust_core -name target -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
 
-.PHONY: help setup demo test test-rust test-python lint format bench wheels lock clean
+.PHONY: help setup demo test test-rust test-python lint lint-rust lint-python format bench wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,18 +37,22 @@ test-rust: $(INSTALLED) ## Run the Rust tests
 test-python: setup ## Run the Python tests
 	$(BIN)/python -m pytest tests
 
-lint: setup ## Check formatting, types, lints and the direction of dependencies
+lint: lint-rust lint-python ## Check formatting, types, lints and the direction of dependencies
+
+lint-rust: $(INSTALLED) ## Check the Rust half
 	@cargo fmt --version >/dev/null && cargo clippy --version >/dev/null || \
 		{ echo "missing: rustfmt or clippy: rustup component add rustfmt clippy" >&2; exit 2; }
 	$(CARGO) fmt --manifest-path $(MANIFEST) --all --check
 	$(CARGO) clippy --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked -- -D warnings
+	@if cargo deny --version >/dev/null 2>&1; then \
+		cd rust_core && cargo deny --locked check bans licenses sources; \
+	else echo "cargo-deny is not installed: licences and sources of crates were not checked"; fi
+
+lint-python: setup ## Check the Python half
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
-	@if cargo deny --version >/dev/null 2>&1; then \
-		cd rust_core && cargo deny --locked check bans licenses sources; \
-	else echo "cargo-deny is not installed: licences and sources of crates were not checked"; fi
 
 format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
 	$(CARGO) fmt --manifest-path $(MANIFEST) --all

@@ -35,7 +35,7 @@ FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
 """What the sources of a crate may not name; its tests may."""
 
 TESTS = {"tests", "contract"}
-"""Folders and files of a crate that hold tests; ``contract`` is the suite for every implementation of ``Tables``."""
+"""Parts of a crate that hold tests; ``contract`` is the suite for every implementation of ``Tables``."""
 
 PYTHON: dict[str, set[str]] = {
     "rust_core/core/python": {"persia_core"},
