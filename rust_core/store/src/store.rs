@@ -96,6 +96,11 @@ impl Store {
         })
     }
 
+    /// Slots and tables it was made for.
+    pub fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
     /// Everything one shard holds, sorted by id.
     ///
     /// # Panics

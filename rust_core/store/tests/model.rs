@@ -1,0 +1,309 @@
+//! The store against a plain map, for any sequence of requests.
+
+mod sample;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use persia_store::Store;
+use persia_types::tables::{LookupReport, PushReport, Run};
+use persia_types::{Id, Initializer, Mode, Optimizer, Tables, VIRTUAL_SHARDS, shard_of};
+use proptest::prelude::*;
+use sample::{Ids, all_rows, grouped, run, store_of, token, try_lookup, try_push};
+
+const DIMS: [usize; 2] = [3, 21];
+const MOMENTUM: f32 = 0.5;
+const DECAY: f32 = 0.125;
+const STEPS: usize = 40;
+
+#[derive(Debug, Clone)]
+enum Op {
+    /// Ids as positions in the universe, per table; tables in reverse order if asked; steps may go back.
+    Lookup {
+        ids: [Vec<usize>; 2],
+        reversed: bool,
+        mode: Mode,
+        back: u64,
+    },
+    /// The look-up `ago` requests before, with the same token.
+    RepeatLookup {
+        ago: usize,
+    },
+    /// Answer that look-up, wholly or for every `keep`-th id; `bad` is the position of a NaN.
+    Push {
+        ago: usize,
+        keep: usize,
+        bad: Option<usize>,
+        value: f32,
+    },
+    Clear,
+    /// Snapshot into files and restore from them.
+    Restore,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let ids = || prop::collection::vec(0usize..30, 0..12);
+    let mode = prop_oneof![6 => Just(Mode::Train), 1 => Just(Mode::Eval), 1 => Just(Mode::Infer)];
+    let push = (0usize..6, 1usize..3, prop::option::weighted(0.3, 0usize..12), -2.0f32..2.0);
+    prop_oneof![
+        10 => (ids(), ids(), any::<bool>(), mode, 0u64..4)
+            .prop_map(|(a, b, reversed, mode, back)| Op::Lookup { ids: [a, b], reversed, mode, back }),
+        1 => (0usize..6).prop_map(|ago| Op::RepeatLookup { ago }),
+        8 => push.prop_map(|(ago, keep, bad, value)| Op::Push { ago, keep, bad, value }),
+        1 => Just(Op::Clear),
+        1 => Just(Op::Restore),
+    ]
+}
+
+/// Few shards, so that they fill up; the ends of the range among them.
+fn universe() -> Vec<Id> {
+    let mut ids: Vec<Id> = (0u64..).filter(|id| [3, 200].contains(&shard_of(*id))).take(27).collect();
+    ids.extend([0, u64::MAX, u64::MAX - 1]);
+    ids
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Row {
+    last_used: u64,
+    weights: Vec<f32>,
+    velocity: Vec<f32>,
+}
+
+#[derive(Clone)]
+struct Sent {
+    seq: u64,
+    step: u64,
+    parts: Vec<Ids>,
+}
+
+/// What the documentation of the store says, word by word and slowly.
+struct Model {
+    budget: usize,
+    rows: BTreeMap<(usize, Id), Row>,
+    /// What each missing id would be given at each step; absent where it is not admitted.
+    initial: BTreeMap<(u64, usize, Id), Vec<f32>>,
+    pushed: BTreeSet<u64>,
+}
+
+impl Model {
+    fn lookup(&mut self, sent: &Sent, mode: Mode, repeated: bool) -> (LookupReport, Vec<Vec<f32>>) {
+        let mut report = LookupReport::default();
+        let mut rows: Vec<Vec<Vec<f32>>> =
+            sent.parts.iter().map(|(_, ids)| vec![vec![]; ids.len()]).collect();
+        let admits = mode == Mode::Train && !repeated;
+        for shard in 0..VIRTUAL_SHARDS {
+            let mut absent = vec![];
+            for (part, (table, ids)) in sent.parts.iter().enumerate() {
+                for at in ids.range(shard) {
+                    let Some(row) = self.rows.get_mut(&(*table, ids.ids()[at])) else {
+                        absent.push((part, *table, at));
+                        continue;
+                    };
+                    report.hits += 1;
+                    rows[part][at] = row.weights.clone();
+                    if admits {
+                        row.last_used = row.last_used.max(sent.step);
+                    }
+                }
+            }
+            for (part, table, at) in absent {
+                let id = sent.parts[part].1.ids()[at];
+                let zeros = vec![0.0; DIMS[table]];
+                let initial = self.initial.get(&(sent.step, table, id)).cloned();
+                rows[part][at] = match (mode, self.rows.get(&(table, id)), initial) {
+                    (Mode::Train, Some(row), _) => {
+                        report.hits += 1;
+                        row.weights.clone()
+                    }
+                    (Mode::Train, None, Some(weights)) => {
+                        if admits {
+                            report.evicted += self.insert(table, id, sent.step, &weights);
+                            report.inserted += 1;
+                        } else {
+                            report.missing += 1;
+                        }
+                        weights
+                    }
+                    _ => {
+                        report.missing += 1;
+                        zeros
+                    }
+                };
+            }
+        }
+        (report, rows.into_iter().map(|rows| rows.concat()).collect())
+    }
+
+    fn insert(&mut self, table: usize, id: Id, step: u64, weights: &[f32]) -> u64 {
+        let shard = shard_of(id);
+        let mut held: Vec<(u64, usize, Id)> = self
+            .rows
+            .iter()
+            .filter(|((_, id), _)| shard_of(*id) == shard)
+            .map(|((table, id), row)| (row.last_used, *table, *id))
+            .collect();
+        held.sort_unstable();
+        let leaving = if held.len() < self.budget { 0 } else { (self.budget / 16).max(1) };
+        for (_, table, id) in &held[..leaving] {
+            self.rows.remove(&(*table, *id));
+        }
+        let velocity = vec![0.0; weights.len()];
+        self.rows.insert((table, id), Row { last_used: step, weights: weights.to_vec(), velocity });
+        leaving as u64
+    }
+
+    fn push(&mut self, seq: u64, parts: &[Ids], gradients: &[Vec<f32>]) -> PushReport {
+        let mut report = PushReport::default();
+        let duplicate = !self.pushed.insert(seq);
+        for ((table, ids), gradients) in parts.iter().zip(gradients) {
+            for (id, gradient) in ids.ids().iter().zip(gradients.chunks(DIMS[*table])) {
+                report.rows_pushed += 1;
+                if duplicate {
+                    report.rows_duplicate += 1;
+                } else if gradient.iter().any(|g| !g.is_finite()) {
+                    report.rows_nonfinite += 1;
+                    report.first_nonfinite = report.first_nonfinite.or(Some((*table, *id)));
+                } else if let Some(row) = self.rows.get_mut(&(*table, *id)) {
+                    report.rows_applied += 1;
+                    for ((w, v), g) in row.weights.iter_mut().zip(&mut row.velocity).zip(gradient) {
+                        *v = MOMENTUM * *v + *g;
+                        *w -= *v + DECAY * *w;
+                    }
+                } else {
+                    report.rows_missing += 1;
+                }
+            }
+        }
+        report
+    }
+}
+
+fn settings(admit_probability: f32) -> Run {
+    Run {
+        optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: MOMENTUM, weight_decay: DECAY }),
+        initializer: Initializer::Uniform { low: 0.5, high: 1.0 },
+        admit_probability,
+        ..run(&DIMS)
+    }
+}
+
+/// Rows that are new, from a store that has seen nothing else.
+fn initial(run: &Run, universe: &[Id]) -> BTreeMap<(u64, usize, Id), Vec<f32>> {
+    let mut initial = BTreeMap::new();
+    for step in 1..=STEPS as u64 {
+        let parts = [(0, grouped(universe)), (1, grouped(universe))];
+        let (_, rows) = try_lookup(&store_of(run, 1 << 30), token(0, 1), step, Mode::Train, &parts).unwrap();
+        for ((table, ids), rows) in parts.iter().zip(rows) {
+            for (id, row) in ids.ids().iter().zip(rows.chunks(DIMS[*table])) {
+                if row[0] != 0.0 {
+                    initial.insert((step, *table, *id), row.to_vec());
+                }
+            }
+        }
+    }
+    initial
+}
+
+fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
+    let universe = universe();
+    let run = settings(admit_probability);
+    let store = store_of(&run, (budget * VIRTUAL_SHARDS) as u64);
+    let initial = initial(&run, &universe);
+    let mut model = Model { budget, rows: BTreeMap::new(), initial, pushed: BTreeSet::new() };
+    let mut sent: Vec<Sent> = vec![];
+    let mut pushes = PushReport::default();
+    for (number, op) in ops.iter().enumerate() {
+        let (seq, step) = (number as u64 + 1, number as u64 + 1);
+        match op {
+            Op::Lookup { ids, reversed, mode, back } => {
+                let ids_of = |table: usize| ids[table].iter().map(|at| universe[*at]).collect::<Vec<_>>();
+                let mut parts: Vec<Ids> = (0..2).map(|table| (table, grouped(&ids_of(table)))).collect();
+                if *reversed {
+                    parts.reverse();
+                }
+                let request = Sent { seq, step: step.saturating_sub(*back).max(1), parts };
+                check_lookup(&store, &mut model, &request, *mode, false);
+                if *mode == Mode::Train {
+                    sent.push(request);
+                }
+            }
+            Op::RepeatLookup { ago } => {
+                if let Some(request) = sent.iter().rev().nth(*ago).cloned() {
+                    check_lookup(&store, &mut model, &request, Mode::Train, true);
+                }
+            }
+            Op::Push { ago, keep, bad, value } => {
+                if let Some(request) = sent.iter().rev().nth(*ago).cloned() {
+                    let (parts, gradients) = answer(&request, *keep, *bad, *value);
+                    let expected = model.push(request.seq, &parts, &gradients);
+                    let report = try_push(&store, token(0, request.seq), step, &parts, &gradients).unwrap();
+                    assert_eq!(report, expected, "push {number}");
+                    pushes.rows_pushed += report.rows_pushed;
+                    pushes.rows_applied += report.rows_applied;
+                }
+            }
+            Op::Clear => {
+                store.clear().unwrap();
+                model.rows.clear();
+            }
+            Op::Restore => {
+                let dir = tempfile::tempdir().unwrap();
+                let files = store.snapshot(dir.path()).unwrap();
+                store.restore(dir.path(), &files).unwrap();
+            }
+        }
+        assert_eq!(rows_of(&store), model.rows, "after request {number}: {op:?}");
+    }
+    let counted = store.stats().unwrap().pushes;
+    assert_eq!((counted.rows_pushed, counted.rows_applied), (pushes.rows_pushed, pushes.rows_applied));
+    let accounted =
+        counted.rows_applied + counted.rows_missing + counted.rows_nonfinite + counted.rows_duplicate;
+    assert_eq!(counted.rows_pushed, accounted);
+}
+
+fn check_lookup(store: &Store, model: &mut Model, request: &Sent, mode: Mode, repeated: bool) {
+    let expected = model.lookup(request, mode, repeated);
+    let found = try_lookup(store, token(0, request.seq), request.step, mode, &request.parts).unwrap();
+    assert_eq!(found, expected, "look-up {}", request.seq);
+}
+
+/// Gradients that differ by id, for every `keep`-th id of a look-up.
+fn answer(request: &Sent, keep: usize, bad: Option<usize>, value: f32) -> (Vec<Ids>, Vec<Vec<f32>>) {
+    let kept = |ids: &[Id]| grouped(&ids.iter().step_by(keep).copied().collect::<Vec<_>>());
+    let parts: Vec<Ids> = request.parts.iter().map(|(table, ids)| (*table, kept(ids.ids()))).collect();
+    let mut gradients: Vec<Vec<f32>> = vec![];
+    for (table, ids) in &parts {
+        let numbers = ids
+            .ids()
+            .iter()
+            .flat_map(|id| (0..DIMS[*table]).map(move |i| value + (id % 64) as f32 / 64.0 + i as f32 / 16.0));
+        gradients.push(numbers.collect());
+    }
+    if let Some(bad) = bad {
+        for (gradients, (table, _)) in gradients.iter_mut().zip(&parts) {
+            if let Some(place) = gradients.get_mut(bad * DIMS[*table] + bad % DIMS[*table]) {
+                *place = if bad % 2 == 0 { f32::NAN } else { f32::INFINITY };
+            }
+        }
+    }
+    (parts, gradients)
+}
+
+fn rows_of(store: &Store) -> BTreeMap<(usize, Id), Row> {
+    all_rows(store)
+        .into_iter()
+        .map(|(key, (last_used, weights, velocity))| (key, Row { last_used, weights, velocity }))
+        .collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_sequence_of_requests_is_as_in_a_plain_map(
+        ops in prop::collection::vec(op(), 1..STEPS),
+        budget in prop::sample::select(vec![1usize, 2, 5, 33, 1_000]),
+        admit_probability in prop::sample::select(vec![1.0f32, 1.0, 0.5, 0.0]),
+    ) {
+        replay(&ops, budget, admit_probability);
+    }
+}

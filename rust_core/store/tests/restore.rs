@@ -1,0 +1,190 @@
+//! Snapshot and restore: everything comes back, what does not fit is refused and changes nothing.
+
+mod sample;
+
+use std::path::Path;
+
+use persia_store::Store;
+use persia_store::checkpoint::{ShardRows, TableRows, write_shard};
+use persia_types::tables::{FileEntry, Run};
+use persia_types::{Id, Initializer, Optimizer, Tables, TablesError};
+use sample::{all_rows, export, ids_of_shard, push, read, run, store_of, train};
+
+const ADAGRAD: Optimizer = Optimizer::Adagrad {
+    lr: 0.1,
+    weight_decay: 0.0,
+    initial_accumulator_value: 0.1,
+    g_square_momentum: 1.0,
+    eps: 1e-10,
+    vectorwise_shared: false,
+};
+
+fn settings(dims: &[usize]) -> Run {
+    Run { optimizer: Some(ADAGRAD), initializer: Initializer::Normal { mean: 0.0, std: 1.0 }, ..run(dims) }
+}
+
+fn trained() -> Store {
+    let store = store_of(&settings(&[4, 7]), 1 << 30);
+    for seq in 1..=6u64 {
+        let table = seq as usize % 2;
+        let ids: Vec<Id> = (seq * 100..seq * 100 + 700).collect();
+        train(&store, seq, table, &ids);
+        push(&store, seq, table, &ids, 0.5);
+    }
+    store
+}
+
+fn saved(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
+    let dir = tempfile::tempdir().unwrap();
+    let files = store.snapshot(dir.path()).unwrap();
+    (dir, files)
+}
+
+/// A restore that must fail, into a store that must not notice.
+fn refusal(run: &Run, dir: &Path, files: &[FileEntry]) -> TablesError {
+    let store = store_of(run, 1 << 30);
+    train(&store, 1, 0, &[1, 2, 3]);
+    let before = export(&store);
+    let error = store.restore(dir, files).unwrap_err();
+    assert_eq!(export(&store), before);
+    assert_eq!(push(&store, 1, 0, &[1, 2, 3], 1.0).rows_applied, 3);
+    error
+}
+
+#[test]
+fn everything_comes_back_and_what_was_there_before_goes() {
+    let store = trained();
+    let (dir, files) = saved(&store);
+    let other = store_of(&settings(&[4, 7]), 1 << 30);
+    train(&other, 1, 0, &(50_000..50_500).collect::<Vec<_>>());
+    other.restore(dir.path(), &files).unwrap();
+    assert_eq!(export(&other), export(&store));
+    assert_eq!(other.stats().unwrap().rows, store.stats().unwrap().rows);
+    // Equal from here on, too.
+    for store in [&store, &other] {
+        train(store, 7, 0, &(0..2_000).collect::<Vec<_>>());
+        push(store, 7, 0, &(0..2_000).collect::<Vec<_>>(), -1.0);
+    }
+    assert_eq!(export(&other), export(&store));
+}
+
+#[test]
+fn slots_remembered_before_a_restore_are_not_trusted_after_it() {
+    let store = trained();
+    let (dir, files) = saved(&store);
+    let ids: Vec<Id> = (900_000..900_100).collect();
+    train(&store, 7, 0, &ids);
+    store.restore(dir.path(), &files).unwrap();
+    let before = export(&store);
+    assert_eq!(push(&store, 7, 0, &ids, 1.0).rows_missing, 100);
+    assert_eq!(export(&store), before);
+}
+
+#[test]
+fn equal_rows_give_equal_files_however_they_came_there() {
+    let (forwards, backwards) = (store_of(&settings(&[4]), 1 << 30), store_of(&settings(&[4]), 1 << 30));
+    let ids: Vec<Id> = (0..3_000).collect();
+    for (seq, part) in ids.chunks(100).enumerate() {
+        train_at_step_1(&forwards, 1 + seq as u64, part);
+    }
+    for (seq, part) in ids.chunks(170).rev().enumerate() {
+        train_at_step_1(&backwards, 1 + seq as u64, part);
+    }
+    assert_eq!(saved(&forwards).1, saved(&backwards).1);
+}
+
+fn train_at_step_1(store: &Store, seq: u64, ids: &[Id]) {
+    let parts = [(0, sample::grouped(ids))];
+    sample::try_lookup(store, sample::token(0, seq), 1, persia_types::Mode::Train, &parts).unwrap();
+}
+
+#[test]
+fn a_smaller_capacity_keeps_the_rows_used_last() {
+    let store = store_of(&settings(&[4]), 1 << 30);
+    let ids = ids_of_shard(8, 10);
+    for (seq, id) in ids.iter().enumerate() {
+        train(&store, seq as u64 + 1, 0, &[*id]);
+    }
+    let (dir, files) = saved(&store);
+    let small = store_of(&settings(&[4]), 256 * 4);
+    small.restore(dir.path(), &files).unwrap();
+    assert_eq!(all_rows(&small).keys().map(|(_, id)| *id).collect::<Vec<_>>(), ids[6..]);
+}
+
+#[test]
+fn without_optimizer_state_is_dropped() {
+    let store = trained();
+    let (dir, files) = saved(&store);
+    let evaluation = store_of(&Run { optimizer: None, ..settings(&[4, 7]) }, 1 << 30);
+    evaluation.restore(dir.path(), &files).unwrap();
+    let (rows, kept) = (all_rows(&store), all_rows(&evaluation));
+    assert!(kept.iter().all(|(key, row)| row.1 == rows[key].1 && row.2.is_empty()));
+    assert_eq!(kept.len(), rows.len());
+    let floats: u64 = kept.values().map(|row| row.1.len() as u64).sum();
+    assert_eq!(evaluation.stats().unwrap().payload_bytes, 4 * floats);
+    // Those rows cannot be trained on: their state is gone.
+    let begun = evaluation.begin(&Run { epoch: 2, ..settings(&[4, 7]) });
+    assert!(matches!(begun, Err(TablesError::BadRun { .. })));
+}
+
+#[test]
+fn evaluation_of_rows_that_are_held_keeps_their_state_for_later() {
+    let store = trained();
+    let before = export(&store);
+    store.begin(&Run { epoch: 2, optimizer: None, ..settings(&[4, 7]) }).unwrap();
+    assert_eq!(read(&store, 0, 350).len(), 4);
+    store.begin(&Run { epoch: 3, ..settings(&[4, 7]) }).unwrap();
+    assert_eq!(export(&store), before);
+}
+
+#[test]
+fn tables_dims_and_state_that_do_not_fit_are_named_with_both_values() {
+    let (dir, files) = saved(&trained());
+    let refuse = |run: &Run| {
+        let error = refusal(run, dir.path(), &files);
+        assert!(matches!(error, TablesError::Foreign { .. }), "{error}");
+        error.to_string()
+    };
+    assert!(refuse(&settings(&[4])).contains("it has a table table_1, configured are table_0"));
+    assert!(refuse(&settings(&[4, 8])).contains("table_1 is of dim 7 there, 8 is configured"));
+    let sgd = refuse(&Run { optimizer: Some(sample::LEDGER), ..settings(&[4, 7]) });
+    assert!(sgd.contains("floats of optimizer state a row there, the configured optimizer has 0"), "{sgd}");
+}
+
+#[test]
+fn damage_anywhere_leaves_all_rows_as_they_were() {
+    let (dir, files) = saved(&trained());
+    let last = dir.path().join(&files.last().unwrap().name);
+    let mut bytes = std::fs::read(&last).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&last, bytes).unwrap();
+    assert!(matches!(refusal(&settings(&[4, 7]), dir.path(), &files), TablesError::Corrupt { .. }));
+    std::fs::remove_file(&last).unwrap();
+    let missing = refusal(&settings(&[4, 7]), dir.path(), &files);
+    assert!(missing.to_string().contains(&files.last().unwrap().name), "{missing}");
+}
+
+#[test]
+fn a_shard_that_is_named_twice_and_a_step_that_no_run_has_are_corrupt() {
+    let (dir, files) = saved(&trained());
+    let mut twice = files.clone();
+    twice.push(files[0].clone());
+    let error = refusal(&settings(&[4, 7]), dir.path(), &twice);
+    assert!(error.to_string().contains("named twice"), "{error}");
+    for step in [0, 1 << 32] {
+        let dir = tempfile::tempdir().unwrap();
+        let rows = TableRows {
+            name: "table_0".into(),
+            dim: 4,
+            state_len: 4,
+            ids: ids_of_shard(5, 1),
+            last_used: vec![step],
+            weights: vec![0.0; 4],
+            state: vec![0.0; 4],
+        };
+        let file = write_shard(dir.path(), &ShardRows { shard: 5, tables: vec![rows] }).unwrap();
+        let error = refusal(&settings(&[4, 7]), dir.path(), &[file]);
+        assert!(error.to_string().contains(&format!("last used at step {step}")), "{error}");
+    }
+}
