@@ -1,5 +1,7 @@
 //! The ledger: with SGD, a rate of 1 and rows that start at 0, every row is minus the number of its gradients.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+
 mod sample;
 
 use std::collections::BTreeMap;

@@ -1,5 +1,7 @@
 //! What rows cost beyond their payload, as the store counts it and as the system does.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+
 mod sample;
 
 use std::path::Path;

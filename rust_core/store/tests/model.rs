@@ -1,5 +1,7 @@
 //! The store against a plain map, for any sequence of requests.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+
 mod sample;
 
 use std::collections::{BTreeMap, BTreeSet};

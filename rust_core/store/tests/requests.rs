@@ -1,5 +1,7 @@
 //! What is refused, with which words, and that nothing has changed then.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+
 mod sample;
 
 use persia_store::{Store, StoreOptions};

@@ -1,5 +1,7 @@
 //! Snapshot and restore: everything comes back, what does not fit is refused and changes nothing.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+
 mod sample;
 
 use std::path::Path;

@@ -1,5 +1,6 @@
 //! What the tests of the store share: a small schema, a run, and requests in one line.
 #![allow(dead_code, reason = "each test program uses its own part")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
 
 use std::collections::BTreeMap;
 
