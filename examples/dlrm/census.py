@@ -47,7 +47,8 @@ CATEGORICAL = (
 
 def _quarter_powers(amounts: Floats) -> Floats:
     """Bucket dollars on a log scale, four buckets to each factor of e; 0 keeps its own."""
-    return np.ceil(4 * np.log1p(amounts))
+    buckets: Floats = np.ceil(4 * np.log1p(amounts))
+    return buckets
 
 
 # A number is also an id: one slot for its exact value, and a coarser one where most values are rare.
@@ -172,7 +173,8 @@ def _ids(slot: str, values: pa.Array | pa.ChunkedArray) -> Ids:
         encoded = encoded.combine_chunks()
     distinct = encoded.dictionary.to_pylist()
     hashes = np.array([_hash(f"{slot}={value}") for value in distinct], dtype=np.uint64)
-    return hashes[encoded.indices.to_numpy()]
+    ids: Ids = hashes[encoded.indices.to_numpy()]
+    return ids
 
 
 def _hash(text: str) -> int:

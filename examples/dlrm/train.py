@@ -20,6 +20,8 @@ VALIDATION_SHARE = 0.05  # of the training file; every choice of the recipe was 
 VALIDATE_EVERY = 50  # steps
 EVALUATION_BATCH = 4096
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
 
 def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality:
     """Judge the model on a data set. Nothing is learned; ids never trained on read as zeros."""
@@ -32,17 +34,28 @@ def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality
     return report.Quality.of(torch.cat(logits), torch.cat(labels))
 
 
+@app.command()
 def main(
-    seed: Annotated[int, typer.Option(help="Of dense weights, new rows and the order of samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of dense weights, new rows and the order of samples.")
+    ] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1)] = 1024,
-    lr: Annotated[float, typer.Option(help="Of model and rows, falling to 0 in a straight line.")] = 3e-3,
-    reproducible: Annotated[bool, typer.Option(help="Equal runs give equal bits; slower.")] = False,
+    lr: Annotated[
+        float, typer.Option(min=0, help="Of model and rows, falling to 0 in a straight line.")
+    ] = 3e-3,
+    staleness: Annotated[
+        int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="Pushes a look-up may miss, plus one.")
+    ] = 4,
+    reproducible: Annotated[
+        bool, typer.Option(envvar="REPRODUCIBLE", help="Equal runs give equal bits; staleness 1.")
+    ] = False,
     data: Annotated[Path, typer.Option(help="The two parquet files.")] = Path(__file__).parent / "data",
     out: Annotated[Path, typer.Option(help="A folder for this run is made in it.")] = Path("runs"),
 ) -> None:
     """Train a DLRM on Census-Income, then judge it once on the test split."""
     torch.manual_seed(seed)
+    staleness = 1 if reproducible else staleness
     train, validation = census.read(data / "census_income_train.parquet").split(VALIDATION_SHARE)
     test_set = census.Batches(census.read(data / "census_income_test.parquet"), EVALUATION_BATCH)
     validation_set = census.Batches(validation, EVALUATION_BATCH)
@@ -61,19 +74,14 @@ def main(
     decay = torch.optim.lr_scheduler.LambdaLR(dense_optimizer, lambda step: 1 - step / len(train_set))
 
     with report.Run(out, f"seed{seed}", steps=len(train_set)) as run:
-        with TrainCtx(
-            model=model,
-            embedding_optimizer=embedding_optimizer,
-            dense_optimizer=dense_optimizer,
-            mixed_precision=False,
-        ) as ctx:
-            loader = DataLoader(train_set, reproducible=reproducible)
+        with TrainCtx(embedding_optimizer, dense_optimizer, mixed_precision=False, model=model) as ctx:
+            loader = DataLoader(train_set, reproducible=reproducible, embedding_staleness=staleness)
             for step, batch in enumerate(loader, start=1):
                 output, labels = ctx.forward(batch)
                 loss = loss_fn(output, labels[0])
                 ctx.backward(loss)
                 decay.step()
-                embedding_optimizer.update_lr(decay.get_last_lr()[0])
+                embedding_optimizer.update_lr(float(decay.get_last_lr()[0]))
                 run.step(loss.item(), samples=len(output))
                 if step % VALIDATE_EVERY == 0 or step == len(train_set):
                     run.validated(evaluate(model, validation_set))
@@ -84,7 +92,7 @@ def main(
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
+        app()
     except PersiaError as error:
         typer.echo(f"error: {error}", err=True)
         if error.hint:
