@@ -1,1 +1,97 @@
-//! Placeholder.
+//! `persia_core`: the Python extension over Persia's engine and store.
+//!
+//! * [`config`]: the two YAML files
+//! * [`data`]: batches
+//! * [`optim`]: embedding optimizers
+//! * [`engine`]: one engine over one in-process store
+//! * [`forward`], [`backward`]: what a training loop takes from it and gives back
+//! * [`checkpoint`]: saving, loading, inspecting
+//! * [`errors`]: everything raised on purpose
+//!
+//! The extension may be a lone `persia_core.so`, which is no package: it registers its sub-modules itself.
+
+mod backward;
+mod checkpoint;
+mod config;
+mod data;
+mod device;
+mod dlpack;
+mod engine;
+mod errors;
+mod forward;
+mod optim;
+mod wait;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyModule};
+
+/// Kept as one text, so that the file can be searched for it.
+const VERSION_TEXT: &str = concat!("persia_core version ", env!("CARGO_PKG_VERSION"));
+
+fn version() -> &'static str {
+    std::hint::black_box(VERSION_TEXT).rsplit(' ').next().unwrap_or_default()
+}
+
+/// Optional features this build has.
+fn features() -> Vec<&'static str> {
+    if cfg!(feature = "cuda") { vec!["cuda"] } else { vec![] }
+}
+
+fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("profile", env!("PERSIA_PROFILE"))?;
+    info.set_item("target", env!("PERSIA_TARGET"))?;
+    info.set_item("rustc", env!("PERSIA_RUSTC"))?;
+    info.set_item("features", features().join(" "))?;
+    Ok(info)
+}
+
+fn register(parent: &Bound<'_, PyModule>, name: &str, module: &Bound<'_, PyModule>) -> PyResult<()> {
+    parent.add(name, module)?;
+    parent.py().import("sys")?.getattr("modules")?.set_item(format!("persia_core.{name}"), module)
+}
+
+fn submodule<'py>(parent: &Bound<'py, PyModule>, name: &str) -> PyResult<Bound<'py, PyModule>> {
+    let module = PyModule::new(parent.py(), &format!("persia_core.{name}"))?;
+    register(parent, name, &module)?;
+    Ok(module)
+}
+
+/// The module, and its sub-modules under their own names.
+#[pymodule]
+fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = m.py();
+    m.add("__version__", version())?;
+    m.add("FEATURES", features())?;
+    m.add("BUILD_INFO", build_info(py)?)?;
+    register(m, "errors", &errors::module(py)?)?;
+
+    let config = submodule(m, "config")?;
+    config.add_class::<config::EmbeddingConfig>()?;
+    config.add_class::<config::GlobalConfig>()?;
+    config.add_function(wrap_pyfunction!(config::parse_embedding_config, &config)?)?;
+    config.add_function(wrap_pyfunction!(config::parse_global_config, &config)?)?;
+
+    let data = submodule(m, "data")?;
+    data.add_class::<data::Batch>()?;
+    data.add_class::<data::BatchBuilder>()?;
+
+    submodule(m, "optim")?.add_class::<optim::OptimizerSpec>()?;
+    submodule(m, "engine")?.add_class::<engine::Engine>()?;
+
+    let forward = submodule(m, "forward")?;
+    forward.add_class::<forward::Pipeline>()?;
+    forward.add_class::<forward::TrainingBatch>()?;
+    forward.add_class::<dlpack::Tensor>()?;
+    forward.add_function(wrap_pyfunction!(device::check_device, &forward)?)?;
+
+    let backward = submodule(m, "backward")?;
+    backward.add_function(wrap_pyfunction!(backward::first_nonfinite, &backward)?)?;
+    backward.add_function(wrap_pyfunction!(device::check_device, &backward)?)?;
+
+    let checkpoint = submodule(m, "checkpoint")?;
+    checkpoint.add_class::<checkpoint::Checkpoint>()?;
+    checkpoint.add_class::<checkpoint::Saver>()?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint::listing, &checkpoint)?)?;
+    Ok(())
+}

@@ -1,0 +1,5 @@
+"""``python -m persia``."""
+
+from persia.cli import main
+
+main()

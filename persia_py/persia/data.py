@@ -1,0 +1,219 @@
+"""Data loaders, and the data sets that feed them."""
+
+import json
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from persia import env
+from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
+from persia.embedding.data import PersiaBatch
+from persia.errors import ConfigError, DataError, FeatureTypeError, UsageError
+from persia.logger import get_logger
+from persia_core.forward import Pipeline, TrainingBatch
+
+_logger = get_logger("data")
+
+Cursor = dict[str, Any]
+"""Where a data set stands: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
+
+_LEAVE_S = 5.0
+
+
+class IterableDataset(ABC):
+    """A data set defined by iteration.
+
+    A subclass defines ``__iter__``, which yields :class:`PersiaBatch`. If it also has ``state_dict()`` and
+    ``load_state_dict(state)`` (torch's convention for stateful loaders; the state is JSON: numbers, strings, lists,
+    dicts), a resumed run continues behind the last trained batch; otherwise that many batches are read and skipped,
+    which needs the same order in every run.
+
+    Args:
+        buffer_size: Batches read ahead of training.
+    """
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        if buffer_size < 1:
+            raise ConfigError(f"buffer_size={buffer_size}: want at least 1")
+        self.buffer_size = buffer_size
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches of one pass."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A data set that can be continued."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where iteration stands."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there at the next iteration."""
+
+
+class DataLoader:
+    """Iterates batches whose embeddings are looked up ahead of time.
+
+    Inside a :class:`persia.ctx.TrainCtx` the look-ups of coming batches overlap the dense step and the pushes of past
+    ones; inside :func:`persia.ctx.eval_ctx` nothing is changed by them.
+
+    Args:
+        dataset: Where batches come from.
+        forward_buffer_size: PersiaML's; the staleness bounds the batches looked up ahead.
+        timeout_ms: How long a look-up may take. Waiting for the data set has no limit, but is logged every 30 s.
+        num_workers: PersiaML's; the engine sizes its own threads.
+        reproducible: Bit-equal runs: staleness 1, every look-up after the push before it.
+        embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up is served. None means
+            ``EMBEDDING_STALENESS``, else 8.
+
+    Raises:
+        ConfigError: A number out of range.
+        UsageError: No :class:`IterableDataset`, or ``reproducible`` with a staleness other than 1.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset,
+        forward_buffer_size: int = 10,
+        timeout_ms: int = 600_000,
+        num_workers: int = 10,
+        reproducible: bool = False,
+        embedding_staleness: int | None = None,
+    ) -> None:
+        del num_workers
+        if not isinstance(dataset, IterableDataset):
+            raise UsageError(f"DataLoader(dataset=...): want an IterableDataset, got {type(dataset).__name__}")
+        if forward_buffer_size < 1 or timeout_ms < 1:
+            raise ConfigError(
+                f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
+            )
+        self.dataset = dataset
+        self.reproducible = reproducible or env.flag("REPRODUCIBLE")
+        if self.reproducible and embedding_staleness not in (None, 1):
+            raise UsageError(
+                f"DataLoader(reproducible=True, embedding_staleness={embedding_staleness}): want 1 or None"
+            )
+        self.staleness = 1 if self.reproducible else env.staleness(embedding_staleness)
+        self._timeout_s = timeout_ms / 1000
+        self._cursor: Cursor | None = None
+        self.active = False
+
+    def __iter__(self) -> Iterator[TrainingBatch]:
+        """Iterate one pass over the data set."""
+        context = cnt_ctx()
+        if not isinstance(context, EmbeddingCtx):
+            raise UsageError("a DataLoader is iterated inside TrainCtx or eval_ctx; there is no such context here")
+        if isinstance(context, TrainCtx):
+            return self._train(context)
+        if context.preprocess_mode is PreprocessMode.TRAIN:
+            raise UsageError("training needs TrainCtx: an EmbeddingCtx has no optimizers")
+        return self._evaluate(context)
+
+    def _train(self, context: TrainCtx) -> Iterator[TrainingBatch]:
+        skip = self._resume(context.adopt(self))
+        pipeline = context.engine.pipeline(self.staleness, self.reproducible, self.dataset.buffer_size)
+        positions: deque[str] = deque()
+        feeder = threading.Thread(target=self._feed, args=(pipeline, skip, positions), name="persia-feed", daemon=True)
+        self.active = True
+        feeder.start()
+        try:
+            while (batch := pipeline.next(self._timeout_s)) is not None:
+                batch.position = positions.popleft()
+                yield batch
+            self._cursor = json.loads(positions.popleft())
+        finally:
+            self.active = False
+            pipeline.close()
+            _join(feeder)
+
+    def _resume(self, cursor: Cursor | None) -> int:
+        self._cursor = cursor
+        if cursor is None:
+            return 0
+        if cursor["source"] is not None and isinstance(self.dataset, Stateful):
+            self.dataset.load_state_dict(cursor["source"])
+            return 0
+        return int(cursor["batches"])
+
+    def _feed(self, pipeline: Pipeline, skip: int, positions: deque[str]) -> None:
+        """Read the data set ahead, in a thread of its own; an error reaches the loop in its place."""
+        stateful = self.dataset if isinstance(self.dataset, Stateful) else None
+        count = 0
+        try:
+            for batch in self.dataset:
+                count += 1
+                if count <= skip:
+                    continue
+                _check_training(batch, count)
+                source = None if stateful is None else stateful.state_dict()
+                positions.append(json.dumps({"batches": count, "source": source}))
+                if not pipeline.feed(batch.data):
+                    return  # the loop ended early
+            end = None if stateful is None else {"batches": 0, "source": stateful.state_dict()}
+            positions.append(json.dumps(end))
+            pipeline.end()
+        except BaseException as error:  # whatever a data set raises belongs to the loop
+            pipeline.fail(error)
+
+    def consumed(self, position: str) -> None:
+        """Note that training is behind the batch that carries ``position``."""
+        self._cursor = json.loads(position)
+
+    def cursor(self) -> Cursor | None:
+        """Return the position behind the last trained batch, for a checkpoint; None at the start of a pass."""
+        return self._cursor
+
+    def _evaluate(self, context: EmbeddingCtx) -> Iterator[TrainingBatch]:
+        ready: queue.Queue[PersiaBatch | BaseException | None] = queue.Queue(self.dataset.buffer_size)
+        stop = threading.Event()
+
+        def put(item: PersiaBatch | BaseException | None) -> bool:
+            while not stop.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return True
+                except queue.Full:
+                    continue
+            return False
+
+        def read() -> None:
+            try:
+                for batch in self.dataset:
+                    if not put(batch):
+                        return
+                put(None)
+            except BaseException as error:
+                put(error)
+
+        reader = threading.Thread(target=read, name="persia-read", daemon=True)
+        reader.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield context.get_embedding_from_data(item)
+        finally:
+            stop.set()
+            _join(reader)
+
+
+def _join(thread: threading.Thread) -> None:
+    """Wait for a reading thread; one that is stuck in the data set is left behind, with a word."""
+    thread.join(_LEAVE_S)
+    if thread.is_alive():
+        _logger.warning("the data set is still busy %g s after the loop ended; its thread is left behind", _LEAVE_S)
+
+
+def _check_training(batch: object, number: int) -> None:
+    if not isinstance(batch, PersiaBatch):
+        raise FeatureTypeError(f"the data set's batch {number}: want a PersiaBatch, got {type(batch).__name__}")
+    if not batch.data.requires_grad:
+        raise DataError(
+            f"the data set's batch {number} has requires_grad=False and cannot be trained on; "
+            "iterate it inside eval_ctx, or leave requires_grad out"
+        )

@@ -1,0 +1,252 @@
+"""Features, labels and batches, as a training script makes them."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from persia.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError
+from persia_core import data as _core
+
+MAX_BATCH_SIZE = 65535
+"""PersiaML's limit, kept as a name. Larger batches work here."""
+
+_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")
+
+
+class IDTypeFeature:
+    """Ids of a slot, any number for each sample.
+
+    Args:
+        name: The slot, as in ``embedding_config.yml``.
+        data: For each sample a 1-d uint64 array of its ids, possibly empty.
+
+    Raises:
+        FeatureTypeError: Not a list of 1-d uint64 arrays; the message names the sample.
+    """
+
+    def __init__(self, name: str, data: Sequence[npt.NDArray[np.uint64]]) -> None:
+        self.name = _name(name)
+        for sample, ids in enumerate(data):
+            if not isinstance(ids, np.ndarray) or ids.dtype != np.uint64 or ids.ndim != 1:
+                raise FeatureTypeError(f"feature {name!r}, sample {sample}: want a 1-d uint64 array, got {_kind(ids)}")
+        lengths = np.fromiter((len(ids) for ids in data), np.int64, len(data))
+        self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
+        self.values: npt.NDArray[np.uint64] = np.concatenate(data) if len(data) else np.empty(0, np.uint64)
+
+    @classmethod
+    def from_offsets(cls, name: str, values: npt.NDArray[np.uint64], offsets: npt.NDArray[np.int64]) -> "IDTypeFeature":
+        """Make the feature from all ids in one array, without a Python object for each sample.
+
+        Args:
+            name: The slot.
+            values: 1-d uint64 array of all ids, sample after sample.
+            offsets: 1-d int64 array of length batch size + 1: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
+
+        Raises:
+            FeatureTypeError: Wrong dtype or shape.
+            DataError: Offsets that do not ascend from 0 to ``len(values)``.
+        """
+        feature = cls.__new__(cls)
+        feature.name = _name(name)
+        for what, array, dtype in (("values", values, np.uint64), ("offsets", offsets, np.int64)):
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+                raise FeatureTypeError(
+                    f"feature {name!r}, {what}: want a 1-d {np.dtype(dtype)} array, got {_kind(array)}"
+                )
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+            raise DataError(f"feature {name!r}: offsets must ascend from 0 to the number of ids ({len(values)})")
+        feature.values, feature.offsets = values, offsets
+        return feature
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return len(self.offsets) - 1
+
+
+class IDTypeFeatureWithSingleID:
+    """Ids of a slot, exactly one for each sample.
+
+    Args:
+        name: The slot, as in ``embedding_config.yml``.
+        data: 1-d uint64 array, one id per sample.
+
+    Raises:
+        FeatureTypeError: Not a 1-d uint64 array.
+    """
+
+    def __init__(self, name: str, data: npt.NDArray[np.uint64]) -> None:
+        self.name = _name(name)
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint64 or data.ndim != 1:
+            raise FeatureTypeError(f"feature {name!r}: want a 1-d uint64 array, got {_kind(data)}")
+        self.values = np.ascontiguousarray(data)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return len(self.values)
+
+
+class _Dense:
+    kind = "dense input"
+
+    def __init__(self, data: npt.NDArray[Any], name: str | None) -> None:
+        self.name = None if name is None else _name(name)
+        if not isinstance(data, np.ndarray) or data.dtype.name not in _DTYPES or data.ndim == 0:
+            raise FeatureTypeError(
+                f"{self.title}: want an array of at least one dimension and dtype {', '.join(_DTYPES)}; "
+                f"got {_kind(data)}"
+            )
+        self.data = np.ascontiguousarray(data)
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.kind if self.name is None else f"{self.kind} {self.name!r}"
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return len(self.data)
+
+
+class NonIDTypeFeature(_Dense):
+    """Dense input: an array whose first dimension is the sample.
+
+    Args:
+        data: ``[batch, ...]`` of bool, int8, int16, int32, int64, uint8, float32 or float64.
+        name: For messages; the model gets dense inputs by position.
+
+    Raises:
+        FeatureTypeError: Another dtype, or no array.
+    """
+
+    def __init__(self, data: npt.NDArray[Any], name: str | None = None) -> None:
+        super().__init__(data, name)
+
+
+class Label(_Dense):
+    """What to learn: an array whose first dimension is the sample.
+
+    Args:
+        data: ``[batch, ...]`` of the dtypes of :class:`NonIDTypeFeature`.
+        name: For messages.
+        binary: Refuse values other than 0 and 1.
+
+    Raises:
+        FeatureTypeError: Another dtype, or no array.
+        DataError: ``binary`` and a value other than 0 and 1; the message names the row.
+    """
+
+    kind = "label"
+
+    def __init__(self, data: npt.NDArray[Any], name: str | None = None, *, binary: bool = False) -> None:
+        super().__init__(data, name)
+        if binary:
+            wrong = np.argwhere((self.data != 0) & (self.data != 1))
+            if len(wrong):
+                row = int(wrong[0][0])
+                raise DataError(
+                    f"{self.title}, row {row}: {self.data[tuple(wrong[0])]} is neither 0 nor 1 "
+                    f"({len(wrong)} such values in the batch); check the column the label is read from"
+                )
+
+
+IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
+
+
+class PersiaBatch:
+    """One batch: ids, dense inputs and labels, deduplicated once when it is made.
+
+    Args:
+        id_type_features: At least one.
+        non_id_type_features: Dense inputs.
+        labels: Labels; needed when ``requires_grad``.
+        batch_size: If given, what every part must have.
+        requires_grad: Whether the batch is trained on.
+        meta: Bytes that travel with the batch.
+
+    Raises:
+        MissingLabelError: ``requires_grad`` and no label.
+        FeatureTypeError: A feature of another class, or without a list around it.
+        BatchSizeError: No sample, or parts of unequal size; all are named.
+        DataError: Two features of one name, NaN or infinity in a dense input (row and column are named), or more
+            ids than a batch may hold.
+    """
+
+    def __init__(
+        self,
+        id_type_features: Sequence[IDFeature],
+        non_id_type_features: Sequence[NonIDTypeFeature] | None = None,
+        labels: Sequence[Label] | None = None,
+        batch_size: int | None = None,
+        requires_grad: bool = True,
+        meta: bytes | None = None,
+    ) -> None:
+        dense, targets = list(non_id_type_features or ()), list(labels or ())
+        _check_classes("id_type_features", id_type_features, (IDTypeFeature, IDTypeFeatureWithSingleID))
+        _check_classes("non_id_type_features", dense, (NonIDTypeFeature,))
+        _check_classes("labels", targets, (Label,))
+        if not id_type_features:
+            raise BatchSizeError("PersiaBatch: id_type_features is empty; a batch has at least one id feature")
+        if requires_grad and not targets:
+            raise MissingLabelError(
+                "PersiaBatch(requires_grad=True) without labels; evaluation takes requires_grad=False"
+            )
+        sizes = [(feature.name, feature.batch_size) for feature in id_type_features]
+        sizes += [(part.title, part.batch_size) for part in (*dense, *targets)]
+        expected = sizes[0][1] if batch_size is None else batch_size
+        if expected <= 0 or any(size != expected for _, size in sizes):
+            listed = ", ".join(f"{name}: {size}" for name, size in sizes)
+            raise BatchSizeError(
+                f"PersiaBatch: want the same number of samples ({expected}) in all parts, got {listed}"
+            )
+        builder = _core.BatchBuilder(expected, requires_grad, meta)
+        for feature in id_type_features:
+            if isinstance(feature, IDTypeFeatureWithSingleID):
+                builder.add_single(feature.name, feature.values)
+            else:
+                builder.add_list(feature.name, feature.values, feature.offsets)
+        for item in dense:
+            builder.add_dense(item.name, item.data)
+        for target in targets:
+            builder.add_label(target.name, target.data)
+        self._batch = builder.build()
+
+    @property
+    def data(self) -> _core.Batch:
+        """The batch as the engine takes it."""
+        return self._batch
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return self._batch.batch_size
+
+    def to_bytes(self) -> bytes:
+        """Return the batch in its wire format (versioned, with a checksum)."""
+        return self._batch.to_bytes()
+
+
+def _name(name: str) -> str:
+    if not isinstance(name, str) or not name or not name.isascii() or len(name) > 128:
+        raise DataError(f"feature name {name!r}: want 1 to 128 ASCII characters")
+    return name
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"a {value.ndim}-d {value.dtype} array"
+    return f"{type(value).__name__}"
+
+
+def _check_classes(argument: str, items: object, allowed: tuple[type, ...]) -> None:
+    wanted = " or ".join(cls.__name__ for cls in allowed)
+    if isinstance(items, allowed) or not isinstance(items, Sequence) or isinstance(items, str | os.PathLike):
+        raise FeatureTypeError(f"PersiaBatch({argument}=...): want a list of {wanted}, got {type(items).__name__}")
+    for index, item in enumerate(items):
+        if not isinstance(item, allowed):
+            raise FeatureTypeError(f"PersiaBatch({argument}[{index}]): want {wanted}, got {_kind(item)}")

@@ -1,0 +1,127 @@
+"""Optimizers of embedding rows. They run where the rows live; the formulas stand beside each class.
+
+Per element; ``g`` is the gradient summed over a batch for one id, ``w`` a weight.
+"""
+
+import math
+
+from persia.errors import ConfigError, UsageError
+from persia_core import optim as _core
+
+
+class Optimizer:
+    """Base of all embedding optimizers.
+
+    Attributes:
+        lr: The learning rate in force, set by :meth:`update_lr`.
+        spec: Formula and numbers, as the store takes them.
+    """
+
+    def __init__(self, spec: _core.OptimizerSpec, lr: float) -> None:
+        self.spec = spec
+        self._base_lr = lr
+        self.lr = lr
+
+    def update_lr(self, lr: float) -> None:
+        """Use ``lr`` from the next push on (a schedule calls this each step).
+
+        Raises:
+            ConfigError: Not finite or negative, or the optimizer was made with ``lr=0``.
+        """
+        _check({"lr": lr}, at_least_zero=("lr",))
+        if self._base_lr == 0 and lr != 0:
+            raise ConfigError("update_lr: the optimizer was made with lr=0, which no factor can raise; start above 0")
+        self.lr = lr
+
+    def apply(self) -> None:
+        """Make this the optimizer of the current context. ``TrainCtx`` does it on entry.
+
+        Raises:
+            UsageError: Outside a context.
+        """
+        from persia.ctx import cnt_ctx
+
+        context = cnt_ctx()
+        if context is None or context.common_context is None:
+            raise UsageError("Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) calls it for you")
+        context.common_context.begin(optimizer=self)
+
+    @property
+    def lr_factor(self) -> float:
+        """What each push multiplies the first learning rate by."""
+        return self.lr / self._base_lr if self._base_lr else 1.0
+
+
+def _check(values: dict[str, float], at_least_zero: tuple[str, ...], below_one: tuple[str, ...] = ()) -> None:
+    wrong = []
+    for name, value in values.items():
+        if not math.isfinite(value):
+            wrong.append(f"{name}={value}: want a finite number")
+        elif name in at_least_zero and value < 0:
+            wrong.append(f"{name}={value}: want at least 0")
+        elif name in below_one and not 0 <= value < 1:
+            wrong.append(f"{name}={value}: want at least 0 and below 1")
+    if wrong:
+        raise ConfigError("embedding optimizer: " + "; ".join(wrong))
+
+
+class SGD(Optimizer):
+    """``w -= lr * (g + wd * w)``; with momentum ``v = momentum * v + g; w -= lr * (v + wd * w)``."""
+
+    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        _check(
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            at_least_zero=("lr", "weight_decay"),
+            below_one=("momentum",),
+        )
+        super().__init__(_core.OptimizerSpec.sgd(lr, momentum, weight_decay), lr)
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015, algorithm 1, bias-corrected); its t is the global step, as in torch's SparseAdam."""
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        eps: float = 1e-8,
+    ) -> None:
+        _check(
+            {"lr": lr, "betas[0]": betas[0], "betas[1]": betas[1], "weight_decay": weight_decay, "eps": eps},
+            at_least_zero=("lr", "weight_decay", "eps"),
+            below_one=("betas[0]", "betas[1]"),
+        )
+        super().__init__(_core.OptimizerSpec.adam(lr, betas, weight_decay, eps), lr)
+
+
+class Adagrad(Optimizer):
+    """``w -= lr * g / sqrt(s + eps)`` with the old ``s``, then ``s = s * g_square_momentum + g * g``.
+
+    ``s`` starts at ``initial_accumulator_value``. With ``vectorwise_shared`` a row has one ``s``, which grows by the
+    mean of ``g * g``: less memory, and faster.
+    """
+
+    def __init__(
+        self,
+        lr: float = 1e-2,
+        initial_accumulator_value: float = 1e-2,
+        weight_decay: float = 0,
+        g_square_momentum: float = 1,
+        eps: float = 1e-10,
+        vectorwise_shared: bool = False,
+    ) -> None:
+        _check(
+            {
+                "lr": lr,
+                "initial_accumulator_value": initial_accumulator_value,
+                "weight_decay": weight_decay,
+                "g_square_momentum": g_square_momentum,
+                "eps": eps,
+            },
+            at_least_zero=("lr", "initial_accumulator_value", "weight_decay", "g_square_momentum", "eps"),
+        )
+        spec = _core.OptimizerSpec.adagrad(
+            lr, initial_accumulator_value, weight_decay, g_square_momentum, eps, vectorwise_shared
+        )
+        super().__init__(spec, lr)

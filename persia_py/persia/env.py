@@ -1,0 +1,128 @@
+"""The process's place in the job, from environment variables.
+
+``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` follow torchrun's contract; ``REPLICA_INDEX`` and ``REPLICA_SIZE`` number
+the replicas of a service. Unset means a job of one.
+"""
+
+import os
+from dataclasses import dataclass
+
+from persia.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    rank: int
+    local_rank: int
+    world_size: int
+    replica_index: int
+    replica_size: int
+
+
+def _read(name: str, default: int, *, least: int) -> int:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise ConfigError(f"environment variable {name}={text!r}: want a whole number of at least {least}")
+    return value
+
+
+def _load() -> _Place:
+    place = _Place(
+        rank=_read("RANK", 0, least=0),
+        local_rank=_read("LOCAL_RANK", 0, least=0),
+        world_size=_read("WORLD_SIZE", 1, least=1),
+        replica_index=_read("REPLICA_INDEX", 0, least=0),
+        replica_size=_read("REPLICA_SIZE", 1, least=1),
+    )
+    for index, size, names in (
+        (place.rank, place.world_size, "RANK and WORLD_SIZE"),
+        (place.replica_index, place.replica_size, "REPLICA_INDEX and REPLICA_SIZE"),
+    ):
+        if index >= size:
+            raise ConfigError(f"environment variables {names}: index {index} must be below size {size}")
+    return place
+
+
+_place: _Place | None = None
+
+
+def _current() -> _Place:
+    global _place
+    if _place is None:
+        _place = _load()
+    return _place
+
+
+def reload_env() -> None:
+    """Read the environment variables again."""
+    global _place
+    _place = _load()
+
+
+def set_env(
+    *,
+    rank: int | None = None,
+    local_rank: int | None = None,
+    world_size: int | None = None,
+    replica_index: int | None = None,
+    replica_size: int | None = None,
+) -> None:
+    """Set the given variables in this process's environment and read them again."""
+    given = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world_size,
+        "REPLICA_INDEX": replica_index,
+        "REPLICA_SIZE": replica_size,
+    }
+    os.environ.update({name: str(value) for name, value in given.items() if value is not None})
+    reload_env()
+
+
+def get_rank() -> int:
+    """Return the trainer rank, from 0."""
+    return _current().rank
+
+
+def get_local_rank() -> int:
+    """Return the rank among the trainers of this host, from 0."""
+    return _current().local_rank
+
+
+def get_world_size() -> int:
+    """Return the number of trainer ranks."""
+    return _current().world_size
+
+
+def get_replica_index() -> int:
+    """Return this process's index among the replicas of its service, from 0."""
+    return _current().replica_index
+
+
+def get_replica_size() -> int:
+    """Return the number of replicas of this process's service."""
+    return _current().replica_size
+
+
+def flag(name: str) -> bool:
+    """Return whether environment variable ``name`` is switched on (1, true, yes, on; case does not matter)."""
+    text = os.environ.get(name, "").strip().lower()
+    if text in {"", "0", "false", "no", "off"}:
+        return False
+    if text in {"1", "true", "yes", "on"}:
+        return True
+    raise ConfigError(f"environment variable {name}={text!r}: want 1 or 0")
+
+
+def staleness(argument: int | None) -> int:
+    """Return the staleness K: the argument, else ``EMBEDDING_STALENESS``, else 8."""
+    value = _read("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
+    if not 1 <= value <= 64:
+        raise ConfigError(f"embedding staleness {value}: want 1 (synchronous) to 64")
+    return value

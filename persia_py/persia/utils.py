@@ -1,0 +1,84 @@
+"""Small things PersiaML's scripts use."""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from persia.errors import ConfigError, UsageError
+
+
+def setup_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, and ask torch for deterministic algorithms.
+
+    New embedding rows follow this seed too: a run's seed is ``torch.initial_seed()``.
+    """
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def load_yaml(filepath: str | os.PathLike[str]) -> Any:
+    """Return the content of a YAML file.
+
+    Raises:
+        ConfigError: The file is missing, unreadable, or no YAML.
+    """
+    try:
+        with Path(filepath).open(encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{filepath}: {error}") from error
+
+
+def dump_yaml(content: Mapping[str, Any], filepath: str | os.PathLike[str]) -> None:
+    """Write ``content`` as a YAML file, keys in their order."""
+    with Path(filepath).open("w", encoding="utf-8") as file:
+        yaml.safe_dump(dict(content), file, sort_keys=False)
+
+
+def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Run ``cmd`` to its end with ``env`` added to this process's environment.
+
+    Raises:
+        subprocess.CalledProcessError: It ended with another status than 0.
+    """
+    return subprocess.run([str(part) for part in cmd], env={**os.environ, **(env or {})}, check=True)
+
+
+def resolve_binary_execute_path(binary_name: str) -> str:
+    """Return the path of a program: the one in ``THIRD_PARTY_PATH`` if there, else the first on ``PATH``.
+
+    Raises:
+        UsageError: It is in neither.
+    """
+    override = os.environ.get("THIRD_PARTY_PATH", "")
+    if override:
+        candidate = Path(override) / binary_name
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return str(candidate)
+    found = shutil.which(binary_name)
+    if found is None:
+        raise UsageError(f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH")
+    return found
+
+
+def find_free_port(port: int | None = None) -> int:
+    """Return ``port`` if it can be bound on loopback, else one that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", port or 0))
+        except OSError:
+            probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

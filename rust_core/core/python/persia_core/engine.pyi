@@ -1,0 +1,29 @@
+from typing import Any, final
+
+from .config import EmbeddingConfig, GlobalConfig
+from .data import Batch
+from .forward import Pipeline, TrainingBatch
+from .optim import OptimizerSpec
+
+@final
+class Engine:
+    def __new__(cls, embedding: EmbeddingConfig, general: GlobalConfig) -> Engine: ...
+    def begin(
+        self,
+        *,
+        seed: int,
+        optimizer: OptimizerSpec | None,
+        initialization: tuple[float, float],
+        admit_probability: float,
+        weight_bound: float,
+        after_epoch: int,
+        step: int,
+    ) -> None: ...
+    @property
+    def step(self) -> int: ...
+    def pipeline(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline: ...
+    def lookup(self, batch: Batch) -> TrainingBatch: ...
+    def drain(self) -> None: ...
+    def clear(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...

@@ -1,0 +1,17 @@
+from typing import final
+
+@final
+class OptimizerSpec:
+    @staticmethod
+    def sgd(lr: float, momentum: float, weight_decay: float) -> OptimizerSpec: ...
+    @staticmethod
+    def adagrad(
+        lr: float,
+        initial_accumulator_value: float,
+        weight_decay: float,
+        g_square_momentum: float,
+        eps: float,
+        vectorwise_shared: bool,
+    ) -> OptimizerSpec: ...
+    @staticmethod
+    def adam(lr: float, betas: tuple[float, float], weight_decay: float, eps: float) -> OptimizerSpec: ...

@@ -1,0 +1,247 @@
+//! `persia_core.checkpoint`: saving, loading, inspecting.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
+use persia_types::{Optimizer, Tables, TablesError};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+use serde_json::value::RawValue;
+
+use crate::engine::Engine;
+use crate::errors;
+
+const CURSOR: &str = "loader";
+
+/// One save under way: rows are written when it is made.
+#[pyclass(module = "persia_core.checkpoint")]
+pub(crate) struct Saver {
+    saver: Option<files::Saver>,
+    head: Head,
+}
+
+#[pymethods]
+impl Saver {
+    /// Wait for the engine's pushes in flight, then write its rows aside in `directory`.
+    #[new]
+    fn new(py: Python<'_>, engine: &Engine, directory: PathBuf) -> PyResult<Self> {
+        engine.drain(py)?;
+        let (run, step, stats) = engine.cut(py)?;
+        let names = run.schema.tables.iter().map(|table| table.name.clone());
+        let head = Head {
+            step,
+            world_size: 1,
+            rows: names.zip(stats.rows.iter().copied()).collect(),
+            tokens: stats.tokens,
+            cursors: BTreeMap::new(),
+            build: BTreeMap::from([("persia_core".to_owned(), crate::version().to_owned())]),
+            created_at: String::new(),
+            run,
+        };
+        let store = engine.store();
+        let saver = py.detach(|| -> Result<files::Saver, TablesError> {
+            let mut saver = files::Saver::begin(&directory)?;
+            for entry in store.snapshot(saver.staging())? {
+                saver.add(entry)?;
+            }
+            Ok(saver)
+        });
+        Ok(Self { saver: Some(saver.map_err(|error| errors::tables(py, &error))?), head })
+    }
+
+    /// Where to write the file `name` before it is added.
+    fn staged(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
+        Ok(self.open(py)?.staging().join(name))
+    }
+
+    /// Make the staged file `name` durable and part of the checkpoint.
+    fn add_file(&mut self, py: Python<'_>, name: &str) -> PyResult<()> {
+        let Some(saver) = self.saver.as_mut() else { return Err(ended(py)) };
+        py.detach(|| saver.add_file(name)).map_err(|error| raise(py, &error))
+    }
+
+    /// Publish the manifest: from now on `directory` holds this checkpoint.
+    fn commit(&mut self, py: Python<'_>, cursor: String, created_at: String) -> PyResult<()> {
+        let saver = self.saver.take().ok_or_else(|| ended(py))?;
+        let raw = RawValue::from_string(cursor)
+            .map_err(|error| errors::raise(py, "UsageError", format!("the cursor is no JSON: {error}")))?;
+        let mut head = self.head.clone();
+        head.cursors.insert(CURSOR.into(), raw);
+        head.created_at = created_at;
+        py.detach(|| saver.commit(head)).map(drop).map_err(|error| raise(py, &error))
+    }
+
+    /// Remove what was staged.
+    fn abort(&mut self) {
+        self.saver = None;
+    }
+}
+
+impl Saver {
+    fn open(&self, py: Python<'_>) -> PyResult<&files::Saver> {
+        self.saver.as_ref().ok_or_else(|| ended(py))
+    }
+}
+
+fn ended(py: Python<'_>) -> PyErr {
+    errors::raise(py, "UsageError", "this save has ended; make a new one")
+}
+
+/// A checkpoint on disk.
+#[pyclass(module = "persia_core.checkpoint", frozen)]
+pub(crate) struct Checkpoint {
+    directory: PathBuf,
+    manifest: Manifest,
+}
+
+#[pymethods]
+impl Checkpoint {
+    /// Read the manifest of `directory`; the files are checked by `verify`.
+    #[new]
+    fn new(py: Python<'_>, directory: PathBuf) -> PyResult<Self> {
+        let manifest = Manifest::open(&directory).map_err(|error| raise(py, &error))?;
+        Ok(Self { directory, manifest })
+    }
+
+    /// Check size and hash of every file; all that are wrong are named.
+    fn verify(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.manifest.verify(&self.directory)).map_err(|problems| {
+            let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
+            errors::raise(py, "CheckpointError", lines.join("\n"))
+        })
+    }
+
+    /// Where the file `name` is.
+    fn path_of(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
+        self.manifest.locate(&self.directory, name).map_err(|error| raise(py, &error))
+    }
+
+    /// Replace the engine's rows by the checkpoint's.
+    fn restore(&self, py: Python<'_>, engine: &Engine) -> PyResult<()> {
+        let run = &self.manifest.head.run;
+        let (now, _, _) = engine.cut(py)?;
+        if let (Some(saved), Some(current)) = (&run.optimizer, &now.optimizer)
+            && kind(saved) != kind(current)
+        {
+            return Err(errors::raise(
+                py,
+                "CheckpointError",
+                format!(
+                    "{} was saved with optimizer {}, this run has {}; use the same embedding optimizer",
+                    self.directory.display(),
+                    kind(saved),
+                    kind(current),
+                ),
+            ));
+        }
+        let (store, shards) = (engine.store(), self.manifest.shards());
+        py.detach(|| store.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
+    }
+
+    /// The step it was cut at.
+    #[getter]
+    fn step(&self) -> u64 {
+        self.manifest.head.step
+    }
+
+    /// The run's epoch.
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.manifest.head.run.epoch
+    }
+
+    /// The run's seed.
+    #[getter]
+    fn seed(&self) -> u64 {
+        self.manifest.head.run.seed
+    }
+
+    /// Where the data loader stood, as JSON.
+    #[getter]
+    fn cursor(&self) -> &str {
+        self.manifest.head.cursors.get(CURSOR).map_or("null", |raw| raw.get())
+    }
+
+    /// Name, size and hash of every file.
+    #[getter]
+    fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let list = PyList::empty(py);
+        for file in &self.manifest.files {
+            let entry = PyDict::new(py);
+            entry.set_item("name", &file.name)?;
+            entry.set_item("bytes", file.bytes)?;
+            entry.set_item("blake3", &file.blake3)?;
+            list.append(entry)?;
+        }
+        Ok(list)
+    }
+
+    /// The manifest as JSON.
+    #[getter]
+    fn manifest(&self, py: Python<'_>) -> PyResult<String> {
+        serde_json::to_string_pretty(&self.manifest)
+            .map_err(|error| errors::raise(py, "CheckpointError", error.to_string()))
+    }
+}
+
+/// What kind of state an optimizer keeps in a row.
+fn kind(optimizer: &Optimizer) -> &'static str {
+    match optimizer {
+        Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => "SGD",
+        Optimizer::Sgd { .. } => "SGD with momentum",
+        Optimizer::Adagrad { vectorwise_shared: true, .. } => "Adagrad(vectorwise_shared=True)",
+        Optimizer::Adagrad { .. } => "Adagrad",
+        Optimizer::Adam { .. } => "Adam",
+    }
+}
+
+/// The checkpoints below a folder, or the folder itself if it is one; broken ones with their problem.
+#[pyfunction]
+pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'py, PyList>> {
+    let list = PyList::empty(py);
+    if let Ok(manifest) = Manifest::open(&parent) {
+        list.append(describe(py, &parent, &Ok(manifest))?)?;
+        return Ok(list);
+    }
+    for found in files::list(&parent).map_err(|error| raise(py, &error))? {
+        list.append(describe(py, &found.path, &found.manifest)?)?;
+    }
+    Ok(list)
+}
+
+fn describe<'py>(
+    py: Python<'py>,
+    path: &Path,
+    manifest: &Result<Manifest, CheckpointError>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let entry = PyDict::new(py);
+    entry.set_item("path", path)?;
+    let problem = match manifest {
+        Err(error) => Some(error.to_string()),
+        Ok(manifest) => {
+            entry.set_item("step", manifest.head.step)?;
+            entry.set_item("epoch", manifest.head.run.epoch)?;
+            entry.set_item("rows", manifest.head.rows.values().sum::<u64>())?;
+            entry.set_item("bytes", manifest.bytes())?;
+            entry.set_item("created_at", &manifest.head.created_at)?;
+            let problems = py.detach(|| manifest.verify(path)).err();
+            problems.map(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))
+        }
+    };
+    entry.set_item("problem", problem)?;
+    Ok(entry)
+}
+
+fn raise(py: Python<'_>, error: &CheckpointError) -> PyErr {
+    let class = match error {
+        CheckpointError::Missing { .. }
+        | CheckpointError::Corrupt { .. }
+        | CheckpointError::Future { .. } => "CheckpointError",
+        CheckpointError::Busy { .. } | CheckpointError::Occupied { .. } | CheckpointError::Io { .. } => {
+            "StorageError"
+        }
+        CheckpointError::BadSave { .. } => "UsageError",
+    };
+    errors::raise(py, class, error.to_string())
+}

@@ -1,0 +1,84 @@
+//! `persia_core.config`: the two YAML files, parsed and validated.
+
+use persia_types::config::{self, ConfigErrors, Finding, Parsed};
+use pyo3::prelude::*;
+
+use crate::errors;
+
+/// A valid `embedding_config.yml`.
+#[pyclass(module = "persia_core.config", frozen)]
+pub(crate) struct EmbeddingConfig {
+    pub(crate) parsed: config::EmbeddingConfig,
+    /// Keys that are accepted and have no effect.
+    #[pyo3(get)]
+    warnings: Vec<String>,
+}
+
+#[pymethods]
+impl EmbeddingConfig {
+    /// Slot names in the order of the file.
+    #[getter]
+    fn slots(&self) -> Vec<String> {
+        self.parsed.schema.slots.iter().map(|slot| slot.name.clone()).collect()
+    }
+
+    /// (name, dim) of each table.
+    #[getter]
+    fn tables(&self) -> Vec<(String, usize)> {
+        self.parsed.schema.tables.iter().map(|table| (table.name.clone(), table.dim)).collect()
+    }
+}
+
+/// A valid `global_config.yml`.
+#[pyclass(module = "persia_core.config", frozen)]
+pub(crate) struct GlobalConfig {
+    pub(crate) parsed: config::GlobalConfig,
+    /// Keys that are accepted and have no effect.
+    #[pyo3(get)]
+    warnings: Vec<String>,
+}
+
+#[pymethods]
+impl GlobalConfig {
+    /// What holds where there is no file.
+    #[new]
+    fn new() -> Self {
+        Self { parsed: config::GlobalConfig::default(), warnings: Vec::new() }
+    }
+
+    /// Rows the store holds before it evicts.
+    #[getter]
+    fn capacity(&self) -> u64 {
+        self.parsed.capacity
+    }
+
+    /// The job's name.
+    #[getter]
+    fn job_name(&self) -> &str {
+        &self.parsed.job_name
+    }
+}
+
+/// Parse and validate the text of an `embedding_config.yml` called `file`.
+#[pyfunction]
+pub(crate) fn parse_embedding_config(py: Python<'_>, text: &str, file: &str) -> PyResult<EmbeddingConfig> {
+    let (parsed, warnings) = split(py, file, config::EmbeddingConfig::parse(text, file))?;
+    Ok(EmbeddingConfig { parsed, warnings })
+}
+
+/// Parse and validate the text of a `global_config.yml` called `file`.
+#[pyfunction]
+pub(crate) fn parse_global_config(py: Python<'_>, text: &str, file: &str) -> PyResult<GlobalConfig> {
+    let (parsed, warnings) = split(py, file, config::GlobalConfig::parse(text, file))?;
+    Ok(GlobalConfig { parsed, warnings })
+}
+
+fn split<T>(
+    py: Python<'_>,
+    file: &str,
+    parsed: Result<Parsed<T>, ConfigErrors>,
+) -> PyResult<(T, Vec<String>)> {
+    let parsed = parsed.map_err(|errors| errors::raise(py, "ConfigError", errors.to_string()))?;
+    let place = |finding: &Finding| format!("{file}: {finding}");
+    Ok((parsed.config, parsed.warnings.iter().map(place).collect()))
+}

@@ -1,0 +1,79 @@
+//! The engine's and the store's errors as Python exceptions. The classes themselves are `errors.py`.
+
+use persia_engine::Error;
+use persia_types::TablesError;
+use pyo3::prelude::*;
+use pyo3::types::PyModule;
+
+const SOURCE: &std::ffi::CStr = c_str(concat!(include_str!("errors.py"), "\0"));
+
+const fn c_str(text: &str) -> &std::ffi::CStr {
+    match std::ffi::CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("errors.py holds a NUL byte"),
+    }
+}
+
+/// Make the module `persia_core.errors`.
+pub(crate) fn module(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
+    PyModule::from_code(py, SOURCE, c"persia_core/errors.py", c"persia_core.errors")
+}
+
+/// An exception of the class called `name` in `errors.py`.
+pub(crate) fn raise(py: Python<'_>, name: &str, message: impl Into<String>) -> PyErr {
+    let class = py.import("persia_core.errors").and_then(|module| module.getattr(name));
+    match class.and_then(|class| class.call1((message.into(),))) {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(error) => error,
+    }
+}
+
+/// A feature, gradient or label of the wrong type.
+pub(crate) fn feature_type(py: Python<'_>, message: String) -> PyErr {
+    raise(py, "FeatureTypeError", message)
+}
+
+/// What a look-up, push, snapshot or restore can fail with.
+pub(crate) fn tables(py: Python<'_>, error: &TablesError) -> PyErr {
+    raise(py, tables_class(error), error.to_string())
+}
+
+fn tables_class(error: &TablesError) -> &'static str {
+    match error {
+        TablesError::StaleEpoch { .. } => "StaleEpochError",
+        TablesError::NotBegun | TablesError::NoOptimizer | TablesError::BadRun { .. } => "UsageError",
+        TablesError::BadShape { .. } | TablesError::TooManyIds { .. } | TablesError::BadTable { .. } => {
+            "DataError"
+        }
+        TablesError::Corrupt { .. } | TablesError::Foreign { .. } => "CheckpointError",
+        TablesError::Io { .. } | TablesError::OutOfMemory { .. } => "StorageError",
+        TablesError::Unreachable { .. } => "UnreachableError",
+    }
+}
+
+/// What a batch, a pipeline or the engine can fail with.
+pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
+    let class = match error {
+        Error::Source(source) => {
+            return match source.downcast_ref::<PyErr>() {
+                Some(raised) => raised.clone_ref(py),
+                None => raise(py, "DataError", error.to_string()),
+            };
+        }
+        Error::Lookup { source, .. } | Error::Push { source, .. } => tables_class(source),
+        Error::Empty { .. } | Error::UnequalBatchSizes { .. } => "BatchSizeError",
+        Error::BadOption { .. } => "ConfigError",
+        Error::Closed { .. } => "UsageError",
+        Error::Panicked { .. } | Error::Spawn { .. } => "PersiaError",
+        Error::DuplicateNames { .. }
+        | Error::BadFeature { .. }
+        | Error::BadTensor { .. }
+        | Error::TooLarge { .. }
+        | Error::NonFinite { .. }
+        | Error::LabelNotBinary { .. }
+        | Error::BadBytes { .. }
+        | Error::FeatureMismatch { .. }
+        | Error::BadGradient { .. } => "DataError",
+    };
+    raise(py, class, error.to_string())
+}

@@ -1,0 +1,259 @@
+//! `persia_core.forward`: what a training loop takes from the engine.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use persia_engine::{
+    Batch as EngineBatch, Dtype, Fed, Gradient, Next, Output, Pipeline as Line, PushOptions,
+    Tensor as DenseTensor, Ticket, Wait,
+};
+use pyo3::prelude::*;
+
+use crate::data::Batch;
+use crate::dlpack::{ElementType, Tensor, borrow_f32};
+use crate::{errors, wait};
+
+/// How often waiting for the source of batches is logged.
+const REMIND: Duration = Duration::from_secs(30);
+
+/// Batches of one data loader, looked up ahead of their use. One thread feeds it, another takes from it.
+#[pyclass(module = "persia_core.forward", frozen)]
+pub(crate) struct Pipeline {
+    line: Mutex<Option<Arc<Line>>>,
+}
+
+impl Pipeline {
+    pub(crate) fn new(line: Line) -> Self {
+        Self { line: Mutex::new(Some(Arc::new(line))) }
+    }
+
+    fn line(&self) -> Option<Arc<Line>> {
+        self.line.lock().clone()
+    }
+}
+
+#[pymethods]
+impl Pipeline {
+    /// Queue a batch, waiting while the queue is full; false once the pipeline is closed.
+    fn feed(&self, py: Python<'_>, batch: &Batch) -> PyResult<bool> {
+        let mut batch = Arc::clone(&batch.0);
+        wait::until(py, |slice| {
+            let Some(line) = self.line() else { return Ok(Some(false)) };
+            match line.feed(Arc::clone(&batch), slice) {
+                Ok(Fed::Accepted) => Ok(Some(true)),
+                Ok(Fed::Pending { batch: again, .. }) => {
+                    batch = again;
+                    Ok(None)
+                }
+                Err(persia_engine::Error::Closed { .. }) => Ok(Some(false)),
+                Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
+            }
+        })
+    }
+
+    /// Say that there are no more batches.
+    fn end(&self) {
+        if let Some(line) = self.line() {
+            line.end_of_data();
+        }
+    }
+
+    /// Say that the source failed: `next` raises `error` after the batches before it.
+    fn fail(&self, error: Bound<'_, PyAny>) {
+        if let Some(line) = self.line() {
+            line.fail(Arc::new(PyErr::from_value(error)));
+        }
+    }
+
+    /// The next batch in the order they were fed; None after the last.
+    ///
+    /// A look-up or push may take `timeout_s`; waiting for the source has no limit and is logged.
+    fn next(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<TrainingBatch>> {
+        let Some(line) = self.line() else {
+            return Err(errors::raise(py, "UsageError", "the data loader's loop has ended"));
+        };
+        let mut patience = Patience::new(timeout_s);
+        wait::until(py, |slice| match line.next(slice) {
+            Ok(Next::Ready(looked)) => {
+                let looked = *looked;
+                Ok(Some(Some(TrainingBatch::new(looked.step, looked.batch, looked.outputs, looked.ticket))))
+            }
+            Ok(Next::End) => Ok(Some(None)),
+            Ok(Next::Pending(what)) => patience.check(what).map(|()| None),
+            Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
+        })
+    }
+
+    /// Drop what is queued and end the look-up thread.
+    fn close(&self, py: Python<'_>) {
+        let line = self.line.lock().take();
+        if let Some(line) = &line {
+            py.detach(|| line.close());
+        }
+    }
+}
+
+/// How long one `next` has waited, and for what.
+struct Patience {
+    limit: Duration,
+    start: Instant,
+    reminded: Instant,
+}
+
+impl Patience {
+    fn new(timeout_s: f64) -> Self {
+        let now = Instant::now();
+        let limit = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::MAX);
+        Self { limit, start: now, reminded: now }
+    }
+
+    fn check(&mut self, what: Wait) -> PyResult<()> {
+        let waited = self.start.elapsed();
+        if what != Wait::Batch && waited > self.limit {
+            return Err(Python::attach(|py| {
+                errors::raise(
+                    py,
+                    "WaitTimeoutError",
+                    format!("waited {:.1} s for {what}", waited.as_secs_f64()),
+                )
+            }));
+        }
+        if self.reminded.elapsed() > REMIND {
+            self.reminded = Instant::now();
+            let text = format!("waiting for {what} since {:.0} s", waited.as_secs_f64());
+            return Python::attach(|py| log_warning(py, &text));
+        }
+        Ok(())
+    }
+}
+
+fn log_warning(py: Python<'_>, text: &str) -> PyResult<()> {
+    let logger = py.import("logging")?.call_method1("getLogger", ("persia.data",))?;
+    logger.call_method1("warning", ("%s", text)).map(drop)
+}
+
+/// A batch with its embeddings.
+#[pyclass(module = "persia_core.forward")]
+pub(crate) struct TrainingBatch {
+    /// The training step, from 1; for a batch looked up for evaluation the step before it.
+    #[pyo3(get)]
+    step: u64,
+    /// Where the data set stands behind this batch; the data loader's.
+    #[pyo3(get, set)]
+    position: Option<String>,
+    batch: Arc<EngineBatch>,
+    outputs: Vec<Arc<Output>>,
+    ticket: Option<Ticket>,
+}
+
+impl TrainingBatch {
+    fn new(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>, ticket: Option<Ticket>) -> Self {
+        Self { step, position: None, batch, outputs: outputs.into_iter().map(Arc::new).collect(), ticket }
+    }
+
+    pub(crate) fn evaluated(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>) -> Self {
+        Self::new(step, batch, outputs, None)
+    }
+}
+
+#[pymethods]
+impl TrainingBatch {
+    /// Number of samples.
+    #[getter]
+    fn batch_size(&self) -> usize {
+        self.batch.batch_size()
+    }
+
+    /// Names of the id features, in the batch's order.
+    #[getter]
+    fn slots(&self) -> Vec<String> {
+        self.batch.id_features().iter().map(|feature| feature.name().to_owned()).collect()
+    }
+
+    /// Whether gradients can be pushed for it.
+    #[getter]
+    fn requires_grad(&self) -> bool {
+        self.ticket.is_some()
+    }
+
+    /// The user's own bytes.
+    #[getter]
+    fn meta(&self) -> Option<&[u8]> {
+        self.batch.meta()
+    }
+
+    /// One `[batch, dim]` float32 tensor per id feature, in the batch's order.
+    fn embeddings(&self) -> Vec<Tensor> {
+        let shape = |output: &Output| [self.batch.batch_size(), output.dim()];
+        let share = |output: &Arc<Output>| {
+            let bytes = bytemuck::cast_slice(output.as_ref().as_ref());
+            Tensor::new(Arc::clone(output) as _, bytes, ElementType::F32, &shape(output))
+        };
+        self.outputs.iter().map(share).collect()
+    }
+
+    /// Dense inputs, in the batch's order.
+    fn dense(&self) -> Vec<Tensor> {
+        self.batch.dense().iter().map(copied).collect()
+    }
+
+    /// Labels, in the batch's order.
+    fn labels(&self) -> Vec<Tensor> {
+        self.batch.labels().iter().map(copied).collect()
+    }
+
+    /// Hand the gradients of `embeddings` over, in their order, None where there is none, and return at once.
+    fn push(
+        &mut self,
+        py: Python<'_>,
+        gradients: Vec<Option<Bound<'_, PyAny>>>,
+        lr_factor: f32,
+    ) -> PyResult<()> {
+        let step = self.step;
+        let Some(ticket) = self.ticket.take() else {
+            let text = format!("step {step}: gradients were pushed before, or the batch is not trained on");
+            return Err(errors::raise(py, "UsageError", text));
+        };
+        let mut borrowed: Vec<Option<Gradient>> = Vec::with_capacity(gradients.len());
+        for (index, gradient) in gradients.iter().enumerate() {
+            let (Some(gradient), Some(output)) = (gradient, self.outputs.get(index)) else {
+                borrowed.push(None);
+                continue;
+            };
+            let what = format!("step {step}, gradient {index}");
+            borrowed.push(Some(Box::new(borrow_f32(
+                gradient,
+                &what,
+                &[self.batch.batch_size(), output.dim()],
+            )?)));
+        }
+        let options = PushOptions { lr_factor, ..PushOptions::default() };
+        ticket.push(borrowed, options).map_err(|error| errors::engine(py, &error))
+    }
+
+    /// Give up the right to push: the rows stay as they are.
+    fn discard(&mut self) {
+        self.ticket = None;
+    }
+}
+
+/// Dense inputs and labels are copied: the model may write to them, the batch stays as it is.
+fn copied(tensor: &DenseTensor) -> Tensor {
+    let bytes: Arc<Vec<u8>> = Arc::new(tensor.bytes().to_vec());
+    let view = Arc::clone(&bytes);
+    Tensor::new(bytes as _, &view, element(tensor.dtype()), tensor.shape())
+}
+
+fn element(dtype: Dtype) -> ElementType {
+    match dtype {
+        Dtype::Bool => ElementType::new(6, 8),
+        Dtype::I8 => ElementType::new(0, 8),
+        Dtype::I16 => ElementType::new(0, 16),
+        Dtype::I32 => ElementType::new(0, 32),
+        Dtype::I64 => ElementType::new(0, 64),
+        Dtype::U8 => ElementType::new(1, 8),
+        Dtype::F32 => ElementType::F32,
+        Dtype::F64 => ElementType::new(2, 64),
+    }
+}

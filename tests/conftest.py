@@ -1,0 +1,144 @@
+"""Shared by all tests: a small configuration, small batches, and a record of the checklist rows that passed."""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from persia.data import IterableDataset
+from persia.embedding.data import (
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+
+torch.set_num_threads(1)  # the models here are too small to share
+
+ROOT = Path(__file__).resolve().parents[1]
+
+Configure = Callable[..., Path]
+
+
+@pytest.fixture
+def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """Write configuration files and point the environment at them: ``configure("a: {dim: 4}", capacity=1000)``."""
+
+    def write(slots: str, *, groups: str = "", capacity: int = 1_000_000) -> Path:
+        body = f"slots_config:\n{textwrap.indent(textwrap.dedent(slots).strip(), '  ')}\n"
+        if groups:
+            body += f"feature_groups:\n{textwrap.indent(textwrap.dedent(groups).strip(), '  ')}\n"
+        embedding = tmp_path / "embedding_config.yml"
+        embedding.write_text(body)
+        general = tmp_path / "global_config.yml"
+        general.write_text(f"embedding_parameter_server_config:\n  capacity: {capacity}\n")
+        monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(embedding))
+        monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(general))
+        return embedding
+
+    for name in (
+        "PERSIA_NATS_URL",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "REPRODUCIBLE",
+        "EMBEDDING_STALENESS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    return write
+
+
+class Batches(IterableDataset):
+    """Random batches over slots ``a`` (one id) and ``b`` (a list of ids), from a seed; continues by its state dict."""
+
+    def __init__(self, count: int, *, seed: int = 0, batch_size: int = 32, ids: int = 200) -> None:
+        super().__init__(buffer_size=4)
+        self.count, self.seed, self.batch_size, self.ids = count, seed, batch_size, ids
+        self.next = 0
+
+    def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+        """Return batch ``number``; it depends on nothing else."""
+        rng = np.random.default_rng([self.seed, number])
+        single = rng.integers(0, self.ids, self.batch_size, dtype=np.uint64)
+        lists = [rng.integers(0, self.ids, rng.integers(0, 4), dtype=np.uint64) for _ in range(self.batch_size)]
+        dense = rng.standard_normal((self.batch_size, 3), dtype=np.float32)
+        label = ((single % 3 == 0) | (dense[:, 0] > 1)).astype(np.float32)[:, None]
+        return PersiaBatch(
+            [IDTypeFeatureWithSingleID("a", single), IDTypeFeature("b", lists)],
+            [NonIDTypeFeature(dense)],
+            [Label(label, binary=True)],
+            requires_grad=requires_grad,
+        )
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        while self.next < self.count:
+            self.next += 1
+            yield self.batch(self.next - 1)
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of batches yielded."""
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue behind them."""
+        self.next = state_dict["next"]
+
+
+class TinyModel(torch.nn.Module):
+    """A dense layer over dense inputs and all embeddings; gives logits."""
+
+    def __init__(self, dense: int = 3, embeddings: int = 8) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(dense + embeddings, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+        )
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return ``[batch, 1]`` logits."""
+        result: torch.Tensor = self.layers(torch.cat(non_id_tensors + embedding_tensors, 1))
+        return result
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers."""
+    config.addinivalue_line("markers", "row(*ids): rows of docs/checklist.md that this test shows")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+_rows: dict[str, set[str]] = {}
+
+
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Note the outcome of every test that claims checklist rows."""
+    ids = [row for marker in item.iter_markers("row") for row in marker.args]
+    if not ids:
+        return
+    outcome = ""
+    if call.excinfo is None:
+        outcome = "passed" if call.when == "call" else ""
+    elif call.excinfo.errisinstance(pytest.skip.Exception):
+        outcome = f"skipped: {call.excinfo.value}"
+    else:
+        outcome = "failed"
+    if outcome:
+        for row in ids:
+            _rows.setdefault(row, set()).add(outcome)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write ``runs/checklist.json``: a row passed if every test that claims it did."""
+    if not _rows:
+        return
+    state = {}
+    for row, outcomes in sorted(_rows.items()):
+        skipped = sorted(outcome for outcome in outcomes if outcome.startswith("skipped"))
+        state[row] = "failed" if "failed" in outcomes else skipped[0] if skipped else "passed"
+    path = Path(session.config.rootpath) / "runs" / "checklist.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(state, indent=1) + "\n")

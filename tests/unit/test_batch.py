@@ -1,0 +1,118 @@
+"""Batches: what is accepted, and that everything else is refused with its place."""
+
+import numpy as np
+import pytest
+
+from persia.embedding.data import (
+    MAX_BATCH_SIZE,
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError, PersiaError
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+LABEL = [Label(np.zeros((2, 1), np.float32))]
+
+
+def test_a_batch_keeps_its_size_and_survives_its_wire_format() -> None:
+    from persia_core.data import Batch
+
+    batch = PersiaBatch(
+        [IDTypeFeature("a", [ids(1, 2, 1), ids()]), IDTypeFeatureWithSingleID("b", ids(2**64 - 1, 0))],
+        [NonIDTypeFeature(np.ones((2, 3), np.float32)), NonIDTypeFeature(np.ones(2, np.bool_))],
+        LABEL,
+        meta=b"note",
+    )
+    assert batch.batch_size == 2
+    again = Batch.from_bytes(batch.to_bytes())
+    assert again.batch_size == 2
+    assert again.slots == ["a", "b"]
+    assert again.meta == b"note"
+    assert again.to_bytes() == batch.to_bytes()
+
+
+@pytest.mark.parametrize("position", [0, 7, 40, -1])
+def test_damaged_bytes_are_refused(position: int) -> None:
+    from persia_core.data import Batch
+
+    data = bytearray(PersiaBatch([IDTypeFeature("a", [ids(1, 2), ids(3)])], labels=LABEL).to_bytes())
+    data[position] ^= 1
+    with pytest.raises(DataError):
+        Batch.from_bytes(bytes(data))
+    with pytest.raises(DataError):
+        Batch.from_bytes(bytes(data[:-3]))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64"])
+def test_every_dense_dtype_is_accepted(dtype: str) -> None:
+    PersiaBatch([IDTypeFeatureWithSingleID("a", ids(1, 2))], [NonIDTypeFeature(np.ones((2, 2), dtype))], LABEL)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: IDTypeFeatureWithSingleID("a", np.array([1, 2])), FeatureTypeError, "'a'.*int64"),
+        (lambda: IDTypeFeature("a", [ids(1), np.array([1.0])]), FeatureTypeError, "sample 1"),
+        (lambda: IDTypeFeature.from_offsets("a", ids(1, 2), np.array([0, 3])), DataError, "ascend"),
+        (lambda: IDTypeFeatureWithSingleID("", ids(1)), DataError, "ASCII"),
+        (lambda: NonIDTypeFeature(np.ones((2, 2), np.float16)), FeatureTypeError, "float16"),
+        (lambda: Label(np.array([[0.0], [2.0]]), binary=True), DataError, "row 1: 2.0"),
+        (lambda: Label(np.array([[0.0], [np.nan]]), binary=True), DataError, "row 1: nan"),
+    ],
+)
+def test_a_bad_feature_is_refused_with_its_place(make: object, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        make()  # type: ignore[operator]
+    assert isinstance(caught.value, PersiaError)
+
+
+def test_a_bad_batch_is_refused_with_its_place() -> None:
+    a = IDTypeFeatureWithSingleID("a", ids(1, 2))
+    with pytest.raises(MissingLabelError) as missing:
+        PersiaBatch([a])
+    assert isinstance(missing.value, RuntimeError)
+    with pytest.raises(BatchSizeError, match=r"a: 2.*b: 1.*label: 2") as unequal:
+        PersiaBatch([a, IDTypeFeatureWithSingleID("b", ids(1))], labels=LABEL)
+    assert isinstance(unequal.value, AssertionError)
+    with pytest.raises(BatchSizeError, match="empty"):
+        PersiaBatch([], labels=LABEL)
+    with pytest.raises(BatchSizeError):
+        PersiaBatch([IDTypeFeatureWithSingleID("a", ids())], labels=[Label(np.zeros((0, 1), np.float32))])
+    with pytest.raises(TypeError, match=r"id_type_features\[0\]"):
+        PersiaBatch([ids(1, 2)], labels=LABEL)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="want a list of"):
+        PersiaBatch(a, labels=LABEL)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="more than once.*a"):
+        PersiaBatch([a, a], labels=LABEL)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nan_in_dense_input_is_refused_with_row_and_column(value: float, dtype: type) -> None:
+    data = np.zeros((4, 3), dtype)
+    data[2, 1] = value
+    with pytest.raises(DataError, match=r"price.*row 2.*column 1"):
+        PersiaBatch(
+            [IDTypeFeatureWithSingleID("a", ids(1, 2, 3, 4))],
+            [NonIDTypeFeature(data, name="price")],
+            [Label(np.zeros(4, np.float32))],
+        )
+
+
+def test_more_samples_and_more_ids_than_a_u16_counts() -> None:
+    """PersiaML wrapped positions beyond 65,535 (ARCHITECTURE section 11, defect 11)."""
+    size = MAX_BATCH_SIZE + 5
+    offsets = np.zeros(size + 1, np.int64)
+    offsets[1:] = size  # the first sample has them all
+    batch = PersiaBatch(
+        [IDTypeFeature.from_offsets("a", np.arange(size, dtype=np.uint64), offsets)],
+        labels=[Label(np.zeros(size, np.float32))],
+    )
+    assert batch.batch_size == size

@@ -1,0 +1,73 @@
+"""The ``persia`` command, as a process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Batches, Configure
+from test_training import SLOTS, make, train
+
+import persia
+from persia.data import DataLoader
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "persia", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+def test_version_says_what_is_loaded() -> None:
+    done = run("--version")
+    assert done.returncode == 0
+    assert f"persia {persia.__version__}" in done.stdout
+    assert "persia_core" in done.stdout and "profile" in done.stdout
+
+
+def test_a_good_configuration(configure: Configure) -> None:
+    configure(SLOTS)
+    done = run("config", "check")
+    assert done.returncode == 0, done.stderr
+    assert "2 slots in 2 tables" in done.stdout
+    assert "capacity 1,000,000 rows" in done.stdout
+
+
+def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
+    embedding = tmp_path / "embedding_config.yml"
+    embedding.write_text(
+        "slots_config:\n  a: {dim: 0}\n  b: {dimm: 4}\n  c: {dim: 4, pooling: max}\nfeature_group: {}\n"
+    )
+    general = tmp_path / "global_config.yml"
+    general.write_text("embedding_parameter_server_config:\n  capacity: -1\n")
+    done = run("config", "check", embedding, "--global", general)
+    assert done.returncode == 2
+    for text in ("a.dim", "dimm", "c.pooling", "sum", "mean", "feature_group", "capacity", str(general)):
+        assert text in done.stderr, text
+    assert "Traceback" not in done.stderr
+
+
+def test_checkpoints(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(3)))
+        ctx.dump_checkpoint(tmp_path / "runs" / "first")
+        ctx.dump_checkpoint(tmp_path / "runs" / "second")
+    (tmp_path / "runs" / "second" / "opt.pt").unlink()
+    listing = run("ckpt", "list", tmp_path / "runs")
+    assert listing.returncode == 0
+    assert "first" in listing.stdout and "step 3" in listing.stdout
+    assert "BROKEN" in next(line for line in listing.stdout.splitlines() if "second" in line)
+    shown = run("ckpt", "show", tmp_path / "runs" / "first")
+    assert shown.returncode == 0 and '"step"' in shown.stdout
+    good = run("ckpt", "verify", tmp_path / "runs" / "first")
+    assert good.returncode == 0 and good.stdout.startswith("ok: ")
+    bad = run("ckpt", "verify", tmp_path / "runs" / "second")
+    assert bad.returncode == 4 and "opt.pt" in bad.stderr
+    absent = run("ckpt", "show", tmp_path / "nothing")
+    assert absent.returncode == 4 and "nothing" in absent.stderr and "next:" in absent.stderr
+
+
+@pytest.mark.parametrize("arguments", [["config", "check", "absent.yml"], ["ckpt", "nonsense"], ["--no-such-option"]])
+def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
+    assert run(*arguments).returncode == 2

@@ -1,0 +1,83 @@
+"""The compiled module: what it says of itself, its stubs, and a stale one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import persia
+import persia_core
+
+
+def loaded_file() -> Path:
+    return Path(persia_core.__file__)
+
+
+def test_build_information() -> None:
+    assert persia_core.__version__ == persia.__version__
+    assert set(persia_core.BUILD_INFO) >= {"profile", "target", "rustc", "features"}
+    assert isinstance(persia_core.FEATURES, list)
+    assert loaded_file().suffix == ".so"
+
+
+def test_submodules_can_be_imported_by_name() -> None:
+    code = "import persia_core.forward, persia_core.backward as b; print(b.first_nonfinite.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "first_nonfinite", done.stderr
+
+
+@pytest.mark.row("S0-21")
+def test_a_lone_library_wins_by_pythonpath(tmp_path: Path) -> None:
+    """A developer's persia_core.so shadows the installed package, and nothing is uninstalled."""
+    shutil.copy(loaded_file(), tmp_path / "persia_core.so")
+    code = "import persia, persia_core, persia_core.forward; print(persia_core.__file__, persia_core.FEATURES)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split()[0] == str(tmp_path / "persia_core.so"), done.stderr
+
+
+def test_a_stale_library_is_refused_with_both_versions(tmp_path: Path) -> None:
+    data = loaded_file().read_bytes()
+    version = persia.__version__.encode()
+    marker = b"persia_core version " + version
+    assert marker in data, "the library carries its version as text"
+    stale = data.replace(marker, b"persia_core version " + b"0" * (len(version) - 2) + b".9")
+    (tmp_path / "persia_core.so").write_bytes(stale)
+    done = subprocess.run(
+        [sys.executable, "-c", "import persia"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "StaleCoreError" in done.stderr
+    assert persia.__version__ in done.stderr and ".9" in done.stderr and "make setup" in done.stderr
+
+
+def test_stubs_equal_the_binary() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy.stubtest",
+            "persia_core",
+            "--allowlist",
+            str(ROOT / "tests/unit/stubtest_allowlist.txt"),
+        ],
+        env={**os.environ, "MYPYPATH": str(ROOT / "rust_core/core/python")},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
