@@ -24,7 +24,7 @@ def load(name: str) -> ModuleType:
 
 def count(log: str, path: Path) -> tuple[int, str]:
     path.write_text(log)
-    command = [sys.executable, ROOT / "tools" / "count_tests.py", path]
+    command = [sys.executable, str(ROOT / "tools" / "count_tests.py"), str(path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     return done.returncode, done.stdout.strip()
 
@@ -58,9 +58,7 @@ def test_an_import_that_points_back_is_named(tmp_path: Path, monkeypatch: pytest
     layers = load("check_layers")
     package = tmp_path / "persia_py" / "persia"
     package.mkdir(parents=True)
-    (package / "good.py").write_text(
-        "import persia_core.forward\nfrom persia import env\nfrom . import data\n"
-    )
+    (package / "good.py").write_text("import persia_core.forward\nfrom persia import env\nfrom . import data\n")
     (package / "bad.py").write_text("import os\n\n\ndef f():\n    from tests.conftest import ROOT\n")
     example = tmp_path / "examples" / "dlrm"
     example.mkdir(parents=True)
@@ -72,9 +70,7 @@ def test_an_import_that_points_back_is_named(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_disk_and_network_are_noticed_where_they_do_not_belong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_and_network_are_noticed_where_they_do_not_belong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = load("check_layers")
     source = tmp_path / "rust_core" / "store" / "src"
     source.mkdir(parents=True)
