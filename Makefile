@@ -16,6 +16,7 @@ MANIFEST := rust_core/Cargo.toml
 INSTALLED := $(VENV)/.installed
 CORE := $(VENV)/.persia-core
 PACKAGE := $(VENV)/.persia
+PEERS := .venv-peers/.installed
 RUST := $(shell find rust_core -name target -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
 
@@ -59,21 +60,21 @@ format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup ## Measure against the peers and write runs/bench.json
-	$(BIN)/python benches/run.py
+bench: setup $(PEERS) ## Measure against the peers and write runs/bench.json (BENCH=--quick for a short run)
+	$(BIN)/python benches/run.py $(BENCH)
 
 wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/ (or DIST=elsewhere)
 	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(abspath $(DIST))
 	cd persia_py && $(CURDIR)/$(BIN)/hatchling build --target wheel --directory $(abspath $(DIST))
 
 lock: $(INSTALLED) ## Resolve requirements/*.in again
-	for name in runtime dev; do \
+	for name in runtime dev peers; do \
 		$(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes --upgrade --quiet \
 			--no-header --no-annotate --no-emit-index-url requirements/$$name.in -o requirements/$$name.txt; \
 	done
 
 clean: ## Remove the environment and everything that was built (runs/ stays)
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
+	rm -rf $(VENV) .venv-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
 
 $(BIN)/python:
 	@tools/check_machine.sh $(PYTHON)
@@ -83,6 +84,12 @@ $(INSTALLED): requirements/dev.txt | $(BIN)/python
 	@tools/check_machine.sh $(BIN)/python
 	@echo "installing the locked requirements into $(VENV) (PyTorch and its libraries take a few minutes, once)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@touch $@
+
+$(PEERS): requirements/peers.txt | $(BIN)/python
+	$(PYTHON) -m venv .venv-peers
+	@echo "installing what is measured against into .venv-peers (a few minutes, once)"
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/peers.txt
 	@touch $@
 
 # Dated by its start, so that a file saved during the build is built next time.
