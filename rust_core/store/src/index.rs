@@ -8,6 +8,7 @@
 use persia_types::id::hash_id;
 
 use crate::memory::{OutOfMemory, Region};
+use crate::simd::{Lanes, Portable};
 
 /// No slot: a table never has this many rows.
 pub(crate) const NO_SLOT: u32 = u32::MAX;
@@ -29,12 +30,8 @@ pub(crate) struct Bucket([u64; 8]);
 impl Bucket {
     /// Which of the bucket's ids is `id`.
     #[inline(always)]
-    fn lane(&self, id: u64) -> Option<usize> {
-        let mut equal = 0u32;
-        for lane in 0..8 {
-            equal |= u32::from(self.0[lane] == id) << lane;
-        }
-        equal &= (1 << self.count()) - 1;
+    fn lane<L: Lanes>(&self, id: u64) -> Option<usize> {
+        let equal = L::equal(&self.0, id) & ((1 << self.count()) - 1);
         (equal != 0).then_some(equal.trailing_zeros() as usize & 7)
     }
 
@@ -112,12 +109,12 @@ impl Index {
 
     /// The slot of `id`, else [`NO_SLOT`].
     #[inline(always)]
-    pub(crate) fn find(&self, id: u64, hash: u64) -> u32 {
+    pub(crate) fn find<L: Lanes>(&self, id: u64, hash: u64) -> u32 {
         let buckets = self.buckets();
         let start = self.home(hash);
         let mut at = start;
         while let Some(bucket) = buckets.get(at) {
-            if let Some(lane) = bucket.lane(id) {
+            if let Some(lane) = bucket.lane::<L>(id) {
                 return bucket.slot(lane);
             }
             if bucket.passed() == 0 {
@@ -162,7 +159,7 @@ impl Index {
         let mut at = start;
         let slot = loop {
             let Some(bucket) = buckets.get_mut(at) else { return NO_SLOT };
-            if let Some(lane) = bucket.lane(id) {
+            if let Some(lane) = bucket.lane::<Portable>(id) {
                 let slot = bucket.slot(lane);
                 bucket.remove(lane);
                 break slot;
@@ -227,7 +224,7 @@ mod tests {
             assert_eq!(index.len, model.len());
             for &id in universe {
                 assert_eq!(
-                    index.find(id, hash_id(id)),
+                    index.find::<Portable>(id, hash_id(id)),
                     model.get(&id).copied().unwrap_or(NO_SLOT),
                     "id {id}"
                 );
@@ -268,7 +265,7 @@ mod tests {
         for bucket in index.buckets.iter_mut() {
             bucket.add_passed(1);
         }
-        assert_eq!(index.find(1, 1), NO_SLOT);
+        assert_eq!(index.find::<Portable>(1, 1), NO_SLOT);
         assert_eq!(index.remove(1, 1), NO_SLOT);
     }
 

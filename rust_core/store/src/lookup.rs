@@ -9,7 +9,7 @@ use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::run::ActiveRun;
 use crate::shard::{Shard, no_memory};
-use crate::simd::{LANES, Level, Work, prefetch};
+use crate::simd::{LANES, Lanes, Level, Portable, Work, prefetch};
 use crate::span::{Piece, blocks, for_each_span};
 
 /// What a look-up may change, and how it reads what is missing.
@@ -102,7 +102,7 @@ impl Lookup<'_> {
             return Ok(NO_SLOT);
         };
         // An id that stands in the request twice got its row the first time.
-        let slot = shard.tables[table].find(id);
+        let slot = shard.tables[table].find::<Portable>(id);
         if slot != NO_SLOT {
             out.copy_from_slice(&shard.tables[table].row(slot)[..out.len()]);
             report.hits += 1;
@@ -149,7 +149,7 @@ impl Work for ReadBlock<'_, '_, '_> {
     type Output = u64;
 
     #[inline(always)]
-    fn run(self) -> u64 {
+    fn run<L: Lanes>(self) -> u64 {
         let Self { locked, block, tables, rows, memo, step } = self;
         for piece in block {
             let index = &locked[piece.shard].tables[piece.table].index;
@@ -163,7 +163,7 @@ impl Work for ReadBlock<'_, '_, '_> {
             let ids = &tables[piece.part].ids.ids()[piece.range.clone()];
             let slots = &mut memo.part_mut(piece.part)[piece.range.clone()];
             for (slot, id) in slots.iter_mut().zip(ids) {
-                *slot = table.find(*id);
+                *slot = table.find::<L>(*id);
                 if *slot != NO_SLOT {
                     prefetch(table.rows(), *slot as usize * stride, dim);
                     if step.is_some() {

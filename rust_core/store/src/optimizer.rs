@@ -15,12 +15,12 @@
 
 use persia_types::Optimizer;
 
-use crate::simd::LANES;
+use crate::simd::{LANES, Lanes};
 
 /// Changes one row.
 pub(crate) trait RowRule: Copy {
     /// `weights` and `gradient` are as long; `state` is as [`Optimizer::state_len`] says.
-    fn row(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
 }
 
 /// Hyper-parameters of one push, ready to use.
@@ -85,16 +85,9 @@ fn power(base: f32, mut exponent: u32) -> f64 {
 
 /// Whether no value is a NaN or an infinity.
 #[inline(always)]
-pub(crate) fn all_finite(values: &[f32]) -> bool {
-    const EXPONENT: u32 = 0x7F80_0000;
+pub(crate) fn all_finite<L: Lanes>(values: &[f32]) -> bool {
     let (blocks, rest) = values.as_chunks::<LANES>();
-    let mut bad = [false; LANES];
-    for block in blocks {
-        for lane in 0..LANES {
-            bad[lane] |= block[lane].to_bits() & EXPONENT == EXPONENT;
-        }
-    }
-    !bad.iter().any(|bad| *bad) && rest.iter().all(|value| value.to_bits() & EXPONENT != EXPONENT)
+    blocks.iter().all(L::all_finite) && rest.iter().all(|value| value.is_finite())
 }
 
 /// A rule whose elements do not depend on each other, with `S` numbers of state per weight.
@@ -185,7 +178,7 @@ impl ElementRule<0> for Sgd {
 
 impl RowRule for Sgd {
     #[inline(always)]
-    fn row(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }
@@ -209,7 +202,7 @@ impl ElementRule<1> for Momentum {
 
 impl RowRule for Momentum {
     #[inline(always)]
-    fn row(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }
@@ -235,7 +228,7 @@ impl ElementRule<1> for Adagrad {
 
 impl RowRule for Adagrad {
     #[inline(always)]
-    fn row(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }
@@ -260,9 +253,9 @@ impl ElementRule<0> for Rooted {
 
 impl RowRule for RowAdagrad {
     #[inline(always)]
-    fn row(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         let rule = self.0;
-        let grown = state[0] * rule.keep + mean_square(weights, gradient, rule.decay);
+        let grown = state[0] * rule.keep + mean_square::<L>(weights, gradient, rule.decay);
         elements(&Rooted { rule, root: (state[0] + rule.eps).sqrt() }, weights, &mut [], gradient);
         state[0] = grown;
     }
@@ -270,19 +263,18 @@ impl RowRule for RowAdagrad {
 
 /// Mean of `(g + decay * w)²`, by [`LANES`] partial sums.
 #[inline(always)]
-fn mean_square(weights: &[f32], gradient: &[f32], decay: f32) -> f32 {
+fn mean_square<L: Lanes>(weights: &[f32], gradient: &[f32], decay: f32) -> f32 {
     let mut sums = [0.0f32; LANES];
     let (weight_blocks, weight_rest) = weights.as_chunks::<LANES>();
     let (gradient_blocks, gradient_rest) = gradient.as_chunks::<LANES>();
     for (weights, gradient) in weight_blocks.iter().zip(gradient_blocks) {
-        for lane in 0..LANES {
-            let value = gradient[lane] + decay * weights[lane];
-            sums[lane] += value * value;
-        }
+        L::add_squares(&mut sums, weights, gradient, decay);
     }
-    for (lane, (weight, gradient)) in weight_rest.iter().zip(gradient_rest).enumerate() {
-        let value = gradient + decay * weight;
-        sums[lane] += value * value;
+    if !weight_rest.is_empty() {
+        let (mut weights, mut gradient) = ([0.0; LANES], [0.0; LANES]);
+        weights[..weight_rest.len()].copy_from_slice(weight_rest);
+        gradient[..gradient_rest.len()].copy_from_slice(gradient_rest);
+        L::add_squares(&mut sums, &weights, &gradient, decay);
     }
     for half in [8, 4, 2, 1] {
         for lane in 0..half {
@@ -319,7 +311,7 @@ impl ElementRule<2> for Adam {
 
 impl RowRule for Adam {
     #[inline(always)]
-    fn row(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }

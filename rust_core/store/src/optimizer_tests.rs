@@ -16,8 +16,8 @@ struct Update<'a, R> {
 impl<R: RowRule> Work for Update<'_, R> {
     type Output = ();
     #[inline(always)]
-    fn run(self) {
-        self.rule.row(self.weights, self.state, self.gradient);
+    fn run<L: Lanes>(self) {
+        self.rule.row::<L>(self.weights, self.state, self.gradient);
     }
 }
 
@@ -181,8 +181,8 @@ fn one_bad_value_anywhere_is_seen_on_every_level() {
     impl Work for Check<'_> {
         type Output = bool;
         #[inline(always)]
-        fn run(self) -> bool {
-            all_finite(self.0)
+        fn run<L: Lanes>(self) -> bool {
+            all_finite::<L>(self.0)
         }
     }
     for level in Level::supported() {

@@ -11,7 +11,7 @@ use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::optimizer::{RowRule, Rule, all_finite};
 use crate::shard::Shard;
-use crate::simd::{Level, Work, prefetch};
+use crate::simd::{Lanes, Level, Work, prefetch};
 use crate::span::{Piece, blocks, for_each_span};
 
 /// One push whose request was checked.
@@ -103,18 +103,18 @@ impl<R: RowRule> Work for ApplyBlock<'_, '_, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run(mut self) {
+    fn run<L: Lanes>(mut self) {
         if !self.known {
-            self.search();
+            self.search::<L>();
         }
         self.prefetch_rows();
-        self.update();
+        self.update::<L>();
     }
 }
 
 impl<R: RowRule> ApplyBlock<'_, '_, R> {
     #[inline(always)]
-    fn search(&mut self) {
+    fn search<L: Lanes>(&mut self) {
         for piece in self.block {
             let index = &self.locked[piece.shard].tables[piece.table].index;
             for id in &self.tables[piece.part].ids.ids()[piece.range.clone()] {
@@ -126,7 +126,7 @@ impl<R: RowRule> ApplyBlock<'_, '_, R> {
             let ids = &self.tables[piece.part].ids.ids()[piece.range.clone()];
             let slots = &mut self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
             for (slot, id) in slots.iter_mut().zip(ids) {
-                *slot = table.find(*id);
+                *slot = table.find::<L>(*id);
             }
         }
     }
@@ -148,7 +148,7 @@ impl<R: RowRule> ApplyBlock<'_, '_, R> {
     }
 
     #[inline(always)]
-    fn update(&mut self) {
+    fn update<L: Lanes>(&mut self) {
         for piece in self.block {
             let table = &mut self.locked[piece.shard].tables[piece.table];
             let dim = table.layout().dim;
@@ -157,19 +157,19 @@ impl<R: RowRule> ApplyBlock<'_, '_, R> {
             let ids = &part.ids.ids()[piece.range.clone()];
             let gradients = part.gradients[piece.range.start * dim..piece.range.end * dim].chunks_exact(dim);
             for (at, ((slot, id), gradient)) in slots.iter().zip(ids).zip(gradients).enumerate() {
-                if !all_finite(gradient) {
+                if !all_finite::<L>(gradient) {
                     self.counts.nonfinite += 1;
                     let first = self.counts.first_nonfinite.get_or_insert((usize::MAX, 0));
                     *first = (*first).min((piece.part, piece.range.start + at));
                     continue;
                 }
-                let slot = if self.known && !table.holds(*slot, *id) { table.find(*id) } else { *slot };
+                let slot = if self.known && !table.holds(*slot, *id) { table.find::<L>(*id) } else { *slot };
                 if slot == NO_SLOT {
                     self.counts.missing += 1;
                     continue;
                 }
                 let (weights, state) = table.row_mut(slot).split_at_mut(dim);
-                self.rule.row(weights, state, gradient);
+                self.rule.row::<L>(weights, state, gradient);
                 self.counts.applied += 1;
             }
         }

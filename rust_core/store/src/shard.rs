@@ -129,6 +129,7 @@ pub(crate) fn no_memory(table: &str, error: OutOfMemory) -> TablesError {
 mod tests {
     use super::*;
     use crate::index::NO_SLOT;
+    use crate::simd::Portable;
 
     fn ids(shard: &Shard, table: usize) -> Vec<u64> {
         let mut ids: Vec<u64> = shard.tables[table].entries().map(|(_, id, _)| id).collect();
@@ -161,8 +162,8 @@ mod tests {
         }
         assert_eq!(shard.insert(0, 1000, 500, |row| row.fill(1000.0)).unwrap().1, 10);
         let table = &shard.tables[0];
-        assert!((0..10).all(|id| table.find(id) == NO_SLOT));
-        assert!((10..160).chain([1000]).all(|id| table.row(table.find(id)) == [id as f32; 3]));
+        assert!((0..10).all(|id| table.find::<Portable>(id) == NO_SLOT));
+        assert!((10..160).chain([1000]).all(|id| table.row(table.find::<Portable>(id)) == [id as f32; 3]));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use persia_types::limits::MAX_ROWS_PER_SLAB;
 
 use crate::index::{Index, NO_SLOT};
 use crate::memory::{OutOfMemory, Region};
+use crate::simd::Lanes;
 
 /// What is known of a slot apart from its row. (Four bytes of padding are room for a frequency.)
 #[derive(Debug, Clone, Copy)]
@@ -123,8 +124,8 @@ impl ShardTable {
 
     /// The slot of `id`, else [`NO_SLOT`].
     #[inline(always)]
-    pub(crate) fn find(&self, id: u64) -> u32 {
-        self.index.find(id, hash_id(id))
+    pub(crate) fn find<L: Lanes>(&self, id: u64) -> u32 {
+        self.index.find::<L>(id, hash_id(id))
     }
 
     /// Note a use of `slot`. Steps of several ranks may arrive out of order; the latest counts.
@@ -188,6 +189,7 @@ impl ShardTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::simd::Portable;
 
     fn table() -> ShardTable {
         ShardTable::new(Layout { dim: 3, state_len: 2 })
@@ -199,14 +201,14 @@ mod tests {
         for id in [5, 0, u64::MAX] {
             table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
         }
-        let slot = table.find(0);
+        let slot = table.find::<Portable>(0);
         table.remove(0);
         assert!(!table.holds(slot, 0));
-        assert_eq!(table.find(0), NO_SLOT);
+        assert_eq!(table.find::<Portable>(0), NO_SLOT);
         assert_eq!(table.insert(9, 2, |row| row.fill(9.0)).unwrap(), slot);
         assert!(table.holds(slot, 9) && !table.holds(slot, 0) && !table.holds(NO_SLOT, 9));
         assert_eq!(table.entries().map(|(_, id, _)| id).collect::<Vec<_>>(), [5, 9, u64::MAX]);
-        assert_eq!(table.row(table.find(5)), [5.0; 5]);
+        assert_eq!(table.row(table.find::<Portable>(5)), [5.0; 5]);
     }
 
     #[test]
@@ -222,7 +224,7 @@ mod tests {
             table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
         }
         assert_eq!((table.used, table.len()), (100, 100));
-        assert!((100..200).all(|id| table.row(table.find(id)) == [id as f32; 5]));
+        assert!((100..200).all(|id| table.row(table.find::<Portable>(id)) == [id as f32; 5]));
     }
 
     #[test]

@@ -1,21 +1,24 @@
 //! The same loop compiled for three instruction sets, chosen once at run time; and prefetching.
 //!
 //! Whole loops are compiled this way, not single operations: a call per row would cost more than it saves. The
-//! loops themselves are ordinary code over blocks of [`LANES`] floats, so there is one text for all three, and
-//! as no multiply-add is ever fused and reductions add fixed lanes in a fixed order, the results are the same
-//! bits on all of them.
+//! loops themselves are ordinary code over blocks of [`LANES`] floats, so there is one text for all three, save
+//! for the few operations of [`Lanes`]; and as no multiply-add is ever fused and reductions add fixed lanes in a
+//! fixed order, the results are the same bits on all of them.
 
 #![allow(unsafe_code)]
 
-/// Floats that are computed side by side; reductions keep this many partial sums everywhere.
-pub(crate) const LANES: usize = 16;
+mod lanes;
+
+#[cfg(target_arch = "x86_64")]
+use lanes::{Avx2, Avx512};
+pub(crate) use lanes::{LANES, Lanes, Portable};
 
 /// A loop to be compiled for every [`Level`]. `run` and what it calls must be `#[inline(always)]`.
 pub(crate) trait Work {
     /// What the loop returns.
     type Output;
     /// The loop.
-    fn run(self) -> Self::Output;
+    fn run<L: Lanes>(self) -> Self::Output;
 }
 
 /// An instruction set.
@@ -74,21 +77,21 @@ impl Level {
 
 #[inline(never)]
 fn portable<W: Work>(work: W) -> W::Output {
-    work.run()
+    work.run::<Portable>()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
 #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
 fn avx2<W: Work>(work: W) -> W::Output {
-    work.run()
+    work.run::<Avx2>()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,lzcnt,popcnt")]
 fn avx512<W: Work>(work: W) -> W::Output {
-    work.run()
+    work.run::<Avx512>()
 }
 
 /// Ask for the cache lines of `values[from..from + len]`, clipped to what exists.

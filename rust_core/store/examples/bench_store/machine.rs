@@ -1,0 +1,37 @@
+//! What Rust has no safe word for: huge pages, prefetching, and the time a thread has used.
+#![allow(unsafe_code)]
+
+/// CPU time of this thread in nanoseconds.
+pub(crate) fn cpu_ns() -> f64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a live value of the right type.
+    let read = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    assert_eq!(read, 0, "the thread's clock can be read");
+    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
+}
+
+/// `len` ones on huge pages, where the system has them.
+pub(crate) fn on_huge_pages(len: usize) -> Vec<f32> {
+    let mut values: Vec<f32> = Vec::with_capacity(len);
+    let start = values.as_mut_ptr().cast::<u8>();
+    let aligned = start.align_offset(2 << 20);
+    let bytes = (len * 4).saturating_sub(aligned);
+    // SAFETY: advice on memory this vector owns; where it is refused small pages serve.
+    unsafe { libc::madvise(start.wrapping_add(aligned).cast(), bytes, libc::MADV_HUGEPAGE) };
+    values.resize(len, 1.0);
+    values
+}
+
+/// Ask for all cache lines of `values`.
+#[inline(always)]
+pub(crate) fn prefetch(values: &[f32]) {
+    for line in values.chunks(16) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch never faults.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = line;
+    }
+}

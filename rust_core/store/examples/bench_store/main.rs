@@ -1,0 +1,51 @@
+//! The store against the memory limit: B1, B2 and B7 of the performance goals.
+//!
+//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B7]` prints one line of JSON
+//! per figure. Times are CPU nanoseconds per row (of all threads together), medians over many requests; `peer` is
+//! the raw operation on as many rows of the same size, measured in turns with the store's; `ratio` is higher is
+//! better; `spread` is the distance of the quartiles over the median. In B7 `peer` is the limit or the smaller size.
+#![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
+
+mod batches;
+mod figures;
+mod machine;
+mod raw;
+mod scale;
+mod speed;
+
+/// How much is measured.
+pub(crate) struct Size {
+    /// Rows for a row of that many floats.
+    rows: fn(usize) -> usize,
+    /// Requests per figure.
+    repetitions: usize,
+    /// Rows of B7, ascending.
+    scales: &'static [usize],
+}
+
+const FULL: Size = Size {
+    // The store and its peer are in memory at once: at most 4 GiB each.
+    rows: |floats| 10_000_000.min((4 << 30) / (floats * 4)),
+    repetitions: 60,
+    scales: &[100_000, 1_000_000, 10_000_000, 100_000_000],
+};
+const QUICK: Size = Size {
+    rows: |floats| 2_000_000.min((512 << 20) / (floats * 4)),
+    repetitions: 15,
+    scales: &[100_000, 1_000_000, 4_000_000],
+};
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let size = if arguments.iter().any(|argument| argument == "--quick") { QUICK } else { FULL };
+    let chosen: Vec<&String> = arguments.iter().filter(|argument| argument.starts_with('B')).collect();
+    let wanted = |id: &str| chosen.is_empty() || chosen.iter().any(|chosen| *chosen == id);
+    if wanted("B1") || wanted("B2") {
+        for dim in [16, 64, 128] {
+            speed::measure(dim, &size, wanted("B1"), wanted("B2"));
+        }
+    }
+    if wanted("B7") {
+        scale::measure(&size);
+    }
+}

@@ -1,0 +1,132 @@
+//! [`Lanes`]: the few operations on sixteen floats, or on a bucket, that the compiler does not find by itself.
+
+#![allow(unsafe_code)]
+
+/// Floats that are computed side by side; reductions keep this many partial sums everywhere.
+pub(crate) const LANES: usize = 16;
+
+/// One instruction set's version of each. All give the same bits.
+pub(crate) trait Lanes {
+    /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
+    fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
+    /// Whether no value is a NaN or an infinity.
+    fn all_finite(values: &[f32; LANES]) -> bool;
+    /// Bit `i` says whether `words[i]` is `key`.
+    fn equal(words: &[u64; 8], key: u64) -> u32;
+}
+
+/// What every processor can do.
+pub(crate) struct Portable;
+
+impl Lanes for Portable {
+    #[inline(always)]
+    fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
+        for lane in 0..LANES {
+            let value = gradient[lane] + decay * weights[lane];
+            sums[lane] += value * value;
+        }
+    }
+
+    #[inline(always)]
+    fn all_finite(values: &[f32; LANES]) -> bool {
+        values.iter().all(|value| value.is_finite())
+    }
+
+    #[inline(always)]
+    fn equal(words: &[u64; 8], key: u64) -> u32 {
+        words.iter().enumerate().fold(0, |equal, (lane, word)| equal | u32::from(*word == key) << lane)
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{LANES, Lanes};
+
+    const EXPONENT: i32 = 0x7F80_0000;
+
+    /// Two registers of eight lanes. Only [`crate::simd::Level::run`] may name it.
+    pub(crate) struct Avx2;
+
+    impl Lanes for Avx2 {
+        #[inline(always)]
+        fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
+            for half in [0, 8] {
+                // SAFETY: the processor has AVX2, or this type is not named; eight lanes from `half` exist.
+                unsafe {
+                    let decayed =
+                        _mm256_mul_ps(_mm256_set1_ps(decay), _mm256_loadu_ps(weights.as_ptr().add(half)));
+                    let value = _mm256_add_ps(_mm256_loadu_ps(gradient.as_ptr().add(half)), decayed);
+                    let sum = _mm256_loadu_ps(sums.as_ptr().add(half));
+                    let sum = _mm256_add_ps(sum, _mm256_mul_ps(value, value));
+                    _mm256_storeu_ps(sums.as_mut_ptr().add(half), sum);
+                }
+            }
+        }
+
+        #[inline(always)]
+        fn all_finite(values: &[f32; LANES]) -> bool {
+            // SAFETY: as above.
+            unsafe {
+                let exponent = _mm256_set1_epi32(EXPONENT);
+                let bad = |from: *const f32| {
+                    _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_loadu_si256(from.cast()), exponent), exponent)
+                };
+                let bad = _mm256_or_si256(bad(values.as_ptr()), bad(values.as_ptr().add(8)));
+                _mm256_testz_si256(bad, bad) == 1
+            }
+        }
+
+        #[inline(always)]
+        fn equal(words: &[u64; 8], key: u64) -> u32 {
+            // SAFETY: as above.
+            unsafe {
+                let key = _mm256_set1_epi64x(key.cast_signed());
+                let equal = |from: *const u64| {
+                    let same = _mm256_cmpeq_epi64(_mm256_loadu_si256(from.cast()), key);
+                    _mm256_movemask_pd(_mm256_castsi256_pd(same)).cast_unsigned()
+                };
+                equal(words.as_ptr()) | equal(words.as_ptr().add(4)) << 4
+            }
+        }
+    }
+
+    /// One register of sixteen lanes. Only [`crate::simd::Level::run`] may name it.
+    pub(crate) struct Avx512;
+
+    impl Lanes for Avx512 {
+        #[inline(always)]
+        fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
+            // SAFETY: the processor has AVX-512, or this type is not named; all arrays have sixteen lanes.
+            unsafe {
+                let decayed = _mm512_mul_ps(_mm512_set1_ps(decay), _mm512_loadu_ps(weights.as_ptr()));
+                let value = _mm512_add_ps(_mm512_loadu_ps(gradient.as_ptr()), decayed);
+                let sum = _mm512_add_ps(_mm512_loadu_ps(sums.as_ptr()), _mm512_mul_ps(value, value));
+                _mm512_storeu_ps(sums.as_mut_ptr(), sum);
+            }
+        }
+
+        #[inline(always)]
+        fn all_finite(values: &[f32; LANES]) -> bool {
+            // SAFETY: as above.
+            unsafe {
+                let exponent = _mm512_set1_epi32(EXPONENT);
+                let bits = _mm512_and_si512(_mm512_loadu_si512(values.as_ptr().cast()), exponent);
+                _mm512_cmpeq_epi32_mask(bits, exponent) == 0
+            }
+        }
+
+        #[inline(always)]
+        fn equal(words: &[u64; 8], key: u64) -> u32 {
+            // SAFETY: as above.
+            unsafe {
+                let words = _mm512_loadu_si512(words.as_ptr().cast());
+                u32::from(_mm512_cmpeq_epi64_mask(words, _mm512_set1_epi64(key.cast_signed())))
+            }
+        }
+    }
+}
