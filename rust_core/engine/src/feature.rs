@@ -1,5 +1,6 @@
 //! One id feature of a batch, deduplicated.
 
+use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use persia_types::id::{Id, ShardedIds};
@@ -7,6 +8,7 @@ use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, 
 
 use crate::dedup::{self, Occurrences, Unique};
 use crate::error::Error;
+use crate::memory::FeatureMemory;
 
 /// The ids of one feature for every sample of a batch: unique ids, and who uses which.
 #[derive(Debug, Clone)]
@@ -19,6 +21,8 @@ pub struct IdFeature {
     offsets: Option<Vec<u32>>,
     occurrences: Occurrences,
     spent: Duration,
+    /// Where its vectors go back to, if the thread that made it still lives.
+    home: Weak<FeatureMemory>,
 }
 
 impl IdFeature {
@@ -46,9 +50,9 @@ impl IdFeature {
         let samples = offsets.as_ref().map_or(ids.len(), |offsets| offsets.len() - 1);
         check_limits(&name, ids.len(), samples)?;
         let start = Instant::now();
-        let Unique { ids: unique, inverse, occurrences } =
-            dedup::with(|deduplicator| deduplicator.unique(ids, offsets.as_deref()));
-        let feature = Self { name, unique, inverse, offsets, occurrences, spent: start.elapsed() };
+        let (Unique { ids: unique, inverse, occurrences }, home) =
+            dedup::with(|deduplicator| (deduplicator.unique(ids, offsets.as_deref()), deduplicator.memory()));
+        let feature = Self { name, unique, inverse, offsets, occurrences, spent: start.elapsed(), home };
         feature.check_unique()?;
         Ok(feature)
     }
@@ -84,7 +88,8 @@ impl IdFeature {
         if occurrences.starts().windows(2).any(|bounds| bounds[0] == bounds[1]) {
             return bad("a unique id occurs nowhere");
         }
-        let feature = Self { name, unique: found.ids, inverse, offsets, occurrences, spent: Duration::ZERO };
+        let (spent, home) = (Duration::ZERO, Weak::new());
+        let feature = Self { name, unique: found.ids, inverse, offsets, occurrences, spent, home };
         feature.check_unique()?;
         Ok(feature)
     }
@@ -135,6 +140,16 @@ impl IdFeature {
     /// Time its deduplication took.
     pub(crate) fn spent(&self) -> Duration {
         self.spent
+    }
+}
+
+impl Drop for IdFeature {
+    fn drop(&mut self) {
+        if let Some(home) = self.home.upgrade() {
+            let (ids, _) = std::mem::take(&mut self.unique).into_parts();
+            let [starts, samples] = std::mem::take(&mut self.occurrences).into_parts();
+            home.put([std::mem::take(&mut self.inverse), starts, samples], ids);
+        }
     }
 }
 

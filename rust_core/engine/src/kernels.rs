@@ -7,8 +7,8 @@ use crate::simd::prefetch;
 pub use crate::simd::{pool, scale, segment_sum};
 use persia_types::schema::{Pooling, Slot};
 
-/// Occurrences whose row is fetched ahead of its use.
-const AHEAD: usize = 16;
+/// Floats that are fetched ahead of their use: enough rows to hide memory, few enough to stay in the nearest cache.
+const AHEAD_FLOATS: usize = 4096;
 
 /// Rows of one table, and which of them each sample of one feature uses.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +70,7 @@ pub(crate) fn pool_body(input: &Pool<'_>, out: &mut [f32]) {
     let Some(offsets) = offsets else {
         for (occurrence, (&place, out)) in places.iter().zip(out.chunks_exact_mut(dim)).enumerate() {
             fetch_ahead(rows, dim, places, occurrence);
-            out.copy_from_slice(&rows[place as usize * dim..][..dim]);
+            copy_row(&rows[place as usize * dim..][..dim], out);
         }
         return;
     };
@@ -110,9 +110,22 @@ pub(crate) fn segment_sum_body(input: &SegmentSum<'_>, out: &mut [f32]) {
     }
 }
 
+/// A copy without a call: rows are as short as a cache line.
+#[inline(always)]
+fn copy_row(row: &[f32], out: &mut [f32]) {
+    let (blocks, rest) = row.as_chunks::<16>();
+    let (out_blocks, out_rest) = out.as_chunks_mut::<16>();
+    for (block, out) in blocks.iter().zip(out_blocks) {
+        *out = *block;
+    }
+    for (value, out) in rest.iter().zip(out_rest) {
+        *out = *value;
+    }
+}
+
 #[inline(always)]
 fn fetch_ahead(rows: &[f32], dim: usize, places: &[u32], occurrence: usize) {
-    if let Some(&place) = places.get(occurrence + AHEAD) {
+    if let Some(&place) = places.get(occurrence + (AHEAD_FLOATS / dim).clamp(8, 64)) {
         prefetch(rows, place as usize * dim, dim);
     }
 }

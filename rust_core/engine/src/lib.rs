@@ -45,6 +45,7 @@ mod feature;
 mod forward;
 pub mod kernels;
 mod lookup;
+mod memory;
 mod permits;
 mod pipeline;
 mod plan;

@@ -1,0 +1,150 @@
+//! Nanoseconds per id of the engine's own loops, on the workload of the benchmarks: 26 features of ids below
+//! 100,000, batch 4,096, 1 or 10 ids per sample, uniform and Zipf, dimensions 16, 64 and 128.
+//!
+//! `cargo run --release -p persia-engine --example bench_engine [-- DIM [L]]`
+#![allow(
+    clippy::print_stdout,
+    clippy::unwrap_used,
+    reason = "a benchmark prints and has nobody to report to"
+)]
+
+use std::hint::black_box;
+
+use persia_engine::kernels::{self, Pool, SegmentSum};
+use persia_engine::{Batch, BatchParts, IdFeature};
+use persia_types::id::hash_id;
+
+const FEATURES: usize = 26;
+const IDS: usize = 100_000;
+const BATCH: usize = 4_096;
+const ZIPF_EXPONENT: f64 = 1.05;
+
+/// A small generator: the benchmark must draw the same ids on every machine.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        hash_id(self.0)
+    }
+
+    fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+}
+
+/// Share of draws at or below each rank.
+fn zipf() -> Vec<f64> {
+    let mut sum = 0.0;
+    let mut shares: Vec<f64> = (1..=IDS)
+        .map(|rank| {
+            sum += (rank as f64).powf(-ZIPF_EXPONENT);
+            sum
+        })
+        .collect();
+    shares.iter_mut().for_each(|share| *share /= sum);
+    shares
+}
+
+/// Ids of one feature of one batch, scrambled so that frequent ones are not neighbours.
+fn draw(random: &mut Random, zipf: Option<&[f64]>, feature: usize, count: usize) -> Vec<u64> {
+    let one = |random: &mut Random| {
+        let rank = match zipf {
+            None => (random.next() % IDS as u64) as usize,
+            Some(shares) => {
+                let unit = random.unit();
+                shares.partition_point(|share| *share < unit).min(IDS - 1)
+            }
+        };
+        hash_id((feature * IDS + rank) as u64)
+    };
+    (0..count).map(|_| one(random)).collect()
+}
+
+fn build(name: String, ids: &[u64], per_sample: usize) -> IdFeature {
+    if per_sample == 1 {
+        return IdFeature::single(name, ids).unwrap();
+    }
+    let offsets: Vec<usize> = (0..=BATCH).map(|sample| sample * per_sample).collect();
+    IdFeature::lists(name, ids, &offsets).unwrap()
+}
+
+/// Processor time of this thread so far, in nanoseconds: what others do on the machine counts less than on a clock.
+fn now() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
+}
+
+/// The median and the best, which is what a busy machine leaves unchanged.
+fn summary(mut values: Vec<f64>) -> String {
+    values.sort_by(f64::total_cmp);
+    format!("{:5.1} ({:5.1})", values[values.len() / 2], values[0])
+}
+
+fn batches(zipf: Option<&[f64]>, per_sample: usize, count: usize) -> Vec<Vec<Vec<u64>>> {
+    let mut random = Random(1);
+    (0..count)
+        .map(|_| (0..FEATURES).map(|f| draw(&mut random, zipf, f, BATCH * per_sample)).collect())
+        .collect()
+}
+
+fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
+    let ids = (FEATURES * BATCH * per_sample) as f64;
+    // As in the engine: rows of all features, and outputs of all features, are alive at once.
+    let rows: Vec<Vec<f32>> = (0..FEATURES).map(|_| vec![0.5; BATCH * per_sample * dim]).collect();
+    let mut outputs: Vec<Vec<f32>> = (0..FEATURES).map(|_| vec![0.5; BATCH * dim]).collect();
+    let mut sums = rows.clone();
+    let [mut dedup, mut pool, mut segment, mut codec] = [const { Vec::new() }; 4];
+    let mut unique = 0;
+    for repeat in 0..repeats {
+        let batch = &batches[repeat % batches.len()];
+        let start = now();
+        let id_features: Vec<IdFeature> =
+            batch.iter().enumerate().map(|(i, ids)| build(format!("f{i}"), ids, per_sample)).collect();
+        dedup.push((now() - start) / ids);
+        let batch = Batch::new(BatchParts { id_features, ..Default::default() }).unwrap();
+
+        let start = now();
+        for ((feature, rows), out) in batch.id_features().iter().zip(&rows).zip(&mut outputs) {
+            let (places, offsets) = (feature.inverse(), feature.offsets());
+            kernels::pool(&Pool { rows, dim, places, offsets, divisors: None }, out);
+        }
+        pool.push((now() - start) / ids);
+
+        let start = now();
+        for ((feature, gradients), sum) in batch.id_features().iter().zip(&outputs).zip(&mut sums) {
+            let (starts, samples) = (feature.occurrence_starts(), feature.occurrence_samples());
+            let input = SegmentSum { gradients, dim, starts, samples, factors: None, map: None };
+            kernels::segment_sum(&input, &mut sum[..feature.unique().len() * dim]);
+        }
+        segment.push((now() - start) / ids);
+        unique = batch.id_features().iter().map(|feature| feature.unique().len()).sum();
+
+        let start = now();
+        black_box(Batch::from_bytes(&batch.to_bytes().unwrap()).unwrap());
+        codec.push((now() - start) / ids);
+    }
+    black_box((&outputs, &sums));
+    let [dedup, pool, segment, codec] = [dedup, pool, segment, codec].map(summary);
+    println!(
+        "{dim:3}  {per_sample:2}  {name:7}  {:6.2}  {dedup}  {pool}  {segment}  {codec}",
+        unique as f64 / ids
+    );
+}
+
+fn main() {
+    let only: Vec<usize> = std::env::args().skip(1).map(|argument| argument.parse().unwrap()).collect();
+    let chosen = |place: usize, value: usize| only.get(place).is_none_or(|only| *only == value);
+    let shares = zipf();
+    println!("nanoseconds of processor time per id, median (best)");
+    println!("dim   L  ids      unique  deduplicate    pool           segment sum    encode + decode");
+    for per_sample in [1, 10].into_iter().filter(|per_sample| chosen(1, *per_sample)) {
+        let (count, repeats) = if per_sample == 1 { (32, 100) } else { (6, 24) };
+        for (name, zipf) in [("uniform", None), ("zipf", Some(shares.as_slice()))] {
+            let batches = batches(zipf, per_sample, count);
+            for dim in [16, 64, 128].into_iter().filter(|dim| chosen(0, *dim)) {
+                case(dim, per_sample, name, &batches, repeats);
+            }
+        }
+    }
+}

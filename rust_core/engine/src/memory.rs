@@ -1,0 +1,140 @@
+//! Memory that is used again. Fresh megabytes cost more in page faults than the work that is done in them.
+
+use std::collections::BTreeMap;
+
+use parking_lot::Mutex;
+use persia_types::id::Id;
+
+/// Vectors shorter than this are not worth keeping: the allocator does as well.
+const WORTH_KEEPING: usize = 1024;
+
+/// Free vectors by capacity. What is kept is bounded by number, and so by what was in use at one time.
+#[derive(Debug)]
+pub(crate) struct FreeList<T> {
+    by_capacity: BTreeMap<usize, Vec<Vec<T>>>,
+    count: usize,
+    max: usize,
+}
+
+impl<T: Copy + Default> FreeList<T> {
+    pub(crate) fn new(max: usize) -> Self {
+        Self { by_capacity: BTreeMap::new(), count: 0, max }
+    }
+
+    /// A vector of `len` elements with whatever was in it before: the smallest free one that fits, unless it is
+    /// more than twice as large.
+    pub(crate) fn take(&mut self, len: usize) -> Vec<T> {
+        // Sizes that differ a little from batch to batch share their vectors.
+        let wanted = len.next_multiple_of(WORTH_KEEPING);
+        let found = self.by_capacity.range_mut(wanted..=wanted * 2).next();
+        let mut vector = match found {
+            None => Vec::with_capacity(if len < WORTH_KEEPING { len } else { wanted }),
+            Some((&capacity, list)) => {
+                let vector = list.pop().unwrap_or_default();
+                if list.is_empty() {
+                    self.by_capacity.remove(&capacity);
+                }
+                self.count -= 1;
+                vector
+            }
+        };
+        vector.resize(len, T::default());
+        vector
+    }
+
+    /// Keep a vector. When there are too many, the smallest goes: it is the cheapest to make again.
+    pub(crate) fn put(&mut self, vector: Vec<T>) {
+        if vector.capacity() < WORTH_KEEPING || self.max == 0 {
+            return;
+        }
+        if self.count == self.max {
+            let Some(mut smallest) = self.by_capacity.first_entry() else { return };
+            if *smallest.key() >= vector.capacity() {
+                return;
+            }
+            smallest.get_mut().pop();
+            if smallest.get().is_empty() {
+                smallest.remove();
+            }
+            self.count -= 1;
+        }
+        self.by_capacity.entry(vector.capacity()).or_default().push(vector);
+        self.count += 1;
+    }
+
+    #[cfg(test)]
+    pub(crate) fn count(&self) -> usize {
+        self.count
+    }
+}
+
+/// Where the vectors of id features come from and go back to.
+#[derive(Debug)]
+pub(crate) struct FeatureMemory {
+    places: Mutex<FreeList<u32>>,
+    ids: Mutex<FreeList<Id>>,
+}
+
+impl Default for FeatureMemory {
+    /// Room for the vectors of some hundred features, which is a score of large batches.
+    fn default() -> Self {
+        Self { places: Mutex::new(FreeList::new(4096)), ids: Mutex::new(FreeList::new(1024)) }
+    }
+}
+
+impl FeatureMemory {
+    /// `len` numbers, whatever they were.
+    pub(crate) fn places(&self, len: usize) -> Vec<u32> {
+        self.places.lock().take(len)
+    }
+
+    /// A copy of `places`.
+    pub(crate) fn copy_places(&self, places: &[u32]) -> Vec<u32> {
+        let mut copy = self.places(places.len());
+        copy.copy_from_slice(places);
+        copy
+    }
+
+    /// A copy of `ids`.
+    pub(crate) fn copy_ids(&self, ids: &[Id]) -> Vec<Id> {
+        let mut copy = self.ids.lock().take(ids.len());
+        copy.copy_from_slice(ids);
+        copy
+    }
+
+    pub(crate) fn put(&self, places: impl IntoIterator<Item = Vec<u32>>, ids: Vec<Id>) {
+        self.ids.lock().put(ids);
+        let mut free = self.places.lock();
+        places.into_iter().for_each(|places| free.put(places));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vectors_come_back_if_they_fit() {
+        let mut free = FreeList::<u32>::new(4);
+        let vector = free.take(5000);
+        let place = vector.as_ptr();
+        free.put(vector);
+        let small = free.take(2000); // less than half: not wasted on it
+        assert_ne!(small.as_ptr(), place);
+        let again = free.take(4900);
+        assert_eq!((again.as_ptr(), again.len()), (place, 4900));
+        assert_eq!(free.count(), 0);
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded_and_the_largest_stay() {
+        let mut free = FreeList::<u8>::new(2);
+        for kilo in [3, 1, 9, 2, 7] {
+            free.put(vec![0; kilo * 1024]);
+        }
+        free.put(vec![0; 10]);
+        assert_eq!(free.count(), 2);
+        assert_eq!(free.take(9 * 1024).capacity(), 9 * 1024);
+        assert_eq!(free.take(7 * 1024).capacity(), 7 * 1024);
+    }
+}
