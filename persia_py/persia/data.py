@@ -20,7 +20,7 @@ _logger = get_logger("data")
 Cursor = dict[str, Any]
 """Where a data set stands: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
 
-_LEAVE_S = 5.0
+_LEAVE_S = 2.0
 
 
 class IterableDataset(ABC):

@@ -56,9 +56,7 @@ class DLRM(nn.Module):
         self.bottom.append(nn.ReLU())
         self.top = _mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
 
-    def forward(
-        self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits, ``[batch, 1]``.
 
         Args:
@@ -77,9 +75,7 @@ class DLRM(nn.Module):
         logits: torch.Tensor = self.top(torch.cat([dense, products.index_select(1, self.pairs)], dim=1))
         return logits
 
-    def _check_shapes(
-        self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]
-    ) -> None:
+    def _check_shapes(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> None:
         shapes = [list(tensor.shape) for tensor in non_id_tensors]
         if any(len(shape) != 2 for shape in shapes) or sum(shape[1] for shape in shapes) != self.num_dense:
             raise DataError(
@@ -87,9 +83,7 @@ class DLRM(nn.Module):
                 f"num_dense ({self.num_dense}) columns together"
             )
         if len(embedding_tensors) != self.num_slots:
-            raise DataError(
-                f"DLRM: the batch has {len(embedding_tensors)} slots, want num_slots ({self.num_slots})"
-            )
+            raise DataError(f"DLRM: the batch has {len(embedding_tensors)} slots, want num_slots ({self.num_slots})")
         for index, tensor in enumerate(embedding_tensors):
             if tensor.dim() != 2 or tensor.shape[1] != self.embedding_dim:
                 raise DataError(
