@@ -80,8 +80,8 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Adam (Kingma and Ba 2015, algorithm 1), bias-corrected by the global step t, as torch's SparseAdam does.
 
-    ``m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g``, then with ``a = lr / (1 - beta1 ** t)`` and
-    ``b = 1 / (1 - beta2 ** t)``: ``w -= a * m / (sqrt(v * b) + eps)``. ``g`` includes ``weight_decay * w``.
+    ``m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g``, then with ``a = lr / (1 - beta1 ** t)``
+    and ``b = 1 / (1 - beta2 ** t)``: ``w -= a * m / (sqrt(v * b) + eps)``. ``g`` includes ``weight_decay * w``.
     """
 
     def __init__(
