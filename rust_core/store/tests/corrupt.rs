@@ -86,10 +86,10 @@ fn every_shorter_length_and_some_longer_ones() {
             refused(dir.path(), &file);
         }
         for more in [&b"\0"[..], b"\n", &good] {
-            fs::write(&file, &[&good, more].concat()).unwrap();
+            fs::write(&file, [&good, more].concat()).unwrap();
             refused(dir.path(), &file);
         }
-        fs::write(&file, &vec![0; good.len()]).unwrap();
+        fs::write(&file, vec![0; good.len()]).unwrap();
         refused(dir.path(), &file);
         fs::write(&file, &good).unwrap();
     }

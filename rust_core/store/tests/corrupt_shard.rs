@@ -38,7 +38,7 @@ fn read(dir: &Path, content: &[u8]) -> Result<ShardRows, String> {
         bytes: content.len() as u64,
         blake3: blake3::hash(content).to_hex().to_string(),
     };
-    fs::write(&dir.join(NAME), content).unwrap();
+    fs::write(dir.join(NAME), content).unwrap();
     match read_shard(dir, &entry) {
         Ok(rows) => Ok(rows),
         Err(TablesError::Corrupt { path, what }) if path == dir.join(NAME) => Err(what),
@@ -127,6 +127,16 @@ fn lies_that_are_told_in_full() {
         assert_eq!(rows.shard, shard);
         let said = read(dir.path(), &written(rows)).unwrap_err();
         assert_eq!(said, format!("holds shard {shard}"), "{name} as {NAME}");
+    }
+}
+
+#[test]
+fn a_size_that_is_not_the_files_is_refused_before_anything_is_read_or_reserved() {
+    let dir = scratch();
+    let good = write_shard(dir.path(), &shards(1)[0]).unwrap();
+    for bytes in [0, good.bytes - 1, good.bytes + 1, 1 << 40, u64::MAX] {
+        let said = read_shard(dir.path(), &FileEntry { bytes, ..good.clone() }).unwrap_err().to_string();
+        assert!(said.contains(&format!("the manifest says {bytes}")) && said.contains(NAME), "{said}");
     }
 }
 

@@ -34,7 +34,7 @@ impl Listed {
 /// The checkpoints below `parent`, newest first, those that cannot be used last.
 ///
 /// # Errors
-/// `Io` when `parent` cannot be listed.
+/// `Io` when `parent`, or a folder in it that is not closed to us, cannot be listed.
 pub fn list(parent: &Path) -> Result<Vec<Listed>> {
     let mut listed = Vec::new();
     for (name, kind) in disk::entries(parent)? {
