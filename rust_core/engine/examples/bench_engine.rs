@@ -1,5 +1,5 @@
-//! Nanoseconds per id of the engine's own loops, on the workload of the benchmarks: 26 features of ids below
-//! 100,000, batch 4,096, 1 or 10 ids per sample, uniform and Zipf, dimensions 16, 64 and 128.
+//! The engine's own loops, then whole embedding steps over the store, on the workload of the benchmarks: 26 features
+//! of ids below 100,000, batch 4,096, 1 or 10 ids per sample, uniform and Zipf, dimensions 16, 64 and 128.
 //!
 //! `cargo run --release -p persia-engine --example bench_engine [-- DIM [L]]`
 #![allow(
@@ -9,15 +9,24 @@
 )]
 
 use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Duration;
 
 use persia_engine::kernels::{self, Pool, SegmentSum};
-use persia_engine::{Batch, BatchParts, IdFeature};
+use persia_engine::{
+    Batch, BatchParts, Drained, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, PushOptions, StageTime,
+};
+use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
+use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+use persia_types::tables::{Run, Tables};
+use rustix::time::{ClockId, clock_gettime};
 
 const FEATURES: usize = 26;
 const IDS: usize = 100_000;
 const BATCH: usize = 4_096;
 const ZIPF_EXPONENT: f64 = 1.05;
+const WAIT: Duration = Duration::from_secs(60);
 
 /// A small generator: the benchmark must draw the same ids on every machine.
 struct Random(u64);
@@ -69,10 +78,15 @@ fn build(name: String, ids: &[u64], per_sample: usize) -> IdFeature {
     IdFeature::lists(name, ids, &offsets).unwrap()
 }
 
-/// Processor time of this thread so far, in nanoseconds: what others do on the machine counts less than on a clock.
-fn now() -> f64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+/// Processor time in nanoseconds: what others do on the machine counts less than on a clock.
+fn processor_time(of: ClockId) -> f64 {
+    let time = clock_gettime(of);
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
+}
+
+/// This thread's processor time so far.
+fn now() -> f64 {
+    processor_time(ClockId::ThreadCPUTime)
 }
 
 /// The median and the best, which is what a busy machine leaves unchanged.
@@ -132,18 +146,98 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
     );
 }
 
+fn schema(dim: usize) -> Schema {
+    let name = |i: usize| format!("f{i}");
+    let slot = |i| Slot { name: name(i), table: i, pooling: Pooling::Sum, sqrt_scaling: false };
+    Schema {
+        slots: (0..FEATURES).map(slot).collect(),
+        tables: (0..FEATURES).map(|i| Table { name: name(i), dim }).collect(),
+    }
+}
+
+fn begun_store(dim: usize) -> Arc<Store> {
+    let store = Store::new(schema(dim), StoreOptions::default()).unwrap();
+    let optimizer = Optimizer::Adagrad {
+        lr: 0.01,
+        weight_decay: 0.0,
+        initial_accumulator_value: 0.01,
+        g_square_momentum: 1.0,
+        eps: 1e-10,
+        vectorwise_shared: false,
+    };
+    let run = Run {
+        job: "persia".into(),
+        epoch: 1,
+        schema: schema(dim),
+        seed: 1,
+        optimizer: Some(optimizer),
+        initializer: Initializer::Uniform { low: -0.01, high: 0.01 },
+        admit_probability: 1.0,
+        weight_bound: 10.0,
+    };
+    store.begin(&run).unwrap();
+    Arc::new(store)
+}
+
+/// Whole steps over the store, without a model: deduplicate, look up, pool, segment sum, update.
+fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
+    struct Ones(Arc<Vec<f32>>);
+    impl AsRef<[f32]> for Ones {
+        fn as_ref(&self) -> &[f32] {
+            &self.0
+        }
+    }
+    let engine = Engine::new(begun_store(dim), schema(dim), EngineOptions::default()).unwrap();
+    let pipeline = engine.pipeline().unwrap();
+    let gradient = Arc::new(vec![1e-3; BATCH * dim]);
+    let step = |batch: &Vec<Vec<u64>>| {
+        let id_features =
+            batch.iter().enumerate().map(|(i, ids)| build(format!("f{i}"), ids, per_sample)).collect();
+        let parts = BatchParts { id_features, requires_grad: true, ..Default::default() };
+        assert!(matches!(pipeline.feed(Batch::new(parts).unwrap(), WAIT), Ok(Fed::Accepted)));
+        let Next::Ready(looked) = pipeline.next(WAIT).unwrap() else { panic!("no batch within {WAIT:?}") };
+        let gradients = (0..FEATURES).map(|_| Some(Box::new(Ones(gradient.clone())) as Gradient)).collect();
+        looked.ticket.unwrap().push(gradients, PushOptions::default()).unwrap();
+    };
+    batches.iter().for_each(step); // every id has its row, every buffer was used
+    assert_eq!(engine.drain(WAIT).unwrap(), Drained::Done);
+    let (before, start) = (engine.stats(), processor_time(ClockId::ProcessCPUTime));
+    (0..repeats).for_each(|repeat| step(&batches[repeat % batches.len()]));
+    assert_eq!(engine.drain(WAIT).unwrap(), Drained::Done);
+    let (stats, spent) = (engine.stats(), processor_time(ClockId::ProcessCPUTime) - start);
+    let rows = (FEATURES * BATCH * per_sample * repeats) as f64;
+    let wall = |after: StageTime, before: StageTime| (after.total - before.total).as_nanos() as f64 / rows;
+    println!(
+        "{dim:3}  {per_sample:2}  {name:7}  {:6.2} million rows per processor second; ns per id on the clock: \
+         deduplicate {:.1}  look up {:.1}  pool {:.1}  segment sum {:.1}  push {:.1}",
+        rows / spent * 1e3,
+        wall(stats.deduplicate, before.deduplicate),
+        wall(stats.lookup, before.lookup),
+        wall(stats.pool, before.pool),
+        wall(stats.segment_sum, before.segment_sum),
+        wall(stats.push, before.push),
+    );
+}
+
 fn main() {
     let only: Vec<usize> = std::env::args().skip(1).map(|argument| argument.parse().unwrap()).collect();
     let chosen = |place: usize, value: usize| only.get(place).is_none_or(|only| *only == value);
     let shares = zipf();
-    println!("nanoseconds of processor time per id, median (best)");
-    println!("dim   L  ids      unique  deduplicate    pool           segment sum    encode + decode");
-    for per_sample in [1, 10].into_iter().filter(|per_sample| chosen(1, *per_sample)) {
-        let (count, repeats) = if per_sample == 1 { (32, 100) } else { (6, 24) };
-        for (name, zipf) in [("uniform", None), ("zipf", Some(shares.as_slice()))] {
-            let batches = batches(zipf, per_sample, count);
-            for dim in [16, 64, 128].into_iter().filter(|dim| chosen(0, *dim)) {
-                case(dim, per_sample, name, &batches, repeats);
+    for whole in [false, true] {
+        if !whole {
+            println!("nanoseconds of processor time per id, median (best)");
+            println!(
+                "dim   L  ids      unique  deduplicate    pool           segment sum    encode + decode"
+            );
+        }
+        for per_sample in [1, 10].into_iter().filter(|per_sample| chosen(1, *per_sample)) {
+            let (count, repeats) = if per_sample == 1 { (32, 100) } else { (6, 24) };
+            for (name, zipf) in [("uniform", None), ("zipf", Some(shares.as_slice()))] {
+                let batches = batches(zipf, per_sample, count);
+                for dim in [16, 64, 128].into_iter().filter(|dim| chosen(0, *dim)) {
+                    let run = if whole { steps } else { case };
+                    run(dim, per_sample, name, &batches, repeats);
+                }
             }
         }
     }

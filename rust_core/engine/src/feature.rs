@@ -204,6 +204,20 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_dropped_features_leaves_no_trace() {
+        let ids: Vec<Id> = (0..20_000).map(|i| i % 7_001).collect();
+        let offsets: Vec<usize> = (0..=2_000).map(|i| i * 10).collect();
+        drop(IdFeature::single("before", &(0..20_000).rev().collect::<Vec<_>>()).unwrap());
+        let again = IdFeature::lists("a", &ids, &offsets).unwrap();
+        let fresh = std::thread::scope(|scope| {
+            scope.spawn(|| IdFeature::lists("a", &ids, &offsets).unwrap()).join().unwrap()
+        });
+        assert_eq!(again.unique(), fresh.unique());
+        assert_eq!(again.inverse(), fresh.inverse());
+        assert_eq!(again.occurrences, fresh.occurrences);
+    }
+
+    #[test]
     fn bad_offsets_and_names_are_refused() {
         for offsets in [&[][..], &[1, 3], &[0, 2], &[0, 3, 2, 3]] {
             let error = IdFeature::lists("a", &[1, 2, 3], offsets).unwrap_err();

@@ -72,3 +72,38 @@ pub(crate) fn prefetch(floats: &[f32], start: usize, len: usize) {
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (floats, start, len);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bodies called here are compiled for the baseline; the entry points choose the widest path there is.
+    #[test]
+    fn every_path_gives_the_same_bits() {
+        let number = |i: usize| (persia_types::id::hash_id(i as u64) >> 40) as f32 / 1e5 - 80.0;
+        let places: Vec<u32> = (0..500u32).map(|i| i * 7 % 50).collect();
+        let offsets: Vec<u32> = (0..=100).map(|i| i * 5).collect();
+        let divisors: Vec<f32> = (0..100).map(|i| number(i).abs() + 1.0).collect();
+        for dim in [1, 4, 16, 19, 64, 128, 211] {
+            let rows: Vec<f32> = (0..100 * dim).map(number).collect();
+            let (offsets, divisors) = (Some(&offsets[..]), Some(&divisors[..]));
+            let input = Pool { rows: &rows, dim, places: &places, offsets, divisors };
+            let [mut wide, mut plain] = [(); 2].map(|()| vec![0.0; 100 * dim]);
+            pool(&input, &mut wide);
+            pool_body(&input, &mut plain);
+            assert_eq!(bits(&wide), bits(&plain));
+            let (starts, samples) = (offsets.unwrap(), &places[..]);
+            let input = SegmentSum { gradients: &rows, dim, starts, samples, factors: divisors, map: None };
+            segment_sum(&input, &mut wide);
+            segment_sum_body(&input, &mut plain);
+            assert_eq!(bits(&wide), bits(&plain));
+            scale(&mut wide, 0.3);
+            scale_body(&mut plain, 0.3);
+            assert_eq!(bits(&wide), bits(&plain));
+        }
+    }
+
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|value| value.to_bits()).collect()
+    }
+}

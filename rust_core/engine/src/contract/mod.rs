@@ -1,6 +1,6 @@
 //! The suite every implementation of [`Tables`] must pass. It knows nothing of any implementation.
 //!
-//! ```ignore
+//! ```text
 //! #[test]
 //! fn the_store_keeps_the_contract() {
 //!     persia_engine::contract::run_all(&|| Arc::new(Store::new(persia_engine::contract::schema())));

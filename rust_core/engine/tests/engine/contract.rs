@@ -1,8 +1,9 @@
-//! The contract suite on the plain model: a suite that no implementation passes would prove nothing.
+//! The contract suite on the store and on the plain model, and on models with a defect each that it must catch.
 
 use std::sync::Arc;
 
 use persia_engine::contract;
+use persia_store::{Store, StoreOptions};
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Tables, TablesError};
 
 use crate::plain::PlainTables;
@@ -11,6 +12,11 @@ use crate::support::{Wrapped, tables_by_wrapping};
 #[test]
 fn plain_tables_keep_the_contract() {
     contract::run_all(&|| Arc::new(PlainTables::new(contract::schema())));
+}
+
+#[test]
+fn the_store_keeps_the_contract() {
+    contract::run_all(&|| Arc::new(Store::new(contract::schema(), StoreOptions::default()).unwrap()));
 }
 
 /// Cases that fail on tables with this defect.

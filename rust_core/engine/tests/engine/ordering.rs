@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use persia_engine::{Drained, Engine, EngineOptions, Error, Next, Wait};
-use persia_types::Mode;
+use persia_store::{Store, StoreOptions};
+use persia_types::{Mode, Tables};
 
 use crate::plain::PlainTables;
 use crate::support::{
-    LONG, Rigged, SHORT, batch, engine, feed, one_slot, plain, push, ready, reproducible, with_staleness,
+    LONG, Rigged, SHORT, batch, engine, feed, one_slot, plain, push, ready, reproducible, run, with_staleness,
 };
 
 #[test]
@@ -47,9 +48,8 @@ fn reproducible_evaluation_waits_for_pushes_on_their_way() {
 }
 
 /// Train on ids that repeat between batches; the weights depend on the order of everything.
-fn train(options: EngineOptions, steps: u64) -> (Vec<u64>, std::collections::BTreeMap<u64, Vec<f32>>) {
-    let tables = Arc::new(plain(&one_slot()));
-    let engine = engine(tables.clone(), &one_slot(), options);
+fn train(tables: Arc<dyn Tables>, options: EngineOptions, steps: u64) -> (Vec<u64>, Vec<f32>) {
+    let engine = engine(tables, &one_slot(), options);
     let pipeline = engine.pipeline().unwrap();
     let mut seen = Vec::new();
     std::thread::scope(|scope| {
@@ -66,14 +66,23 @@ fn train(options: EngineOptions, steps: u64) -> (Vec<u64>, std::collections::BTr
         }
     });
     assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
-    (seen, tables.weights(0))
+    let rows = engine.lookup_now(&batch(&[0, 1, 2, 3, 4], false), Mode::Eval).unwrap();
+    (seen, rows.outputs[0].as_ref().to_vec())
 }
 
 #[test]
-fn reproducible_runs_are_bit_equal() {
-    let first = train(reproducible(), 60);
+fn reproducible_runs_are_bit_equal_on_any_tables() {
+    let on_plain = || Arc::new(plain(&one_slot())) as Arc<dyn Tables>;
+    let on_store = || {
+        let store = Store::new(one_slot(), StoreOptions::default()).unwrap();
+        store.begin(&run(&one_slot())).unwrap();
+        Arc::new(store) as Arc<dyn Tables>
+    };
+    let first = train(on_plain(), reproducible(), 60);
+    assert!(first.1.iter().all(|weight| *weight != 0.0));
     for _ in 0..3 {
-        assert_eq!(train(reproducible(), 60), first);
+        assert_eq!(train(on_plain(), reproducible(), 60), first);
+        assert_eq!(train(on_store(), reproducible(), 60), first);
     }
 }
 
