@@ -122,9 +122,7 @@ def read(path: Path) -> Samples:
     try:
         numbers = {name: table[name].cast(pa.float32()).to_numpy() for name in (*DENSE, LABEL)}
     except pa.ArrowException as error:
-        raise DataError(
-            f"{path}: a column of numbers holds something else ({error}); {_restore(path)}"
-        ) from error
+        raise DataError(f"{path}: a column of numbers holds something else ({error}); {_restore(path)}") from error
     _check_numbers(path, numbers)
     values = [table[name] for name in CATEGORICAL] + [pa.array(numbers[name]) for name in DENSE]
     values += [pa.array(bucket(numbers[name])) for name, bucket in BUCKETS.items()]
@@ -153,9 +151,7 @@ def _check_numbers(path: Path, numbers: Mapping[str, Floats]) -> None:
         if not fits.all():
             row = int(np.argmin(fits))
             wanted = "0 or 1" if name == LABEL else "a number of at least 0"
-            raise DataError(
-                f"{path}: column {name}, row {row}: {column[row]} is not {wanted}; {_restore(path)}"
-            )
+            raise DataError(f"{path}: column {name}, row {row}: {column[row]} is not {wanted}; {_restore(path)}")
 
 
 def _restore(path: Path) -> str:

@@ -36,14 +36,10 @@ def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality
 
 @app.command()
 def main(
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of dense weights, new rows and the order of samples.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of dense weights, new rows and the order of samples.")] = 0,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 3,
     batch_size: Annotated[int, typer.Option(min=1)] = 1024,
-    lr: Annotated[
-        float, typer.Option(min=0, help="Of model and rows, falling to 0 in a straight line.")
-    ] = 3e-3,
+    lr: Annotated[float, typer.Option(min=0, help="Of model and rows, falling to 0 in a straight line.")] = 3e-3,
     staleness: Annotated[
         int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="Pushes a look-up may miss, plus one.")
     ] = 4,
@@ -54,6 +50,7 @@ def main(
     out: Annotated[Path, typer.Option(help="A folder for this run is made in it.")] = Path("runs"),
 ) -> None:
     """Train a DLRM on Census-Income, then judge it once on the test split."""
+    torch.set_num_threads(1)  # so small a model gains little from more, and loses much on a busy machine
     torch.manual_seed(seed)
     staleness = 1 if reproducible else staleness
     train, validation = census.read(data / "census_income_train.parquet").split(VALIDATION_SHARE)
@@ -94,7 +91,5 @@ if __name__ == "__main__":
     try:
         app()
     except PersiaError as error:
-        typer.echo(f"error: {error}", err=True)
-        if error.hint:
-            typer.echo(f"next:  {error.hint}", err=True)
+        typer.echo(f"error: {error}" + (f"\nnext:  {error.hint}" if error.hint else ""), err=True)
         sys.exit(error.exit_code)
