@@ -9,41 +9,7 @@ use std::sync::{Arc, Weak};
 use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, hash_id, shard_of_hash};
 
 use crate::memory::FeatureMemory;
-
-/// For each unique id the samples it occurs in, in batch order (a sample twice where the id is in it twice).
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Occurrences {
-    starts: Vec<u32>,
-    samples: Vec<u32>,
-}
-
-impl Occurrences {
-    /// `unique + 1` offsets into [`Self::samples`].
-    pub(crate) fn starts(&self) -> &[u32] {
-        &self.starts
-    }
-
-    /// Samples, unique id after unique id.
-    pub(crate) fn samples(&self) -> &[u32] {
-        &self.samples
-    }
-
-    /// Starts and samples, to use their memory again.
-    pub(crate) fn into_parts(self) -> [Vec<u32>; 2] {
-        [self.starts, self.samples]
-    }
-
-    /// Rebuild from the unique id and the sample of each occurrence in batch order.
-    pub(crate) fn group(unique: usize, inverse: &[u32], samples: impl Iterator<Item = u32>) -> Self {
-        let mut starts = vec![0u32; unique + 1];
-        for &id in inverse {
-            starts[id as usize + 1] += 1;
-        }
-        let mut grouped = vec![0; inverse.len()];
-        group(0, inverse, samples, &mut starts[1..], 0, &mut grouped);
-        Self { starts, samples: grouped }
-    }
-}
+use crate::occurrences::{Occurrences, group};
 
 /// The result of [`Deduplicator::unique`].
 #[derive(Debug, PartialEq, Eq)]
@@ -128,7 +94,7 @@ impl Deduplicator {
         let starts = self.memory.copy_places(&self.starts[..=self.count]);
         let ids = self.memory.copy_ids(&self.unique[..self.count]);
         let ids = ShardedIds::from_grouped(ids, shard_offsets);
-        Unique { ids, inverse, occurrences: Occurrences { starts, samples } }
+        Unique { ids, inverse, occurrences: Occurrences::new(starts, samples) }
     }
 
     /// Merge lists of unique ids into one, list after list inside a shard, and say where each id went.
@@ -245,29 +211,6 @@ impl Deduplicator {
         }
         self.epoch += 1;
         places - 1
-    }
-}
-
-/// Order `samples` by unique id into `grouped`: a counting sort that keeps batch order.
-///
-/// `ends[unique - first]` is the id's count before and where its samples end afterwards; the first id's start at
-/// `start`.
-fn group(
-    first: u32,
-    uniques: &[u32],
-    samples: impl Iterator<Item = u32>,
-    ends: &mut [u32],
-    start: u32,
-    grouped: &mut [u32],
-) {
-    let mut next = start;
-    for end in &mut *ends {
-        next += std::mem::replace(end, next);
-    }
-    for (unique, sample) in uniques.iter().zip(samples) {
-        let cursor = &mut ends[(unique - first) as usize];
-        grouped[*cursor as usize] = sample;
-        *cursor += 1;
     }
 }
 

@@ -46,6 +46,7 @@ mod forward;
 pub mod kernels;
 mod lookup;
 mod memory;
+mod occurrences;
 mod permits;
 mod pipeline;
 mod plan;

@@ -1,0 +1,64 @@
+//! Who uses which unique id: the lists that a segment sum follows.
+
+/// For each unique id the samples it occurs in, in batch order (a sample twice where the id is in it twice).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Occurrences {
+    starts: Vec<u32>,
+    samples: Vec<u32>,
+}
+
+impl Occurrences {
+    /// Take what [`group`] made.
+    pub(crate) fn new(starts: Vec<u32>, samples: Vec<u32>) -> Self {
+        Self { starts, samples }
+    }
+
+    /// `unique + 1` offsets into [`Self::samples`].
+    pub(crate) fn starts(&self) -> &[u32] {
+        &self.starts
+    }
+
+    /// Samples, unique id after unique id.
+    pub(crate) fn samples(&self) -> &[u32] {
+        &self.samples
+    }
+
+    /// Starts and samples, to use their memory again.
+    pub(crate) fn into_parts(self) -> [Vec<u32>; 2] {
+        [self.starts, self.samples]
+    }
+
+    /// Rebuild from the unique id and the sample of each occurrence in batch order.
+    pub(crate) fn group(unique: usize, inverse: &[u32], samples: impl Iterator<Item = u32>) -> Self {
+        let mut starts = vec![0u32; unique + 1];
+        for &id in inverse {
+            starts[id as usize + 1] += 1;
+        }
+        let mut grouped = vec![0; inverse.len()];
+        group(0, inverse, samples, &mut starts[1..], 0, &mut grouped);
+        Self { starts, samples: grouped }
+    }
+}
+
+/// Order `samples` by unique id into `grouped`: a counting sort that keeps batch order.
+///
+/// `ends[unique - first]` is the id's count before and where its samples end afterwards; the first id's start at
+/// `start`.
+pub(crate) fn group(
+    first: u32,
+    uniques: &[u32],
+    samples: impl Iterator<Item = u32>,
+    ends: &mut [u32],
+    start: u32,
+    grouped: &mut [u32],
+) {
+    let mut next = start;
+    for end in &mut *ends {
+        next += std::mem::replace(end, next);
+    }
+    for (unique, sample) in uniques.iter().zip(samples) {
+        let cursor = &mut ends[(unique - first) as usize];
+        grouped[*cursor as usize] = sample;
+        *cursor += 1;
+    }
+}
