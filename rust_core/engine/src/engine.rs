@@ -10,15 +10,15 @@ use persia_types::tables::{LookupReport, Mode, Tables};
 use persia_types::token::JobId;
 
 use crate::batch::Batch;
-use crate::buffer::BufferPool;
 use crate::error::Error;
-use crate::forward::{Output, forward};
-use crate::permits::Stage;
+use crate::pipeline::permits::Stage;
+use crate::pipeline::push;
+use crate::pipeline::shared::{Context, Shared, deadline, guarded, join, spawn};
 use crate::pipeline::{Pipeline, Wait};
-use crate::plan::Plan;
-use crate::push;
-use crate::shared::{Context, Shared, deadline, guarded, join, spawn};
 use crate::stats::EngineStats;
+use crate::step::buffer::BufferPool;
+use crate::step::forward::{Output, forward};
+use crate::step::plan::Plan;
 
 /// How an engine runs. Every field has a range, checked by [`Engine::new`].
 #[derive(Debug, Clone, PartialEq)]

@@ -32,38 +32,25 @@ compile_error!(
     "tensors are kept as little-endian bytes and read in place: big-endian machines are not supported"
 );
 
-mod backward;
 mod batch;
-mod buffer;
-mod codec;
 #[cfg(feature = "contract")]
 pub mod contract;
-mod dedup;
 mod engine;
 mod error;
-mod feature;
-mod forward;
-pub mod kernels;
-mod lookup;
 mod memory;
-mod occurrences;
-mod permits;
 mod pipeline;
-mod plan;
-mod push;
-mod shared;
-mod simd;
 mod stats;
-mod tensor;
+mod step;
 
+pub use batch::feature::IdFeature;
+pub use batch::tensor::{Dtype, Tensor};
 pub use batch::{Batch, BatchParts};
-pub use buffer::Buffer;
 pub use engine::{Drained, Engine, EngineOptions, Evaluated};
 pub use error::Error;
-pub use feature::IdFeature;
-pub use forward::Output;
+pub use pipeline::push::{Gradient, PushOptions, Ticket};
 pub use pipeline::{Fed, Looked, Next, Pipeline, Wait};
-pub use plan::Plan;
-pub use push::{Gradient, PushOptions, Ticket};
 pub use stats::{EngineStats, SlotStats, StageTime};
-pub use tensor::{Dtype, Tensor};
+pub use step::buffer::Buffer;
+pub use step::forward::Output;
+pub use step::kernels;
+pub use step::plan::Plan;

@@ -6,13 +6,13 @@ use persia_types::tables::{PushReport, PushRequest, TableGradients};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
-use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::kernels::{self, SegmentSum};
-use crate::plan::{Plan, TablePlan};
-use crate::push::{Gradient, PushOptions};
-use crate::shared::Context;
+use crate::pipeline::push::{Gradient, PushOptions};
+use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
+use crate::step::buffer::Buffer;
+use crate::step::kernels::{self, SegmentSum};
+use crate::step::plan::{Plan, TablePlan};
 
 /// A push's result and its times.
 pub(crate) struct Backward {

@@ -3,8 +3,8 @@
 //! Both add in batch order, element by element, so their results depend on nothing but their input. They are the
 //! oracle for every other device.
 
-use crate::simd::prefetch;
-pub use crate::simd::{pool, scale, segment_sum};
+use crate::step::simd::prefetch;
+pub use crate::step::simd::{pool, scale, segment_sum};
 use persia_types::schema::{Pooling, Slot};
 
 /// Floats that are fetched ahead of their use: enough rows to hide memory, few enough to stay in the nearest cache.

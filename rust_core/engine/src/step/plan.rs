@@ -5,9 +5,9 @@ use persia_types::limits::{MAX_IDS_PER_REQUEST, MAX_OCCURRENCES};
 use persia_types::schema::{Schema, Slot};
 
 use crate::batch::Batch;
-use crate::dedup;
+use crate::batch::dedup;
+use crate::batch::feature::IdFeature;
 use crate::error::Error;
-use crate::feature::IdFeature;
 
 /// How one batch is looked up and pushed under one schema.
 #[derive(Debug)]

@@ -7,13 +7,13 @@ use persia_types::tables::Mode;
 
 use crate::batch::Batch;
 use crate::error::Error;
-use crate::forward::{Forward, forward};
-use crate::permits::Stage;
 use crate::pipeline::Looked;
-use crate::plan::Plan;
-use crate::push::Ticket;
-use crate::shared::{Doing, Finish, Item, Shared, guarded};
+use crate::pipeline::permits::Stage;
+use crate::pipeline::push::Ticket;
+use crate::pipeline::shared::{Doing, Finish, Item, Shared, guarded};
 use crate::stats::{EngineStats, Stopwatch, add_lookup};
+use crate::step::forward::{Forward, forward};
+use crate::step::plan::Plan;
 
 /// Times of one batch before its look-up.
 struct Before {

@@ -7,10 +7,10 @@
 //! crc32c:u32 of all before          (name = length:u16, UTF-8)
 //! ```
 
+use crate::batch::feature::IdFeature;
+use crate::batch::tensor::{Dtype, MAX_AXES, Tensor};
 use crate::batch::{Batch, BatchParts};
 use crate::error::Error;
-use crate::feature::IdFeature;
-use crate::tensor::{Dtype, MAX_AXES, Tensor};
 
 const MAGIC: &[u8; 4] = b"PBAT";
 const VERSION: u16 = 1;

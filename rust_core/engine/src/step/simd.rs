@@ -4,7 +4,7 @@
 //! lanes, so every path gives the same bits.
 #![allow(unsafe_code)]
 
-use crate::kernels::{Pool, SegmentSum, pool_body, scale_body, segment_sum_body};
+use crate::step::kernels::{Pool, SegmentSum, pool_body, scale_body, segment_sum_body};
 
 /// Compile `$body` for AVX-512, AVX2 and the baseline, and choose at run time.
 macro_rules! dispatch {

@@ -8,8 +8,8 @@ use std::sync::{Arc, Weak};
 
 use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, hash_id, shard_of_hash};
 
+use crate::batch::occurrences::{Occurrences, group};
 use crate::memory::FeatureMemory;
-use crate::occurrences::{Occurrences, group};
 
 /// The result of [`Deduplicator::unique`].
 #[derive(Debug, PartialEq, Eq)]

@@ -6,11 +6,11 @@ use persia_types::tables::{LookupReport, LookupRequest, Mode, TableIds, TablesEr
 use persia_types::token::Token;
 
 use crate::batch::Batch;
-use crate::buffer::Buffer;
-use crate::kernels::{self, Pool};
-use crate::plan::{Member, Plan};
-use crate::shared::Context;
+use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
+use crate::step::buffer::Buffer;
+use crate::step::kernels::{self, Pool};
+use crate::step::plan::{Member, Plan};
 
 /// The pooled rows of one id feature, `[batch, dim]`, 64-byte aligned.
 #[derive(Debug)]

@@ -16,13 +16,13 @@ use persia_types::tables::Tables;
 use persia_types::token::{JobId, Token};
 
 use crate::batch::Batch;
-use crate::buffer::BufferPool;
 use crate::engine::EngineOptions;
 use crate::error::Error;
-use crate::permits::{Permits, Stage};
+use crate::pipeline::permits::{Permits, Stage};
+use crate::pipeline::push::PushJob;
 use crate::pipeline::{Looked, Wait};
-use crate::push::PushJob;
 use crate::stats::EngineStats;
+use crate::step::buffer::BufferPool;
 
 /// What look-ups and pushes need and nothing changes.
 pub(crate) struct Context {

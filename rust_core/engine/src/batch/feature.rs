@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use persia_types::id::{Id, ShardedIds};
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, MAX_OCCURRENCES};
 
-use crate::dedup::{self, Unique};
+use crate::batch::dedup::{self, Unique};
+use crate::batch::occurrences::Occurrences;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
-use crate::occurrences::Occurrences;
 
 /// The ids of one feature for every sample of a batch: unique ids, and who uses which.
 #[derive(Debug, Clone)]

@@ -1,5 +1,10 @@
 //! The public face of one stream of batches: feed, next, close.
 
+mod lookup;
+pub(crate) mod permits;
+pub(crate) mod push;
+pub(crate) mod shared;
+
 use std::fmt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,11 +16,10 @@ use persia_types::tables::LookupReport;
 use crate::batch::Batch;
 use crate::engine::Inner;
 use crate::error::Error;
-use crate::forward::Output;
-use crate::lookup;
-use crate::permits::Stage;
-use crate::push::Ticket;
-use crate::shared::{Finish, Item, Line, Shared, State, deadline, join, spawn};
+use crate::pipeline::permits::Stage;
+use crate::pipeline::push::Ticket;
+use crate::pipeline::shared::{Finish, Item, Line, Shared, State, deadline, join, spawn};
+use crate::step::forward::Output;
 
 /// What a wait is for. Steps are this rank's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backward::{Backward, backward};
 use crate::batch::Batch;
 use crate::error::Error;
-use crate::permits::Stage;
-use crate::plan::Plan;
-use crate::shared::{Shared, guarded};
+use crate::pipeline::permits::Stage;
+use crate::pipeline::shared::{Shared, guarded};
 use crate::stats::add_push;
+use crate::step::backward::{Backward, backward};
+use crate::step::plan::Plan;
 
 /// The gradient of one id feature's output, `[batch, dim]`, wherever the floats live.
 pub type Gradient = Box<dyn AsRef<[f32]> + Send>;

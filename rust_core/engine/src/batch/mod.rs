@@ -1,13 +1,19 @@
 //! What a user's `PersiaBatch` becomes, checked as a whole.
 
+mod codec;
+pub(crate) mod dedup;
+pub(crate) mod feature;
+mod occurrences;
+pub(crate) mod tensor;
+
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_SLOTS};
 
+use crate::batch::feature::IdFeature;
+use crate::batch::tensor::Tensor;
 use crate::error::Error;
-use crate::feature::IdFeature;
-use crate::tensor::Tensor;
 
 /// Parts of a [`Batch`] before they are checked against each other.
 #[derive(Debug, Clone, Default)]
@@ -158,7 +164,7 @@ fn check_names<'a>(kind: &'static str, names: impl Iterator<Item = &'a str>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::Dtype;
+    use crate::batch::tensor::Dtype;
 
     fn f32_tensor(name: &str, rows: usize, values: &[f32]) -> Tensor {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();

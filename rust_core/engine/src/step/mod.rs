@@ -1,0 +1,8 @@
+//! What one step computes: which rows, pooled how, and which gradient each of them gets.
+
+pub(crate) mod backward;
+pub(crate) mod buffer;
+pub(crate) mod forward;
+pub mod kernels;
+pub(crate) mod plan;
+mod simd;
