@@ -72,11 +72,10 @@ class EmbeddedContext:
             self._seed = seed
         elif self._seed is None:
             self._seed = torch.initial_seed() % 2**64
-        low, high = self._config.emb_initialization
         self.engine.begin(
             seed=self._seed,
             optimizer=None if self._optimizer is None else self._optimizer.spec,
-            initialization=(low, high),
+            initializer=self._config.initializer,
             admit_probability=self._config.admit_probability,
             weight_bound=self._config.weight_bound,
             after_epoch=after_epoch,

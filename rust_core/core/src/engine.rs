@@ -6,14 +6,14 @@ use parking_lot::Mutex;
 use persia_engine::{Drained, Engine as RankEngine, EngineOptions, EngineStats, StageTime};
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{Mode, Run, Stats};
-use persia_types::{Initializer, Schema, Tables};
+use persia_types::{Schema, Tables};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::config::{EmbeddingConfig, GlobalConfig};
 use crate::data::Batch;
 use crate::forward::{Pipeline, TrainingBatch};
-use crate::optim::OptimizerSpec;
+use crate::optim::{InitializerSpec, OptimizerSpec};
 use crate::{errors, wait};
 
 /// The run in force, and the rank engine that works on it. Each data loader gets a rank engine of its own, in a new
@@ -50,13 +50,13 @@ impl Engine {
 
     /// Start an epoch after `after_epoch` and every one before it; the next step is `step` + 1.
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (*, seed, optimizer, initialization, admit_probability, weight_bound, after_epoch, step))]
+    #[pyo3(signature = (*, seed, optimizer, initializer, admit_probability, weight_bound, after_epoch, step))]
     fn begin(
         &self,
         py: Python<'_>,
         seed: u64,
         optimizer: Option<&OptimizerSpec>,
-        initialization: (f32, f32),
+        initializer: &InitializerSpec,
         admit_probability: f32,
         weight_bound: f32,
         after_epoch: u64,
@@ -71,7 +71,7 @@ impl Engine {
             schema: self.schema.clone(),
             seed,
             optimizer: optimizer.map(|spec| spec.0),
-            initializer: Initializer::Uniform { low: initialization.0, high: initialization.1 },
+            initializer: initializer.0,
             admit_probability,
             weight_bound,
         };

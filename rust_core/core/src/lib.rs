@@ -2,7 +2,7 @@
 //!
 //! * [`config`]: the two YAML files
 //! * [`data`]: batches
-//! * [`optim`]: embedding optimizers
+//! * [`optim`]: how rows start and are updated
 //! * [`engine`]: one engine over one in-process store
 //! * [`forward`], [`backward`]: what a training loop takes from it and gives back
 //! * [`checkpoint`]: saving, loading, inspecting
@@ -76,7 +76,9 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     data.add_class::<data::Batch>()?;
     data.add_class::<data::BatchBuilder>()?;
 
-    submodule(m, "optim")?.add_class::<optim::OptimizerSpec>()?;
+    let optim = submodule(m, "optim")?;
+    optim.add_class::<optim::OptimizerSpec>()?;
+    optim.add_class::<optim::InitializerSpec>()?;
     submodule(m, "engine")?.add_class::<engine::Engine>()?;
 
     let forward = submodule(m, "forward")?;

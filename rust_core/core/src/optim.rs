@@ -1,6 +1,6 @@
-//! `persia_core.optim`: the formula and numbers of an embedding optimizer.
+//! `persia_core.optim`: how embedding rows start and how they are updated.
 
-use persia_types::Optimizer;
+use persia_types::{Initializer, Optimizer};
 use pyo3::prelude::*;
 
 /// One embedding optimizer, as the store takes it. Built by `persia.embedding.optim`.
@@ -40,6 +40,36 @@ impl OptimizerSpec {
     #[staticmethod]
     fn adam(lr: f32, betas: (f32, f32), weight_decay: f32, eps: f32) -> Self {
         Self(Optimizer::Adam { lr, beta1: betas.0, beta2: betas.1, weight_decay, eps })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// What new rows start as. Built by `persia.embedding`.
+#[pyclass(module = "persia_core.optim", frozen)]
+#[derive(Clone, Copy)]
+pub(crate) struct InitializerSpec(pub(crate) Initializer);
+
+#[pymethods]
+impl InitializerSpec {
+    /// All zeros.
+    #[staticmethod]
+    fn zero() -> Self {
+        Self(Initializer::Zero)
+    }
+
+    /// Uniform in `[low, high)`.
+    #[staticmethod]
+    fn uniform(low: f32, high: f32) -> Self {
+        Self(Initializer::Uniform { low, high })
+    }
+
+    /// Normal.
+    #[staticmethod]
+    fn normal(mean: f32, std: f32) -> Self {
+        Self(Initializer::Normal { mean, std })
     }
 
     fn __repr__(&self) -> String {

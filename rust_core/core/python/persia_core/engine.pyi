@@ -3,7 +3,7 @@ from typing import Any, final
 from .config import EmbeddingConfig, GlobalConfig
 from .data import Batch
 from .forward import Pipeline, TrainingBatch
-from .optim import OptimizerSpec
+from .optim import InitializerSpec, OptimizerSpec
 
 @final
 class Engine:
@@ -13,7 +13,7 @@ class Engine:
         *,
         seed: int,
         optimizer: OptimizerSpec | None,
-        initialization: tuple[float, float],
+        initializer: InitializerSpec,
         admit_probability: float,
         weight_bound: float,
         after_epoch: int,
