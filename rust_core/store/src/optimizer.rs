@@ -276,12 +276,7 @@ fn mean_square<L: Lanes>(weights: &[f32], gradient: &[f32], decay: f32) -> f32 {
         gradient[..gradient_rest.len()].copy_from_slice(gradient_rest);
         L::add_squares(&mut sums, &weights, &gradient, decay);
     }
-    for half in [8, 4, 2, 1] {
-        for lane in 0..half {
-            sums[lane] += sums[lane + half];
-        }
-    }
-    sums[0] / weights.len() as f32
+    L::fold(&sums) / weights.len() as f32
 }
 
 /// With bias correction.

@@ -130,7 +130,7 @@ fn malformed_pushes_are_refused_whole_and_the_token_stays_unknown() {
     train(&store, 1, 0, &[1, 2]);
     let ids = grouped(&[1, 2]);
     let push_of = |tables: &[(usize, usize)], step, lr_factor| {
-        let gradients = vec![1.0; 8];
+        let gradients = [1.0; 8];
         let tables: Vec<TableGradients<'_>> = tables
             .iter()
             .map(|(table, floats)| TableGradients {

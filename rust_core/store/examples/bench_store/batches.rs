@@ -15,7 +15,7 @@ pub(crate) struct Random(pub(crate) u64);
 impl Random {
     pub(crate) fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        (u128::from(scramble(self.0)) * bound as u128 >> 64) as usize
+        ((u128::from(scramble(self.0)) * bound as u128) >> 64) as usize
     }
 
     /// `count` different numbers below `bound`, or all of them in a random order.

@@ -22,16 +22,46 @@ pub(crate) fn on_huge_pages(len: usize) -> Vec<f32> {
     values
 }
 
-/// Ask for all cache lines of `values`.
+/// Ask for the cache lines of `values[from..from + len]`.
 #[inline(always)]
-pub(crate) fn prefetch(values: &[f32]) {
-    for line in values.chunks(16) {
+pub(crate) fn prefetch(values: &[f32], from: usize, len: usize) {
+    let start = values.as_ptr().wrapping_add(from).cast::<u8>();
+    let end = start.wrapping_add(len * 4);
+    let mut line = start.wrapping_sub(start.addr() % 64);
+    while line < end {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a prefetch never faults.
         unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.as_ptr().cast());
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(line.cast());
         }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = line;
+        line = line.wrapping_add(64);
     }
+}
+
+/// Run `work` with the widest registers this processor has. It must be `#[inline(always)]`.
+pub(crate) fn widest<R>(work: impl FnOnce() -> R) -> R {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the processor was just asked.
+            return unsafe { avx512(work) };
+        }
+        if is_x86_feature_detected!("avx2") {
+            // SAFETY: the processor was just asked.
+            return unsafe { avx2(work) };
+        }
+    }
+    work()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+fn avx512<R>(work: impl FnOnce() -> R) -> R {
+    work()
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn avx2<R>(work: impl FnOnce() -> R) -> R {
+    work()
 }

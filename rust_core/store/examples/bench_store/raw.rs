@@ -1,57 +1,114 @@
 //! The memory limit: the same traffic with the place of every row known.
+//!
+//! A limit must not be beaten for want of care, so rows start at a cache line wherever their length allows it, all
+//! their lines are prefetched, the loops use the widest registers, and the distance of prefetching is the best of
+//! several, tried on the spot.
 
-use crate::machine::{on_huge_pages, prefetch};
+use crate::machine::{cpu_ns, on_huge_pages, prefetch, widest};
+
+/// Distances of prefetching that are tried, in rows.
+const AHEAD: [usize; 7] = [4, 8, 12, 16, 32, 64, 128];
 
 /// Rows in one array.
 pub(crate) struct RawRows {
     values: Vec<f32>,
+    /// Where the first row starts: at a cache line.
+    first: usize,
     stride: usize,
+    gather_ahead: usize,
+    update_ahead: usize,
 }
 
 impl RawRows {
-    pub(crate) fn new(rows: usize, stride: usize) -> Self {
-        Self { values: on_huge_pages(rows * stride), stride }
-    }
-
-    fn row(&self, slot: u32) -> &[f32] {
-        &self.values[slot as usize * self.stride..][..self.stride]
+    /// `slots` are some of the rows, to try distances on.
+    pub(crate) fn new(rows: usize, stride: usize, dim: usize, slots: &[Vec<u32>]) -> Self {
+        let values = on_huge_pages(rows * stride + 16);
+        let first = values.as_ptr().align_offset(64);
+        let mut raw = Self { values, first, stride, gather_ahead: 0, update_ahead: 0 };
+        let mut buffer = vec![0.0; slots[0].len() * dim];
+        raw.gather_ahead = fastest(slots, |slots, ahead| {
+            raw.gather_ahead = ahead;
+            raw.gather(slots, &mut buffer, dim);
+        });
+        raw.update_ahead = fastest(slots, |slots, ahead| {
+            raw.update_ahead = ahead;
+            raw.update(slots, &buffer, dim);
+        });
+        raw
     }
 
     /// Copy the first `dim` floats of every slot's row.
     pub(crate) fn gather(&self, slots: &[u32], out: &mut [f32], dim: usize) {
-        let ahead = ahead(dim);
-        slots.iter().take(ahead).for_each(|slot| prefetch(&self.row(*slot)[..dim]));
-        for (at, (slot, out)) in slots.iter().zip(out.chunks_exact_mut(dim)).enumerate() {
-            if let Some(next) = slots.get(at + ahead) {
-                prefetch(&self.row(*next)[..dim]);
-            }
-            for (out, block) in
-                out.as_chunks_mut::<16>().0.iter_mut().zip(self.row(*slot)[..dim].as_chunks::<16>().0)
-            {
-                *out = *block;
-            }
-        }
+        let (rows, stride, ahead) = (&self.values[self.first..], self.stride, self.gather_ahead);
+        widest(
+            #[inline(always)]
+            || gather(rows, stride, ahead, slots, out, dim),
+        );
     }
 
-    /// Add a gradient to the weights, and to every part of the state as long as they are.
+    /// Add a gradient to the weights, and to every part of the state as far as it goes.
     pub(crate) fn update(&mut self, slots: &[u32], gradients: &[f32], dim: usize) {
-        let ahead = ahead(self.stride) / 2;
-        slots.iter().take(ahead).for_each(|slot| prefetch(self.row(*slot)));
-        for (at, (slot, gradient)) in slots.iter().zip(gradients.chunks_exact(dim)).enumerate() {
-            if let Some(next) = slots.get(at + ahead) {
-                prefetch(self.row(*next));
-            }
-            let row = &mut self.values[*slot as usize * self.stride..][..self.stride];
-            for part in row.chunks_mut(dim) {
-                for (value, gradient) in part.iter_mut().zip(gradient) {
-                    *value += *gradient;
-                }
-            }
+        let (rows, stride, ahead) = (&mut self.values[self.first..], self.stride, self.update_ahead);
+        widest(
+            #[inline(always)]
+            || update(rows, stride, ahead, slots, gradients, dim),
+        );
+    }
+}
+
+/// The distance at which `work` takes the least time over all `slots`.
+fn fastest(slots: &[Vec<u32>], mut work: impl FnMut(&[u32], usize)) -> usize {
+    let mut best = (f64::INFINITY, 0);
+    for ahead in AHEAD {
+        let mut times = crate::figures::Samples::default();
+        for slots in slots {
+            let start = cpu_ns();
+            work(slots, ahead);
+            times.add(cpu_ns() - start);
+        }
+        if times.median() < best.0 {
+            best = (times.median(), ahead);
+        }
+    }
+    best.1
+}
+
+#[inline(always)]
+fn gather(rows: &[f32], stride: usize, ahead: usize, slots: &[u32], out: &mut [f32], dim: usize) {
+    slots.iter().take(ahead).for_each(|slot| prefetch(rows, *slot as usize * stride, dim));
+    for (at, (slot, out)) in slots.iter().zip(out.chunks_exact_mut(dim)).enumerate() {
+        if let Some(next) = slots.get(at + ahead) {
+            prefetch(rows, *next as usize * stride, dim);
+        }
+        let row = &rows[*slot as usize * stride..][..dim];
+        for (out, block) in out.as_chunks_mut::<16>().0.iter_mut().zip(row.as_chunks::<16>().0) {
+            *out = *block;
         }
     }
 }
 
-/// Rows that are asked for in advance: 16 KiB of them.
-fn ahead(floats: usize) -> usize {
-    (4096 / floats).clamp(8, 64)
+#[inline(always)]
+fn update(rows: &mut [f32], stride: usize, ahead: usize, slots: &[u32], gradients: &[f32], dim: usize) {
+    slots.iter().take(ahead).for_each(|slot| prefetch(rows, *slot as usize * stride, stride));
+    for (at, (slot, gradient)) in slots.iter().zip(gradients.chunks_exact(dim)).enumerate() {
+        if let Some(next) = slots.get(at + ahead) {
+            prefetch(rows, *next as usize * stride, stride);
+        }
+        let row = &mut rows[*slot as usize * stride..][..stride];
+        let mut parts = row.chunks_exact_mut(dim);
+        for part in &mut parts {
+            for (values, gradient) in
+                part.as_chunks_mut::<16>().0.iter_mut().zip(gradient.as_chunks::<16>().0)
+            {
+                // By way of a copy, or the compiler adds one float at a time.
+                let mut sums = *values;
+                for lane in 0..16 {
+                    sums[lane] += gradient[lane];
+                }
+                *values = sums;
+            }
+        }
+        // What is shorter than the weights: the one number that a row-wise optimizer keeps.
+        parts.into_remainder().iter_mut().for_each(|value| *value += gradient[0]);
+    }
 }

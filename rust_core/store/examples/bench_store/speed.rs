@@ -33,7 +33,9 @@ pub(crate) fn measure(dim: usize, size: &Size, lookups: bool, updates: bool) {
         let stride = dim + optimizer.state_len(dim);
         let rows = (size.rows)(stride);
         let bench = Bench::new(dim, rows, optimizer);
-        let raw = RawRows::new(rows, stride);
+        let mut random = Random(7);
+        let slots: Vec<Vec<u32>> = (0..5).map(|_| random.distinct(BATCH, rows)).collect();
+        let raw = RawRows::new(rows, stride, dim, &slots);
         let case = format!("dim {dim}, {rows} rows");
         if lookups && first {
             let target = if dim == 16 {

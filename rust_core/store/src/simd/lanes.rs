@@ -9,6 +9,8 @@ pub(crate) const LANES: usize = 16;
 pub(crate) trait Lanes {
     /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
+    /// The sum of all lanes: halves are added to halves, eight to eight, then four, two and one.
+    fn fold(sums: &[f32; LANES]) -> f32;
     /// Whether no value is a NaN or an infinity.
     fn all_finite(values: &[f32; LANES]) -> bool;
     /// Bit `i` says whether `words[i]` is `key`.
@@ -25,6 +27,17 @@ impl Lanes for Portable {
             let value = gradient[lane] + decay * weights[lane];
             sums[lane] += value * value;
         }
+    }
+
+    #[inline(always)]
+    fn fold(sums: &[f32; LANES]) -> f32 {
+        let mut sums = *sums;
+        for half in [8, 4, 2, 1] {
+            for lane in 0..half {
+                sums[lane] += sums[lane + half];
+            }
+        }
+        sums[0]
     }
 
     #[inline(always)]
@@ -69,6 +82,14 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn fold(sums: &[f32; LANES]) -> f32 {
+            // SAFETY: as above.
+            unsafe {
+                fold_8(_mm256_add_ps(_mm256_loadu_ps(sums.as_ptr()), _mm256_loadu_ps(sums.as_ptr().add(8))))
+            }
+        }
+
+        #[inline(always)]
         fn all_finite(values: &[f32; LANES]) -> bool {
             // SAFETY: as above.
             unsafe {
@@ -95,6 +116,20 @@ mod x86 {
         }
     }
 
+    /// The rest of a fold, from eight lanes on.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
+    #[inline(always)]
+    unsafe fn fold_8(sums: __m256) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+
     /// One register of sixteen lanes. Only [`crate::simd::Level::run`] may name it.
     pub(crate) struct Avx512;
 
@@ -107,6 +142,15 @@ mod x86 {
                 let value = _mm512_add_ps(_mm512_loadu_ps(gradient.as_ptr()), decayed);
                 let sum = _mm512_add_ps(_mm512_loadu_ps(sums.as_ptr()), _mm512_mul_ps(value, value));
                 _mm512_storeu_ps(sums.as_mut_ptr(), sum);
+            }
+        }
+
+        #[inline(always)]
+        fn fold(sums: &[f32; LANES]) -> f32 {
+            // SAFETY: as above.
+            unsafe {
+                let sums = _mm512_loadu_ps(sums.as_ptr());
+                fold_8(_mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps::<1>(sums)))
             }
         }
 

@@ -13,6 +13,9 @@ mod lanes;
 use lanes::{Avx2, Avx512};
 pub(crate) use lanes::{LANES, Lanes, Portable};
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
 /// A loop to be compiled for every [`Level`]. `run` and what it calls must be `#[inline(always)]`.
 pub(crate) trait Work {
     /// What the loop returns.
@@ -94,14 +97,15 @@ fn avx512<W: Work>(work: W) -> W::Output {
     work.run::<Avx512>()
 }
 
-/// Ask for the cache lines of `values[from..from + len]`, clipped to what exists.
+/// Ask for the cache lines of `values[from..from + len]`; what lies beyond the end does no harm.
 #[inline(always)]
 pub(crate) fn prefetch<T>(values: &[T], from: usize, len: usize) {
     let start = values.as_ptr().wrapping_add(from).cast::<u8>();
-    let mut offset = 0;
-    while offset < len * size_of::<T>() {
-        prefetch_line(start.wrapping_add(offset));
-        offset += 64;
+    let end = start.wrapping_add(len * size_of::<T>());
+    let mut line = start.wrapping_sub(start.addr() % LINE);
+    while line < end {
+        prefetch_line(line);
+        line = line.wrapping_add(LINE);
     }
 }
 
