@@ -53,7 +53,12 @@ def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) ->
         looked.push(gradients, 1.0)
         context.engine.drain()
 
-    case = {"dim": dim, "L": per_sample, "zipf": zipf, "optimizer": "rowwise" if rowwise else "adagrad"}
+    case: dict[str, object] = {
+        "dim": dim,
+        "L": per_sample,
+        "zipf": zipf,
+        "optimizer": "rowwise" if rowwise else "adagrad",
+    }
     workload.measure("persia", case, workload.rows_of(per_sample), step, seconds)
     pipeline.close()
     context.close()

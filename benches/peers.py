@@ -49,7 +49,9 @@ def embedding_bag(dim: int, per_sample: int, zipf: bool) -> Callable[[int], obje
     def step(number: int) -> None:
         batch = ids[number % len(ids)]
         optimizer.zero_grad(set_to_none=True)
-        torch.cat([bag(values, offsets) for bag, values in zip(bags, batch, strict=True)], 1).backward(gradient)
+        torch.cat([bag(values, offsets) for bag, values in zip(bags, batch, strict=True)], 1).backward(  # type: ignore[no-untyped-call]
+            gradient
+        )
         optimizer.step()
 
     return step

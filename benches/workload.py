@@ -45,7 +45,8 @@ def measure(system: str, case: dict[str, object], rows: int, step: Callable[[int
     """
     for number in range(3):
         step(number)
-    cpu, wall = [], []
+    cpu: list[float] = []
+    wall: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(cpu) < 7:
         wall_start, cpu_start = time.perf_counter(), time.process_time()

@@ -96,7 +96,7 @@ def test_a_bad_batch_is_refused_with_its_place() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_nan_in_dense_input_is_refused_with_row_and_column(value: float, dtype: type) -> None:
-    data = np.zeros((4, 3), dtype)
+    data: np.ndarray = np.zeros((4, 3), dtype)
     data[2, 1] = value
     with pytest.raises(DataError, match=r"price.*row 2.*column 1"):
         PersiaBatch(

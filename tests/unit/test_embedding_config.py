@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Batches, Configure
-from test_training import SLOTS, TinyModel, rows
+from conftest import Batches, Configure, TinyModel
+from test_training import SLOTS, rows
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Batches, Configure, TinyModel
+from torch.utils.dlpack import from_dlpack
 
 from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
@@ -50,7 +51,7 @@ def rows(ctx: EmbeddingCtx, count: int = 200) -> tuple[torch.Tensor, torch.Tenso
     ids = np.arange(count, dtype=np.uint64)
     batch = PersiaBatch([IDTypeFeatureWithSingleID("a", ids), IDTypeFeatureWithSingleID("b", ids)], requires_grad=False)
     a, b = ctx.get_embedding_from_data(batch).embeddings()
-    return torch.from_dlpack(a), torch.from_dlpack(b)
+    return from_dlpack(a), from_dlpack(b)
 
 
 def everything(ctx: TrainCtx) -> bytes:
@@ -70,9 +71,7 @@ def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str,
         iterator = iter(loader)
         reference = TinyModel()
         reference.load_state_dict(ctx.model.state_dict())  # type: ignore[union-attr]
-        bags = torch.nn.ModuleList(
-            [torch.nn.EmbeddingBag(200, 4, mode="sum"), torch.nn.EmbeddingBag(200, 4, mode=mode)]
-        )
+        bags = [torch.nn.EmbeddingBag(200, 4, mode="sum"), torch.nn.EmbeddingBag(200, 4, mode=mode)]
         dense_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
         known = torch.zeros(2, 200, dtype=torch.bool)
         velocity = [torch.zeros(200, 4), torch.zeros(200, 4)]
@@ -173,7 +172,7 @@ def test_pushed_gradients_equal_finite_differences(configure: Configure) -> None
 def shared_rows(ctx: EmbeddingCtx) -> torch.Tensor:
     ids = np.arange(1, 5, dtype=np.uint64)
     batch = PersiaBatch([IDTypeFeatureWithSingleID("a", ids), IDTypeFeatureWithSingleID("b", ids)], requires_grad=False)
-    a, b = (torch.from_dlpack(tensor).double() for tensor in ctx.get_embedding_from_data(batch).embeddings())
+    a, b = (from_dlpack(tensor).double() for tensor in ctx.get_embedding_from_data(batch).embeddings())
     assert torch.equal(a, b), "slots of one group share rows"
     return a
 
@@ -255,10 +254,12 @@ def test_evaluation_changes_nothing_and_reads_missing_rows_as_zeros(configure: C
     with make() as ctx:
         train(ctx, DataLoader(Batches(5), reproducible=True))
         before, size = everything(ctx), ctx.get_embedding_size()
-        assert ctx.model is not None and ctx.model.training
-        with eval_ctx(model=ctx.model) as inner:
+        model = ctx.model
+        assert model is not None
+        modes = [model.training]
+        with eval_ctx(model=model) as inner:
             assert cnt_ctx() is inner
-            assert not ctx.model.training
+            modes.append(model.training)
             for batch in DataLoader(Batches(3, seed=9, ids=100_000)):
                 output, _ = inner.forward(batch)
                 assert not output.requires_grad
@@ -272,8 +273,8 @@ def test_evaluation_changes_nothing_and_reads_missing_rows_as_zeros(configure: C
             _, embeddings, _ = inner.prepare_features(unknown)
             assert all(not tensor.any() for tensor in embeddings)
             again = inner.get_embedding_from_bytes(unknown.to_bytes())
-            assert all(not torch.from_dlpack(tensor).any() for tensor in again.embeddings())
-        assert ctx.model.training
+            assert all(not from_dlpack(tensor).any() for tensor in again.embeddings())
+        assert [*modes, model.training] == [True, False, True]
         assert (everything(ctx), ctx.get_embedding_size()) == (before, size)
         ctx.clear_embeddings()
         assert ctx.get_embedding_size() == [0]
@@ -372,12 +373,12 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
             return x.new_zeros(())
 
         @staticmethod
-        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
             out = torch.zeros_like(tensor)
             out[3] = float("inf")
             return out
 
-    result: torch.Tensor = Infinite.apply(tensor)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = Infinite.apply(tensor)
     return result
 
 
