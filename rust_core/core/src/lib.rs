@@ -1,12 +1,12 @@
 //! `persia_core`: the Python extension over Persia's engine and store.
 //!
-//! * [`config`]: the two YAML files
-//! * [`data`]: batches
-//! * [`optim`]: how rows start and are updated
-//! * [`engine`]: one engine over one in-process store
-//! * [`forward`], [`backward`]: what a training loop takes from it and gives back
-//! * [`checkpoint`]: saving, loading, inspecting
-//! * [`errors`]: everything raised on purpose
+//! * `config`: the two YAML files
+//! * `data`: batches
+//! * `optim`: how rows start and are updated
+//! * `engine`: one engine over one in-process store
+//! * `forward`, `backward`: what a training loop takes from it and gives back
+//! * `checkpoint`: saving, loading, inspecting
+//! * `errors`: everything raised on purpose
 //!
 //! The extension may be a lone `persia_core.so`, which is no package: it registers its sub-modules itself.
 

@@ -84,21 +84,3 @@ impl Stopwatch {
         spent
     }
 }
-
-/// Add `more` to `sum`.
-pub(crate) fn add_lookup(sum: &mut LookupReport, more: &LookupReport) {
-    sum.hits += more.hits;
-    sum.inserted += more.inserted;
-    sum.missing += more.missing;
-    sum.evicted += more.evicted;
-}
-
-/// Add `more` to `sum`.
-pub(crate) fn add_push(sum: &mut PushReport, more: &PushReport) {
-    sum.rows_pushed += more.rows_pushed;
-    sum.rows_applied += more.rows_applied;
-    sum.rows_missing += more.rows_missing;
-    sum.rows_nonfinite += more.rows_nonfinite;
-    sum.rows_duplicate += more.rows_duplicate;
-    sum.first_nonfinite = sum.first_nonfinite.or(more.first_nonfinite);
-}

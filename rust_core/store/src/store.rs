@@ -162,11 +162,7 @@ impl Store {
         let report = lookup.run(&self.shards, rows, &mut memo)?;
         self.memos.keep(request.token, memo);
         claim.applied();
-        let mut counters = self.counters.lock();
-        counters.lookups.hits += report.hits;
-        counters.lookups.inserted += report.inserted;
-        counters.lookups.missing += report.missing;
-        counters.lookups.evicted += report.evicted;
+        self.counters.lock().lookups += report;
         Ok(report)
     }
 
@@ -245,7 +241,7 @@ impl Tables for Store {
                 report
             }
         };
-        self.counters.lock().add_push(&report);
+        self.counters.lock().pushes += report;
         Ok(report)
     }
 
@@ -314,17 +310,5 @@ impl Store {
         check_parts(&self.schema, parts, "gradient")?;
         let rule = Rule::new(optimizer, request.lr_factor, run.weight_bound, step);
         Ok(Push { level: self.level, rule, tables: request.tables })
-    }
-}
-
-impl Counters {
-    fn add_push(&mut self, report: &PushReport) {
-        let sum = &mut self.pushes;
-        sum.rows_pushed += report.rows_pushed;
-        sum.rows_applied += report.rows_applied;
-        sum.rows_missing += report.rows_missing;
-        sum.rows_nonfinite += report.rows_nonfinite;
-        sum.rows_duplicate += report.rows_duplicate;
-        sum.first_nonfinite = sum.first_nonfinite.or(report.first_nonfinite);
     }
 }

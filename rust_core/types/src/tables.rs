@@ -79,6 +79,15 @@ pub struct LookupReport {
     pub evicted: u64,
 }
 
+impl std::ops::AddAssign for LookupReport {
+    fn add_assign(&mut self, more: Self) {
+        self.hits += more.hits;
+        self.inserted += more.inserted;
+        self.missing += more.missing;
+        self.evicted += more.evicted;
+    }
+}
+
 /// Gradients of one table's unique ids.
 #[derive(Debug, Clone, Copy)]
 pub struct TableGradients<'a> {
@@ -118,6 +127,18 @@ pub struct PushReport {
     pub rows_duplicate: u64,
     /// The first row counted in `rows_nonfinite`: (table, id).
     pub first_nonfinite: Option<(usize, Id)>,
+}
+
+impl std::ops::AddAssign for PushReport {
+    /// Sums all counts; `first_nonfinite` stays the first there was.
+    fn add_assign(&mut self, more: Self) {
+        self.rows_pushed += more.rows_pushed;
+        self.rows_applied += more.rows_applied;
+        self.rows_missing += more.rows_missing;
+        self.rows_nonfinite += more.rows_nonfinite;
+        self.rows_duplicate += more.rows_duplicate;
+        self.first_nonfinite = self.first_nonfinite.or(more.first_nonfinite);
+    }
 }
 
 /// One file of a checkpoint, as its writer saw it.

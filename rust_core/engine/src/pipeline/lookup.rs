@@ -11,7 +11,7 @@ use crate::pipeline::Looked;
 use crate::pipeline::permits::Stage;
 use crate::pipeline::push::Ticket;
 use crate::pipeline::shared::{Doing, Finish, Item, Shared, guarded};
-use crate::stats::{EngineStats, Stopwatch, add_lookup};
+use crate::stats::{EngineStats, Stopwatch};
 use crate::step::forward::{Forward, forward};
 use crate::step::plan::Plan;
 
@@ -146,7 +146,7 @@ fn hand_over(
 
 fn record(stats: &mut EngineStats, batch: &Batch, plan: &Plan, before: &Before, done: &Forward) {
     stats.lookups += 1;
-    add_lookup(&mut stats.lookup_report, &done.report);
+    stats.lookup_report += done.report;
     for (feature, slot) in batch.id_features().iter().zip(plan.slots()) {
         stats.slots[*slot].occurrences += feature.inverse().len() as u64;
         stats.slots[*slot].unique += feature.unique().len() as u64;

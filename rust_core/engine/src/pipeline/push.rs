@@ -8,7 +8,6 @@ use crate::batch::Batch;
 use crate::error::Error;
 use crate::pipeline::permits::Stage;
 use crate::pipeline::shared::{Shared, guarded};
-use crate::stats::add_push;
 use crate::step::backward::{Backward, backward};
 use crate::step::plan::Plan;
 
@@ -167,7 +166,7 @@ fn next_job(shared: &Shared) -> Option<PushJob> {
 fn acknowledge(shared: &Shared, step: u64, done: &Backward) {
     let mut state = shared.lock();
     state.stats.pushes += 1;
-    add_push(&mut state.stats.push_report, &done.report);
+    state.stats.push_report += done.report;
     state.stats.segment_sum.add(done.segment_sum);
     state.stats.push.add(done.push);
     drop(state);

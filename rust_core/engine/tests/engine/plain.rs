@@ -241,13 +241,7 @@ impl Tables for PlainTables {
             }
         }
         state.pushed.insert(request.token)?;
-        let sum = &mut state.stats.pushes;
-        sum.rows_pushed += report.rows_pushed;
-        sum.rows_applied += report.rows_applied;
-        sum.rows_missing += report.rows_missing;
-        sum.rows_nonfinite += report.rows_nonfinite;
-        sum.rows_duplicate += report.rows_duplicate;
-        sum.first_nonfinite = sum.first_nonfinite.or(report.first_nonfinite);
+        state.stats.pushes += report;
         Ok(report)
     }
 
