@@ -97,18 +97,25 @@ fn update(rows: &mut [f32], stride: usize, ahead: usize, slots: &[u32], gradient
         let row = &mut rows[*slot as usize * stride..][..stride];
         let mut parts = row.chunks_exact_mut(dim);
         for part in &mut parts {
-            for (values, gradient) in
-                part.as_chunks_mut::<16>().0.iter_mut().zip(gradient.as_chunks::<16>().0)
-            {
-                // By way of a copy, or the compiler adds one float at a time.
-                let mut sums = *values;
-                for lane in 0..16 {
-                    sums[lane] += gradient[lane];
-                }
-                *values = sums;
+            let mut at = 0;
+            while at < dim {
+                add_block(part, gradient, at);
+                at += 16;
             }
         }
         // What is shorter than the weights: the one number that a row-wise optimizer keeps.
         parts.into_remainder().iter_mut().for_each(|value| *value += gradient[0]);
     }
+}
+
+/// Sixteen floats by way of a copy: the compiler makes one addition of it, and no loop over many blocks at once.
+#[inline(always)]
+fn add_block(values: &mut [f32], gradient: &[f32], at: usize) {
+    let mut sums = [0.0; 16];
+    sums.copy_from_slice(&values[at..at + 16]);
+    let gradient = &gradient[at..at + 16];
+    for lane in 0..16 {
+        sums[lane] += gradient[lane];
+    }
+    values[at..at + 16].copy_from_slice(&sums);
 }

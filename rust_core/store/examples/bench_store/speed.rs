@@ -71,7 +71,15 @@ pub(crate) fn measure(dim: usize, size: &Size, lookups: bool, updates: bool) {
     }
 }
 
+/// How far above a limit noise may carry the store.
+const NOISE: f64 = 1.25;
+
 fn report(id: &str, case: &str, own: &Samples, limit: &Samples, target: f64) {
+    let ratio = limit.median() / own.median();
+    assert!(
+        ratio < NOISE,
+        "{case}: the store is {ratio:.2} times as fast as its limit, so the peer is no limit"
+    );
     print(id, case, "CPU ns a row", own.median(), limit.median(), target, own.spread());
 }
 
