@@ -29,23 +29,22 @@ class Save:
     Args:
         engine: Its pushes are waited for, so that the cut is of one step.
         directory: Made if missing.
+        step: The last step that was trained.
         cursor: Where the data loader stands.
     """
 
-    def __init__(self, engine: Engine, directory: str | os.PathLike[str], cursor: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, directory: str | os.PathLike[str], step: int, cursor: dict[str, Any] | None = None
+    ) -> None:
         self._engine = engine
         self._directory = Path(directory)
-        try:
-            self._cursor = json.dumps(cursor)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"the data source's state_dict() cannot be saved: {error}; return numbers, strings, lists and dicts"
-            ) from error
+        self._step = step
+        self._cursor = json.dumps(cursor)
         self._saver: _core.Saver | None = None
 
     def __enter__(self) -> Self:
         """Wait for pushes in flight and write the rows."""
-        self._saver = _core.Saver(self._engine, os.fspath(self._directory))
+        self._saver = _core.Saver(self._engine, os.fspath(self._directory), self._step)
         return self
 
     def __exit__(
@@ -158,22 +157,33 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> 
     wrong = [f"{key}: not in the checkpoint" for key in own if key not in state]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
     wrong += [
-        f"{key}: shape {tuple(state[key].shape)} in the checkpoint, {tuple(value.shape)} in the model"
+        f"{key}: shape {_shape(state[key])} in the checkpoint, {tuple(value.shape)} in the model"
         for key, value in own.items()
-        if isinstance(value, torch.Tensor) and key in state and state[key].shape != value.shape
+        if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != tuple(value.shape)
     ]
     if wrong:
         raise CheckpointError(f"{path}: the model differs from the one that was saved: {'; '.join(wrong)}")
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
     """Check that ``optimizer.load_state_dict(state)`` would succeed.
 
     Raises:
-        CheckpointError: Parameter groups differ.
+        CheckpointError: It is of another class, or the parameter groups differ.
     """
+    groups = state.get("param_groups", [])
     own = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in state.get("param_groups", [])]
+    saved = [len(group["params"]) for group in groups]
+    keys = [sorted(set(group) - {"param_names"}) for group in optimizer.param_groups]
+    if own == saved and keys != [sorted(set(group) - {"param_names"}) for group in groups]:
+        raise CheckpointError(
+            f"{path}: the dense optimizer differs from the one that was saved: its options are "
+            f"{', '.join(sorted(groups[0]))} in the checkpoint, {', '.join(keys[0])} here"
+        )
     if own != saved:
         raise CheckpointError(
             f"{path}: the dense optimizer differs from the one that was saved: parameters per group {saved} in the "
@@ -208,6 +218,8 @@ def dump_state(
     instance: torch.nn.Module | torch.optim.Optimizer, directory: Path, file_name: str, is_jit: bool
 ) -> None:
     """Write a state dict, or with ``is_jit`` the scripted module, durably and whole or not at all."""
+    if Path(file_name).name != file_name:
+        raise UsageError(f"file_name={file_name!r}: want a name without folders")
     temporary = directory / f".{file_name}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)

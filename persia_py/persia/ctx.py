@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from typing_extensions import Self
 
 from persia import checkpoint
-from persia.embedded import EmbeddedContext
+from persia.embedded import EmbeddedContext, Settings
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Optimizer
@@ -88,8 +88,10 @@ class BaseCtx:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the context; the outermost one ends the engine."""
-        self._exit()
-        self._leave()
+        try:
+            self._exit()
+        finally:
+            self._leave()
 
     def _enter(self) -> None:
         """What a subclass does on entry."""
@@ -141,8 +143,10 @@ class EmbeddingCtx(BaseCtx):
         self.current_batch: _forward.TrainingBatch | None = None
         self._embeddings: list[torch.Tensor] = []
         self._was_training = False
+        self._outer: Settings | None = None
 
     def _enter(self) -> None:
+        self._outer = None if self._owner else self._common.settings
         if self._owner or self.embedding_config is not None:
             self._common.begin(config=self.embedding_config)
         if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
@@ -154,6 +158,8 @@ class EmbeddingCtx(BaseCtx):
             self.model.train(self._was_training)
         self.current_batch = None
         self._embeddings = []
+        if self._outer is not None and self._outer != self._common.settings:
+            self._common.apply(self._outer)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Use ``embedding_config`` for rows made from now on."""
@@ -240,7 +246,7 @@ class EmbeddingCtx(BaseCtx):
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
         """
         del blocking
-        with checkpoint.Save(self.engine, dst_dir) as save:
+        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step) as save:
             if self.model is not None:
                 save.add_state(dense_filename, self.model.state_dict())
                 if with_jit_model:
@@ -276,7 +282,7 @@ class EmbeddingCtx(BaseCtx):
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files."""
         del blocking
-        with checkpoint.Save(self.engine, dst_dir):
+        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step):
             pass
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
@@ -372,12 +378,18 @@ class TrainCtx(EmbeddingCtx):
         self._loader: DataLoader | None = None
 
     def _enter(self) -> None:
+        self._outer = None if self._owner else self._common.settings
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
 
     @property
     def step(self) -> int:
-        """The number of the last batch taken from a data loader, from 1; a resumed run counts on."""
-        return self.engine.step
+        """The number of the last batch that was trained on, from 1; a resumed run counts on."""
+        return self._common.trained_step
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        """The embedding optimizer in force: the last one applied."""
+        return self._common.settings.optimizer or self.embedding_optimizer
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
         """Back-propagate, update the model, and send the embedding gradients on their way.
@@ -401,7 +413,8 @@ class TrainCtx(EmbeddingCtx):
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
         embeddings, self._embeddings = self._embeddings, []
-        self._backward(loss, batch, embeddings, self.embedding_optimizer)
+        self._backward(loss, batch, embeddings, self._optimizer)
+        self._common.trained_step = batch.step
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
         return loss.detach()
@@ -442,19 +455,19 @@ class TrainCtx(EmbeddingCtx):
         """
         del blocking
         cursor = self._cursor if self._loader is None else self._loader.cursor()
-        with checkpoint.Save(self.engine, dst_dir, cursor) as save:
+        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step, cursor) as save:
             if self.model is not None:
                 save.add_state(dense_model_filename, self.model.state_dict())
                 if with_jit_model:
                     save.add_module(jit_dense_model_filename, self.model)
             save.add_state(opt_filename, self.dense_optimizer.state_dict())
-            save.add_state(RANK_STATE, checkpoint.random_state(self.embedding_optimizer))
+            save.add_state(RANK_STATE, checkpoint.random_state(self._optimizer))
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
         self,
         src_dir: str | os.PathLike[str],
         map_location: str | torch.device | None = None,
-        dense_filename: str = "dense.pt",
+        dense_model_filename: str = "dense.pt",
         opt_filename: str = "opt.pt",
         blocking: bool = True,
     ) -> None:
@@ -467,10 +480,10 @@ class TrainCtx(EmbeddingCtx):
             UsageError: A data loader of this context is being iterated.
         """
         del blocking
-        if self._loader is not None and self._loader.active:
+        if self.engine.iterating:
             raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
         loaded = checkpoint.Load(src_dir)
-        dense = None if self.model is None else loaded.state(dense_filename, map_location)
+        dense = None if self.model is None else loaded.state(dense_model_filename, map_location)
         optimizer = loaded.state(opt_filename, map_location)
         rank = loaded.state(RANK_STATE)
         if self.model is not None and dense is not None:
@@ -480,7 +493,7 @@ class TrainCtx(EmbeddingCtx):
         if self.model is not None and dense is not None:
             self.model.load_state_dict(dense)
         self.dense_optimizer.load_state_dict(optimizer)
-        checkpoint.restore_random_state(rank, self.embedding_optimizer)
+        checkpoint.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor = None, loaded.cursor
 
 

@@ -21,6 +21,7 @@ Cursor = dict[str, Any]
 """Where a data set stands: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
 
 _LEAVE_S = 2.0
+_REMIND_S = 30
 
 
 class IterableDataset(ABC):
@@ -96,12 +97,13 @@ class DataLoader:
         self.reproducible = reproducible or env.flag("REPRODUCIBLE")
         if self.reproducible and embedding_staleness not in (None, 1):
             raise UsageError(
-                f"DataLoader(reproducible=True, embedding_staleness={embedding_staleness}): want 1 or None"
+                f"DataLoader(embedding_staleness={embedding_staleness}): reproducible training (the argument, or "
+                "REPRODUCIBLE in the environment) has staleness 1"
             )
         self.staleness = 1 if self.reproducible else env.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
         self._cursor: Cursor | None = None
-        self.active = False
+        self._skip = 0
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         """Iterate one pass over the data set."""
@@ -115,47 +117,59 @@ class DataLoader:
         return self._evaluate(context)
 
     def _train(self, context: TrainCtx) -> Iterator[TrainingBatch]:
-        skip = self._resume(context.adopt(self))
         pipeline = context.engine.pipeline(self.staleness, self.reproducible, self.dataset.buffer_size)
         positions: deque[str] = deque()
-        feeder = threading.Thread(target=self._feed, args=(pipeline, skip, positions), name="persia-feed", daemon=True)
-        self.active = True
-        feeder.start()
+        feeder = threading.Thread(target=self._feed, args=(pipeline, positions), name="persia-feed", daemon=True)
+        whole = False
         try:
-            while (batch := pipeline.next(self._timeout_s)) is not None:
-                batch.position = positions.popleft()
-                yield batch
+            self._skip = self._resume(context.adopt(self))
+            feeder.start()
+            while held := self._next(pipeline, positions):
+                yield held.pop()
             self._cursor = json.loads(positions.popleft())
+            whole = True
         finally:
-            self.active = False
             pipeline.close()
-            _join(feeder)
+            if _join(feeder) and not whole:
+                self._rewind()
+
+    def _next(self, pipeline: Pipeline, positions: deque[str]) -> list[TrainingBatch]:
+        """Return the next batch in a list, empty after the last: the loop above must keep no reference to it."""
+        batch = pipeline.next(self._timeout_s)
+        if batch is None:
+            return []
+        batch.position = positions.popleft()
+        return [batch]
 
     def _resume(self, cursor: Cursor | None) -> int:
+        """Take the data set to where this pass starts; return how many batches to skip."""
+        stateful = self.dataset if isinstance(self.dataset, Stateful) else None
+        if cursor is not None and cursor["source"] is not None and stateful is not None:
+            stateful.load_state_dict(cursor["source"])
+        elif cursor is None:
+            cursor = None if stateful is None else _position(0, stateful.state_dict())
         self._cursor = cursor
-        if cursor is None:
-            return 0
-        if cursor["source"] is not None and isinstance(self.dataset, Stateful):
-            self.dataset.load_state_dict(cursor["source"])
-            return 0
-        return int(cursor["batches"])
+        return int(cursor["batches"]) if cursor is not None and cursor["source"] is None else 0
 
-    def _feed(self, pipeline: Pipeline, skip: int, positions: deque[str]) -> None:
+    def _rewind(self) -> None:
+        """After a loop that was left early: the next one goes on behind the last batch that was trained on."""
+        if isinstance(self.dataset, Stateful) and self._cursor is not None and self._cursor["source"] is not None:
+            self.dataset.load_state_dict(self._cursor["source"])
+
+    def _feed(self, pipeline: Pipeline, positions: deque[str]) -> None:
         """Read the data set ahead, in a thread of its own; an error reaches the loop in its place."""
         stateful = self.dataset if isinstance(self.dataset, Stateful) else None
         count = 0
         try:
             for batch in self.dataset:
                 count += 1
-                if count <= skip:
+                if count <= self._skip:
                     continue
                 _check_training(batch, count)
-                source = None if stateful is None else stateful.state_dict()
-                positions.append(json.dumps({"batches": count, "source": source}))
+                positions.append(json.dumps(_position(count, None if stateful is None else stateful.state_dict())))
                 if not pipeline.feed(batch.data):
                     return  # the loop ended early
-            end = None if stateful is None else {"batches": 0, "source": stateful.state_dict()}
-            positions.append(json.dumps(end))
+            positions.append(json.dumps(None if stateful is None else _position(0, stateful.state_dict())))
             pipeline.end()
         except BaseException as error:  # whatever a data set raises belongs to the loop
             pipeline.fail(error)
@@ -193,7 +207,7 @@ class DataLoader:
         reader = threading.Thread(target=read, name="persia-read", daemon=True)
         reader.start()
         try:
-            while (item := ready.get()) is not None:
+            while (item := _wait_for(ready)) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield context.get_embedding_from_data(item)
@@ -202,11 +216,42 @@ class DataLoader:
             _join(reader)
 
 
-def _join(thread: threading.Thread) -> None:
-    """Wait for a reading thread; one that is stuck in the data set is left behind, with a word."""
-    thread.join(_LEAVE_S)
+def _position(batches: int, source: Any) -> Cursor:
+    """Return a cursor, checked to be the same after a checkpoint has written and read it.
+
+    Raises:
+        UsageError: The data set's state is no plain JSON.
+    """
+    try:
+        same = json.loads(json.dumps(source)) == source
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"the data set's state_dict() cannot be kept in a checkpoint: {source!r}; return numbers, strings, lists "
+            "and dicts with strings for keys"
+        )
+    return {"batches": batches, "source": source}
+
+
+def _join(thread: threading.Thread) -> bool:
+    """Wait for a reading thread; one that is stuck in the data set is left behind, with a word, and gives False."""
+    if thread.ident is not None:
+        thread.join(_LEAVE_S)
     if thread.is_alive():
         _logger.warning("the data set is still busy %g s after the loop ended; its thread is left behind", _LEAVE_S)
+    return not thread.is_alive()
+
+
+def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> PersiaBatch | BaseException | None:
+    """Return the next item; waiting for the data set has no limit, and is logged."""
+    waited = 0
+    while True:
+        try:
+            return ready.get(timeout=_REMIND_S)
+        except queue.Empty:
+            waited += _REMIND_S
+            _logger.warning("waiting for a batch from the source since %d s", waited)
 
 
 def _check_training(batch: object, number: int) -> None:

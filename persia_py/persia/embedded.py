@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,27 @@ if TYPE_CHECKING:
 _logger = get_logger("embedded")
 
 
+@dataclass(frozen=True)
+class Settings:
+    """How rows start and are updated.
+
+    Attributes:
+        optimizer: None while only evaluating.
+        config: How rows start, and how far they may go.
+    """
+
+    optimizer: "Optimizer | None"
+    config: EmbeddingConfig
+
+
 class EmbeddedContext:
     """One engine over one in-process store, shared by all nested contexts.
 
     Attributes:
         engine: The engine.
         embedding_config_path: The file that defines the slots.
+        settings: What the run's epoch began with.
+        trained_step: The last step whose gradients were pushed, or given up.
     """
 
     def __init__(self) -> None:
@@ -45,8 +61,8 @@ class EmbeddedContext:
             _logger.warning("%s", warning)
         _logger.info("embedding slots from %s, embedded store", self.embedding_config_path)
         self.engine = _engine.Engine(embedding, general)
-        self._config = get_default_embedding_config()
-        self._optimizer: Optimizer | None = None
+        self.settings = Settings(None, get_default_embedding_config())
+        self.trained_step = 0
         self._seed: int | None = None
 
     def begin(
@@ -62,30 +78,30 @@ class EmbeddedContext:
             optimizer: None keeps the one in force.
             config: None keeps the one in force.
             resume: Epoch, step and seed of the checkpoint whose rows were just loaded.
+
+        Raises:
+            UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
+                changed then.
         """
+        settings = Settings(optimizer or self.settings.optimizer, config or self.settings.config)
+        self.apply(settings, resume)
+
+    def apply(self, settings: "Settings", resume: tuple[int, int, int] | None = None) -> None:
+        """As :meth:`begin`, with exactly these settings."""
         import torch
 
-        self._optimizer = optimizer or self._optimizer
-        self._config = config or self._config
-        after_epoch, step, seed = resume or (0, self.engine.step, None)
-        if seed is not None:
-            self._seed = seed
-        elif self._seed is None:
-            self._seed = torch.initial_seed() % 2**64
+        after_epoch, step, seed = resume or (0, self.trained_step, self._seed)
+        seed = torch.initial_seed() % 2**64 if seed is None else seed
         self.engine.begin(
-            seed=self._seed,
-            optimizer=None if self._optimizer is None else self._optimizer.spec,
-            initializer=self._config.initializer,
-            admit_probability=self._config.admit_probability,
-            weight_bound=self._config.weight_bound,
+            seed=seed,
+            optimizer=None if settings.optimizer is None else settings.optimizer.spec,
+            initializer=settings.config.initializer,
+            admit_probability=settings.config.admit_probability,
+            weight_bound=settings.config.weight_bound,
             after_epoch=after_epoch,
             step=step,
         )
-
-    @property
-    def optimizer(self) -> "Optimizer | None":
-        """The optimizer of the run; None while only evaluating."""
-        return self._optimizer
+        self.settings, self._seed, self.trained_step = settings, seed, step
 
     def close(self) -> None:
         """End the engine's threads and give the rows' memory back."""

@@ -43,6 +43,18 @@ class Backward:
         Raises:
             NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
+        try:
+            self._step(loss, batch, embeddings, embedding_optimizer)
+        finally:
+            self._dense_optimizer.zero_grad()
+
+    def _step(
+        self,
+        loss: torch.Tensor,
+        batch: TrainingBatch,
+        embeddings: list[torch.Tensor],
+        embedding_optimizer: Optimizer,
+    ) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [None if tensor.grad is None else tensor.grad.contiguous() for tensor in embeddings]
         offender = self._first_nonfinite(loss, batch, gradients)
@@ -53,13 +65,11 @@ class Backward:
             self._skipped = 0
             batch.push(gradients, embedding_optimizer.lr_factor)
             self._dense_optimizer.step()
-        self._dense_optimizer.zero_grad()
 
     def _skip(self, offender: str, step: int) -> None:
         self._skipped += 1
         _logger.warning("step %d skipped, model and rows unchanged: %s", step, offender)
         if self._skipped >= MAX_SKIPPED_STEPS:
-            self._dense_optimizer.zero_grad()
             raise NonFiniteError(
                 f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {offender}"
             )

@@ -63,6 +63,7 @@ def test_every_dense_dtype_is_accepted(dtype: str) -> None:
         (lambda: IDTypeFeature.from_offsets("a", ids(1, 2), np.array([0, 3])), DataError, "ascend"),
         (lambda: IDTypeFeatureWithSingleID("", ids(1)), DataError, "ASCII"),
         (lambda: NonIDTypeFeature(np.ones((2, 2), np.float16)), FeatureTypeError, "float16"),
+        (lambda: NonIDTypeFeature(np.ones((2, 2), ">f4")), FeatureTypeError, "byte order"),
         (lambda: Label(np.array([[0.0], [2.0]]), binary=True), DataError, "row 1: 2.0"),
         (lambda: Label(np.array([[0.0], [np.nan]]), binary=True), DataError, "row 1: nan"),
     ],
@@ -87,8 +88,12 @@ def test_a_bad_batch_is_refused_with_its_place() -> None:
         PersiaBatch([IDTypeFeatureWithSingleID("a", ids())], labels=[Label(np.zeros((0, 1), np.float32))])
     with pytest.raises(TypeError, match=r"id_type_features\[0\]"):
         PersiaBatch([ids(1, 2)], labels=LABEL)  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="want a list of"):
+    with pytest.raises(FeatureTypeError, match="want a list of"):
         PersiaBatch(a, labels=LABEL)  # type: ignore[arg-type]
+    with pytest.raises(FeatureTypeError, match=r"labels=.*want a list of Label, got Label"):
+        PersiaBatch([a], labels=LABEL[0])  # type: ignore[arg-type]
+    with pytest.raises(FeatureTypeError, match=r"non_id_type_features=.*got ndarray"):
+        PersiaBatch([a], np.zeros(2), LABEL)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="more than once.*a"):
         PersiaBatch([a, a], labels=LABEL)
 

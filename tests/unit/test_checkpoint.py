@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from conftest import Batches, Configure, TinyModel
-from test_training import SLOTS, everything, make, train
+from test_training import SLOTS, everything, loss_fn, make, train
 
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
@@ -43,8 +44,6 @@ def test_a_checkpoint_holds_everything_and_plain_torch_reads_the_dense_part(save
 
 
 def test_pyarrow_reads_the_rows(saved: Path) -> None:
-    import pyarrow as pa
-
     total = 0
     for file in sorted(saved.glob("shard-*.arrow")):
         table = pa.ipc.open_file(file).read_all()
@@ -165,7 +164,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage
 
 @pytest.mark.parametrize(
     ("slots", "text"),
-    [("a: {dim: 8}\nb: {dim: 4}", "dim|8"), ("a: {dim: 4}\nc: {dim: 4}", "b")],
+    [("a: {dim: 8}\nb: {dim: 4}", "dim|8"), ("a: {dim: 4}\nc: {dim: 4}", r"table \"?b\b|\bb\b.*no such table|`b`")],
 )
 def test_a_checkpoint_of_another_configuration_is_refused(
     saved: Path, configure: Configure, slots: str, text: str
@@ -199,16 +198,57 @@ def test_a_directory_that_cannot_be_written_is_named(configure: Configure, tmp_p
         train(ctx, DataLoader(Batches(2)))
 
 
-def test_a_state_that_is_not_json_is_named_before_anything_is_written(configure: Configure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [{"next": object()}, {3: 1}, {"next": (1, 2)}])
+def test_a_state_that_no_checkpoint_can_keep_is_named(configure: Configure, state: dict[str, int]) -> None:
     configure(SLOTS)
 
     class Odd(Batches):
         def state_dict(self) -> dict[str, int]:
-            return {"next": object()}  # type: ignore[dict-item]
+            return state
 
-    with make() as ctx, pytest.raises((UsageError, TypeError), match="state_dict|JSON"):
+    with make() as ctx, pytest.raises(UsageError, match="state_dict"):
         train(ctx, DataLoader(Odd(3)))
-    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_dense_optimizer_of_another_class_is_refused(saved: Path) -> None:
+    with make() as ctx:
+        ctx.dense_optimizer = torch.optim.Adam(ctx.model.parameters())  # type: ignore[union-attr]
+        with pytest.raises(CheckpointError, match="dense optimizer differs.*betas"):
+            ctx.load_checkpoint(saved)
+        assert ctx.get_embedding_size() == [0]
+
+
+@pytest.mark.parametrize("name", ["../victim", "{}/victim", "MANIFEST.json", ".hidden"])
+def test_a_name_outside_the_checkpoint_overwrites_nothing(configure: Configure, tmp_path: Path, name: str) -> None:
+    configure(SLOTS)
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    with make() as ctx:
+        with pytest.raises(UsageError, match="name"):
+            ctx.dump_checkpoint(tmp_path / "ckpt", opt_filename=name.format(tmp_path))
+        with pytest.raises(UsageError, match="name"):
+            ctx.dump_torch_state_dict(ctx.dense_optimizer, tmp_path / "states", "../victim")
+    assert victim.read_text() == "untouched"
+
+
+def test_the_manifest_counts_what_was_saved(configure: Configure, tmp_path: Path) -> None:
+    """Also while look-ups made ahead insert rows."""
+    configure(SLOTS)
+    with make() as ctx:
+        for batch in DataLoader(Batches(20, batch_size=2000, ids=10**9), embedding_staleness=8):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+            if batch.step % 5 == 0:
+                ctx.dump_checkpoint(tmp_path / f"{batch.step}")
+    for step in (5, 10, 15, 20):
+        shards = (tmp_path / f"{step}").glob("shard-*.arrow")
+        total = 0
+        for shard in shards:
+            with pa.ipc.open_file(shard) as reader:
+                total += reader.read_all().num_rows
+        manifest = json.loads((tmp_path / f"{step}" / "MANIFEST.json").read_text())
+        assert sum(manifest["head"]["rows"].values()) == total
+        assert manifest["head"]["step"] == step
 
 
 CHILD = """

@@ -24,6 +24,16 @@ def test_build_information() -> None:
     assert loaded_file().suffix == ".so"
 
 
+def test_a_misaligned_gradient_is_refused() -> None:
+    import numpy as np
+
+    from persia.errors import FeatureTypeError
+
+    values = np.zeros(4 * 8 + 1, np.uint8)[1:].view(np.float32)
+    with pytest.raises(FeatureTypeError, match="aligned"):
+        persia_core.backward.first_nonfinite(values)
+
+
 def test_submodules_can_be_imported_by_name() -> None:
     code = "import persia_core.forward, persia_core.backward as b; print(b.first_nonfinite.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -112,4 +112,4 @@ def test_an_optimizer_equals_its_formula(
             after_w, after_state = dump(ctx, tmp_path / "after")
             np.testing.assert_array_max_ulp(after_w, expected_w.clip(-BOUND, BOUND), maxulp=2)
             np.testing.assert_array_max_ulp(after_state, expected_state, maxulp=2)
-        assert ctx.step == STEPS
+        assert batch.step == STEPS

@@ -86,14 +86,14 @@ def test_ctrl_c_ends_a_wait_and_the_process_ends_cleanly(configure: Configure) -
 
 
 def test_a_wait_that_the_loop_itself_blocks_is_named(configure: Configure) -> None:
-    """A batch that is kept without backward holds its permit: with K = 1 the next look-up can never start."""
+    """A batch that is kept without backward holds its permit: with K = 2 the third look-up can never start."""
     configure(SLOTS)
     with make():
         kept = []
         with pytest.raises(WaitTimeoutError, match=r"backward of step 1"):
-            for batch in DataLoader(Batches(3), embedding_staleness=1, timeout_ms=300):
+            for batch in DataLoader(Batches(3), embedding_staleness=2, timeout_ms=300):
                 kept.append(batch)  # noqa: PERF402 - what came before the error is looked at
-        assert len(kept) == 1
+        assert len(kept) == 2
         kept.clear()
 
 

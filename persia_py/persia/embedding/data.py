@@ -13,7 +13,7 @@ from persia_core import data as _core
 MAX_BATCH_SIZE = 65535
 """PersiaML's limit, kept as a name. Larger batches work here."""
 
-_DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")
+_DTYPES = tuple(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")))
 
 
 class IDTypeFeature:
@@ -58,7 +58,7 @@ class IDTypeFeature:
                 )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
             raise DataError(f"feature {name!r}: offsets must ascend from 0 to the number of ids ({len(values)})")
-        feature.values, feature.offsets = values, offsets
+        feature.values, feature.offsets = np.ascontiguousarray(values), np.ascontiguousarray(offsets)
         return feature
 
     @property
@@ -95,10 +95,10 @@ class _Dense:
 
     def __init__(self, data: npt.NDArray[Any], name: str | None) -> None:
         self.name = None if name is None else _name(name)
-        if not isinstance(data, np.ndarray) or data.dtype.name not in _DTYPES or data.ndim == 0:
+        if not isinstance(data, np.ndarray) or data.dtype not in _DTYPES or data.ndim == 0:
             raise FeatureTypeError(
-                f"{self.title}: want an array of at least one dimension and dtype {', '.join(_DTYPES)}; "
-                f"got {_kind(data)}"
+                f"{self.title}: want an array of at least one dimension and dtype {', '.join(d.name for d in _DTYPES)} "
+                f"(this machine's byte order); got {_kind(data)}"
             )
         self.data = np.ascontiguousarray(data)
 
@@ -186,7 +186,8 @@ class PersiaBatch:
         requires_grad: bool = True,
         meta: bytes | None = None,
     ) -> None:
-        dense, targets = list(non_id_type_features or ()), list(labels or ())
+        dense = [] if non_id_type_features is None else non_id_type_features
+        targets = [] if labels is None else labels
         _check_classes("id_type_features", id_type_features, (IDTypeFeature, IDTypeFeatureWithSingleID))
         _check_classes("non_id_type_features", dense, (NonIDTypeFeature,))
         _check_classes("labels", targets, (Label,))

@@ -23,36 +23,40 @@ pub(crate) struct Saver {
 
 #[pymethods]
 impl Saver {
-    /// Wait for the engine's pushes in flight, then write its rows aside in `directory`.
+    /// Wait for the engine's pushes in flight, then write its rows aside in `directory`. `step` is the last that was
+    /// trained.
     #[new]
-    fn new(py: Python<'_>, engine: &Engine, directory: PathBuf) -> PyResult<Self> {
+    fn new(py: Python<'_>, engine: &Engine, directory: PathBuf, step: u64) -> PyResult<Self> {
         engine.drain(py)?;
-        let (run, step, stats) = engine.cut(py)?;
+        let (run, _) = engine.running(py)?;
+        let store = engine.store();
+        let written = py.detach(|| -> Result<_, TablesError> {
+            let mut saver = files::Saver::begin(&directory)?;
+            let snapshot = store.snapshot(saver.staging())?;
+            for entry in snapshot.files {
+                saver.add(entry)?;
+            }
+            Ok((saver, snapshot.rows))
+        });
+        let (saver, rows) = written.map_err(|error| errors::tables(py, &error))?;
         let names = run.schema.tables.iter().map(|table| table.name.clone());
         let head = Head {
             step,
             world_size: 1,
-            rows: names.zip(stats.rows.iter().copied()).collect(),
-            tokens: stats.tokens,
+            rows: names.zip(rows).collect(),
+            tokens: BTreeMap::from([(0, step)]),
             cursors: BTreeMap::new(),
             build: BTreeMap::from([("persia_core".to_owned(), crate::version().to_owned())]),
             created_at: String::new(),
             run,
         };
-        let store = engine.store();
-        let saver = py.detach(|| -> Result<files::Saver, TablesError> {
-            let mut saver = files::Saver::begin(&directory)?;
-            for entry in store.snapshot(saver.staging())? {
-                saver.add(entry)?;
-            }
-            Ok(saver)
-        });
-        Ok(Self { saver: Some(saver.map_err(|error| errors::tables(py, &error))?), head })
+        Ok(Self { saver: Some(saver), head })
     }
 
     /// Where to write the file `name` before it is added.
     fn staged(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
-        Ok(self.open(py)?.staging().join(name))
+        let saver = self.saver.as_ref().ok_or_else(|| ended(py))?;
+        saver.staged(name).map_err(|error| raise(py, &error))
     }
 
     /// Make the staged file `name` durable and part of the checkpoint.
@@ -75,12 +79,6 @@ impl Saver {
     /// Remove what was staged.
     fn abort(&mut self) {
         self.saver = None;
-    }
-}
-
-impl Saver {
-    fn open(&self, py: Python<'_>) -> PyResult<&files::Saver> {
-        self.saver.as_ref().ok_or_else(|| ended(py))
     }
 }
 
@@ -117,10 +115,11 @@ impl Checkpoint {
         self.manifest.locate(&self.directory, name).map_err(|error| raise(py, &error))
     }
 
-    /// Replace the engine's rows by the checkpoint's.
+    /// Replace the engine's rows by the checkpoint's. Not inside a training loop.
     fn restore(&self, py: Python<'_>, engine: &Engine) -> PyResult<()> {
+        engine.settle(py)?;
         let run = &self.manifest.head.run;
-        let (now, _, _) = engine.cut(py)?;
+        let (now, _) = engine.running(py)?;
         if let (Some(saved), Some(current)) = (&run.optimizer, &now.optimizer)
             && kind(saved) != kind(current)
         {

@@ -190,11 +190,18 @@ impl AsRef<[f32]> for Borrowed {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: checked in `borrow_f32`: float32, on the CPU, row-major and contiguous, `len` elements.
+        // SAFETY: checked in `borrow_f32`: float32, on the CPU, aligned, row-major and contiguous, `len` elements.
+        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
+    }
+}
+
+impl Borrowed {
+    /// Where the first element is.
+    fn start(&self) -> *const f32 {
+        // SAFETY: `managed` is live; the offset stays inside the producer's allocation by the protocol.
         unsafe {
             let tensor = &(*self.managed).tensor;
-            let start = tensor.data.cast::<u8>().add(tensor.byte_offset as usize);
-            std::slice::from_raw_parts(start.cast::<f32>(), self.len)
+            tensor.data.cast::<u8>().add(tensor.byte_offset as usize).cast::<f32>()
         }
     }
 }
@@ -243,6 +250,9 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
     }
     if shape.len() != want.len() || shape.iter().zip(want).any(|(&have, &want)| have != want as i64) {
         return refuse(format!("shape {shape:?}, want {want:?}"));
+    }
+    if borrowed.len > 0 && !borrowed.start().is_aligned() {
+        return refuse("its data is not aligned to 4 bytes; make a copy".into());
     }
     if let Some(strides) = strides {
         let mut expected = 1;

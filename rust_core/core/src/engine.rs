@@ -1,6 +1,6 @@
 //! `persia_core.engine`: one engine over one in-process store.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use persia_engine::{Drained, Engine as RankEngine, EngineOptions, EngineStats, StageTime};
@@ -12,7 +12,7 @@ use pyo3::types::PyDict;
 
 use crate::config::{EmbeddingConfig, GlobalConfig};
 use crate::data::Batch;
-use crate::forward::{Pipeline, TrainingBatch};
+use crate::forward::{Open, Pipeline, TrainingBatch};
 use crate::optim::{InitializerSpec, OptimizerSpec};
 use crate::{errors, wait};
 
@@ -30,6 +30,16 @@ pub(crate) struct Engine {
     schema: Schema,
     job: String,
     current: Mutex<Option<Current>>,
+    /// The pipeline opened last.
+    open: Mutex<Weak<Open>>,
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // The engine's threads drop gradients, which needs the GIL.
+        let current = self.current.lock().take();
+        Python::attach(|py| py.detach(|| drop(current)));
+    }
 }
 
 #[pymethods]
@@ -44,7 +54,7 @@ impl Engine {
         };
         let store = Store::new(schema.clone(), options).map_err(|error| errors::tables(py, &error))?;
         let job = general.parsed.job_name.clone();
-        Ok(Self { store: Arc::new(store), schema, job, current: Mutex::new(None) })
+        Ok(Self { store: Arc::new(store), schema, job, current: Mutex::new(None), open: Mutex::default() })
     }
 
     /// Start an epoch after `after_epoch` and every one before it; the next step is `step` + 1.
@@ -61,9 +71,8 @@ impl Engine {
         after_epoch: u64,
         step: u64,
     ) -> PyResult<()> {
-        self.drain_if_begun(py)?;
-        let mut current = self.current.lock();
-        let epoch = current.as_ref().map_or(0, |current| current.run.epoch).max(after_epoch);
+        self.settle(py)?;
+        let epoch = self.current.lock().as_ref().map_or(0, |current| current.run.epoch).max(after_epoch);
         let run = Run {
             job: self.job.clone(),
             epoch,
@@ -75,8 +84,15 @@ impl Engine {
             weight_bound,
         };
         let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
-        *current = Some(self.next_epoch(py, run, options)?);
+        let next = self.next_epoch(py, run, options)?;
+        self.replace(py, next);
         Ok(())
+    }
+
+    /// Whether a data loader's training loop is under way.
+    #[getter]
+    fn iterating(&self) -> bool {
+        self.open.lock().upgrade().is_some_and(|open| open.is_open())
     }
 
     /// The step of the last batch handed out for training; 0 before the first.
@@ -93,20 +109,21 @@ impl Engine {
         reproducible: bool,
         buffer: usize,
     ) -> PyResult<Pipeline> {
-        self.drain_if_begun(py)?;
-        let mut slot = self.current.lock();
-        let before = slot.as_ref().ok_or_else(|| not_begun(py))?;
+        self.settle(py)?;
+        let (run, step) = self.running(py)?;
         let options = EngineOptions {
             staleness,
             reproducible,
             forward_buffer: buffer,
-            first_seq: before.engine.step() + 1,
+            first_seq: step + 1,
             ..EngineOptions::default()
         };
-        let next = self.next_epoch(py, before.run.clone(), options)?;
+        let next = self.next_epoch(py, run, options)?;
         let pipeline = next.engine.pipeline().map_err(|error| errors::engine(py, &error))?;
-        *slot = Some(next);
-        Ok(Pipeline::new(pipeline))
+        let pipeline = Pipeline::new(pipeline);
+        *self.open.lock() = Arc::downgrade(pipeline.open());
+        self.replace(py, next);
+        Ok(pipeline)
     }
 
     /// Look a batch up now, for evaluation: nothing is changed, missing rows are zeros. Pushes in flight are waited for.
@@ -130,13 +147,15 @@ impl Engine {
 
     /// Drop all rows.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
-        self.drain_if_begun(py)?;
+        if self.current.lock().is_some() {
+            self.drain(py)?;
+        }
         py.detach(|| self.store.clear()).map_err(|error| errors::tables(py, &error))
     }
 
     /// Counters, gauges and times: rows and bytes held, look-ups, pushes, seconds per stage.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.store.stats().map_err(|error| errors::tables(py, &error))?;
+        let stats = py.detach(|| self.store.stats()).map_err(|error| errors::tables(py, &error))?;
         let engine = self.current.lock().as_ref().map(|current| current.engine.stats());
         describe(py, &self.schema, &stats, &engine.unwrap_or_default())
     }
@@ -144,8 +163,15 @@ impl Engine {
     /// End the engine's threads and give the rows' memory back.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let current = self.current.lock().take();
-        py.detach(move || drop(current));
-        py.detach(|| self.store.clear()).map_err(|error| errors::tables(py, &error))
+        let open = self.open.lock().upgrade();
+        py.detach(|| {
+            if let Some(open) = open {
+                open.close();
+            }
+            drop(current);
+            self.store.clear()
+        })
+        .map_err(|error| errors::tables(py, &error))
     }
 }
 
@@ -154,28 +180,39 @@ impl Engine {
         Arc::clone(&self.store)
     }
 
-    /// The run, its step, and the store's counters.
-    pub(crate) fn cut(&self, py: Python<'_>) -> PyResult<(Run, u64, Stats)> {
-        let current = self.current.lock();
-        let current = current.as_ref().ok_or_else(|| not_begun(py))?;
-        let stats = self.store.stats().map_err(|error| errors::tables(py, &error))?;
-        Ok((current.run.clone(), current.engine.step(), stats))
+    /// The run, and the step of the last batch handed out.
+    pub(crate) fn running(&self, py: Python<'_>) -> PyResult<(Run, u64)> {
+        let running =
+            self.current.lock().as_ref().map(|current| (current.run.clone(), current.engine.step()));
+        running.ok_or_else(|| not_begun(py))
+    }
+
+    /// Wait for pushes in flight, and refuse to go on inside a training loop: what follows begins a new epoch.
+    pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        if self.iterating() {
+            let text = "a data loader is being iterated for training: leave its loop first";
+            return Err(errors::raise(py, "UsageError", text));
+        }
+        let begun = self.current.lock().is_some();
+        if begun { self.drain(py) } else { Ok(()) }
     }
 
     fn rank_engine(&self, py: Python<'_>) -> PyResult<RankEngine> {
-        self.current.lock().as_ref().map(|current| current.engine.clone()).ok_or_else(|| not_begun(py))
+        let engine = self.current.lock().as_ref().map(|current| current.engine.clone());
+        engine.ok_or_else(|| not_begun(py))
     }
 
-    fn drain_if_begun(&self, py: Python<'_>) -> PyResult<()> {
-        let begun = self.current.lock().is_some();
-        if begun { self.drain(py) } else { Ok(()) }
+    /// Put `next` into force; the engine before it ends its threads without the GIL.
+    fn replace(&self, py: Python<'_>, next: Current) {
+        let before = self.current.lock().replace(next);
+        py.detach(move || drop(before));
     }
 
     /// Begin the epoch after `run`'s, with an engine of its own.
     fn next_epoch(&self, py: Python<'_>, mut run: Run, options: EngineOptions) -> PyResult<Current> {
         run.epoch += 1;
         let options = EngineOptions { job: run.job.clone(), epoch: run.epoch, ..options };
-        self.store.begin(&run).map_err(|error| errors::tables(py, &error))?;
+        py.detach(|| self.store.begin(&run)).map_err(|error| errors::tables(py, &error))?;
         let tables: Arc<dyn Tables> = Arc::clone(&self.store) as Arc<dyn Tables>;
         let engine = RankEngine::new(tables, self.schema.clone(), options);
         let engine = engine.map_err(|error| errors::engine(py, &error))?;

@@ -17,19 +17,68 @@ use crate::{errors, wait};
 /// How often waiting for the source of batches is logged.
 const REMIND: Duration = Duration::from_secs(30);
 
+/// A pipeline until it is closed. The engine keeps a weak one, to know whether a loop is under way.
+#[derive(Default)]
+pub(crate) struct Open(Mutex<Option<Arc<Line>>>);
+
+impl Open {
+    fn line(&self) -> Option<Arc<Line>> {
+        self.0.lock().clone()
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
+    /// End it. Joins threads that may need the GIL: never call this with it.
+    pub(crate) fn close(&self) {
+        let line = self.0.lock().take();
+        if let Some(line) = line {
+            line.close();
+        }
+    }
+}
+
+/// The right to push a batch's gradients, until somebody takes or discards it.
+type Right = Arc<Mutex<Option<Ticket>>>;
+
 /// Batches of one data loader, looked up ahead of their use. One thread feeds it, another takes from it.
 #[pyclass(module = "persia_core.forward", frozen)]
 pub(crate) struct Pipeline {
-    line: Mutex<Option<Arc<Line>>>,
+    open: Arc<Open>,
+    /// Of the batch handed out last.
+    last: Mutex<Option<(u64, Right)>>,
 }
 
 impl Pipeline {
     pub(crate) fn new(line: Line) -> Self {
-        Self { line: Mutex::new(Some(Arc::new(line))) }
+        Self { open: Arc::new(Open(Mutex::new(Some(Arc::new(line))))), last: Mutex::new(None) }
+    }
+
+    pub(crate) fn open(&self) -> &Arc<Open> {
+        &self.open
     }
 
     fn line(&self) -> Option<Arc<Line>> {
-        self.line.lock().clone()
+        self.open.line()
+    }
+
+    /// Discard the batch handed out last if nothing else can end the wait: the loop asked for the one after it.
+    fn give_up(&self, what: Wait) -> bool {
+        let mut last = self.last.lock();
+        let Some((step, right)) = last.as_ref() else { return false };
+        if what != (Wait::Gradients { step: *step }) {
+            return false;
+        }
+        let ticket = right.lock().take();
+        *last = None;
+        ticket.is_some()
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        Python::attach(|py| py.detach(|| self.open.close()));
     }
 }
 
@@ -68,7 +117,8 @@ impl Pipeline {
 
     /// The next batch in the order they were fed; None after the last.
     ///
-    /// A look-up or push may take `timeout_s`; waiting for the source has no limit and is logged.
+    /// A look-up or push may take `timeout_s`; waiting for the source has no limit and is logged. Where only the
+    /// batch handed out last, neither pushed nor discarded, holds the next one up, it is discarded.
     fn next(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<TrainingBatch>> {
         let Some(line) = self.line() else {
             return Err(errors::raise(py, "UsageError", "the data loader's loop has ended"));
@@ -77,9 +127,12 @@ impl Pipeline {
         wait::until(py, |slice| match line.next(slice) {
             Ok(Next::Ready(looked)) => {
                 let looked = *looked;
-                Ok(Some(Some(TrainingBatch::new(looked.step, looked.batch, looked.outputs, looked.ticket))))
+                let batch = TrainingBatch::new(looked.step, looked.batch, looked.outputs, looked.ticket);
+                *self.last.lock() = Some((batch.step, Arc::clone(&batch.right)));
+                Ok(Some(Some(batch)))
             }
             Ok(Next::End) => Ok(Some(None)),
+            Ok(Next::Pending(what)) if self.give_up(what) => Ok(None),
             Ok(Next::Pending(what)) => patience.check(what).map(|()| None),
             Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
         })
@@ -87,10 +140,7 @@ impl Pipeline {
 
     /// Drop what is queued and end the look-up thread.
     fn close(&self, py: Python<'_>) {
-        let line = self.line.lock().take();
-        if let Some(line) = &line {
-            py.detach(|| line.close());
-        }
+        py.detach(|| self.open.close());
     }
 }
 
@@ -144,12 +194,16 @@ pub(crate) struct TrainingBatch {
     position: Option<String>,
     batch: Arc<EngineBatch>,
     outputs: Vec<Arc<Output>>,
-    ticket: Option<Ticket>,
+    /// Whether it came with the right to push.
+    trains: bool,
+    right: Right,
 }
 
 impl TrainingBatch {
     fn new(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>, ticket: Option<Ticket>) -> Self {
-        Self { step, position: None, batch, outputs: outputs.into_iter().map(Arc::new).collect(), ticket }
+        let outputs = outputs.into_iter().map(Arc::new).collect();
+        let trains = ticket.is_some();
+        Self { step, position: None, batch, outputs, trains, right: Arc::new(Mutex::new(ticket)) }
     }
 
     pub(crate) fn evaluated(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>) -> Self {
@@ -171,10 +225,10 @@ impl TrainingBatch {
         self.batch.id_features().iter().map(|feature| feature.name().to_owned()).collect()
     }
 
-    /// Whether gradients can be pushed for it.
+    /// Whether it came from a training loop.
     #[getter]
     fn requires_grad(&self) -> bool {
-        self.ticket.is_some()
+        self.trains
     }
 
     /// The user's own bytes.
@@ -204,15 +258,14 @@ impl TrainingBatch {
     }
 
     /// Hand the gradients of `embeddings` over, in their order, None where there is none, and return at once.
-    fn push(
-        &mut self,
-        py: Python<'_>,
-        gradients: Vec<Option<Bound<'_, PyAny>>>,
-        lr_factor: f32,
-    ) -> PyResult<()> {
+    fn push(&self, py: Python<'_>, gradients: Vec<Option<Bound<'_, PyAny>>>, lr_factor: f32) -> PyResult<()> {
         let step = self.step;
-        let Some(ticket) = self.ticket.take() else {
-            let text = format!("step {step}: gradients were pushed before, or the batch is not trained on");
+        let ticket = self.right.lock().take();
+        let Some(ticket) = ticket else {
+            let text = format!(
+                "step {step}: no gradients can be pushed: they were before, or the batch was discarded (by hand, or \
+                 because the loop went on to the next one), or it is not trained on"
+            );
             return Err(errors::raise(py, "UsageError", text));
         };
         let mut borrowed: Vec<Option<Gradient>> = Vec::with_capacity(gradients.len());
@@ -233,8 +286,9 @@ impl TrainingBatch {
     }
 
     /// Give up the right to push: the rows stay as they are.
-    fn discard(&mut self) {
-        self.ticket = None;
+    fn discard(&self) {
+        let ticket = self.right.lock().take();
+        drop(ticket);
     }
 }
 

@@ -3,29 +3,38 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use persia_types::TablesError;
-use persia_types::tables::FileEntry;
+use persia_types::tables::{FileEntry, Snapshot};
 
 use crate::checkpoint::{ShardRows, read_shard, write_shard};
 
-/// Write what `export` says each of `shards` holds; those without rows get no file.
+/// Write what `export` says each of `shards` holds; those without rows get no file. Rows are counted per name in
+/// `tables`.
 pub(crate) fn save(
     dir: &Path,
+    tables: &[&str],
     shards: usize,
     threads: usize,
     export: impl Fn(usize) -> ShardRows + Sync,
-) -> Result<Vec<FileEntry>, TablesError> {
+) -> Result<Snapshot, TablesError> {
+    let counts: Vec<AtomicU64> = tables.iter().map(|_| AtomicU64::new(0)).collect();
     let files = in_parallel(shards, threads, |shard| {
         let rows = export(shard);
+        for table in &rows.tables {
+            if let Some(place) = tables.iter().position(|name| *name == table.name) {
+                counts[place].fetch_add(table.ids.len() as u64, Ordering::Relaxed);
+            }
+        }
         if rows.tables.is_empty() { Ok(None) } else { write_shard(dir, &rows).map(Some) }
     })?;
     // The files are durable; now their names.
     let io = |source| TablesError::Io { path: dir.to_owned(), source };
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
-    Ok(files.into_iter().flatten().collect())
+    let rows = counts.into_iter().map(AtomicU64::into_inner).collect();
+    Ok(Snapshot { files: files.into_iter().flatten().collect(), rows })
 }
 
 /// Read and check every file, and make of each what `import` does. By shard.

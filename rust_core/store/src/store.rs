@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use parking_lot::{Mutex, RwLock};
-use persia_types::tables::{FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Stats};
+use persia_types::tables::{
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
+};
 use persia_types::{Mode, Schema, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::ShardRows;
@@ -43,9 +45,7 @@ impl Default for StoreOptions {
 ///   unknown.
 /// * A *push* is checked whole and then applied. A row with a non-finite gradient is skipped, also when it has
 ///   no row; a row that is missing is skipped; neither moves any other row.
-/// * A *snapshot* has each shard as of one instant. It is of one instant as a whole when no push or training
-///   look-up runs meanwhile, which is the caller's part.
-/// * `begin`, `restore` and `clear` wait for requests that are running and hold up those that come.
+/// * `begin`, `snapshot`, `restore` and `clear` wait for requests that are running and hold up those that come.
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
@@ -245,10 +245,11 @@ impl Tables for Store {
         Ok(report)
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Vec<FileEntry>, TablesError> {
-        let _no_restore_meanwhile = self.run.read();
+    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
+        let _nothing_in_flight = self.run.write();
         let threads = self.options.snapshot_threads;
-        snapshot::save(dir, VIRTUAL_SHARDS, threads, |shard| self.export_shard(shard))
+        let tables: Vec<&str> = self.schema.tables.iter().map(|table| table.name.as_str()).collect();
+        snapshot::save(dir, &tables, VIRTUAL_SHARDS, threads, |shard| self.export_shard(shard))
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

@@ -249,7 +249,7 @@ fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
-                let files = store.snapshot(dir.path()).unwrap();
+                let files = store.snapshot(dir.path()).unwrap().files;
                 store.restore(dir.path(), &files).unwrap();
             }
         }

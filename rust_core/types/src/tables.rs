@@ -152,6 +152,15 @@ pub struct FileEntry {
     pub blake3: String,
 }
 
+/// What a snapshot wrote.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its files.
+    pub files: Vec<FileEntry>,
+    /// Rows in them, per table in the schema's order.
+    pub rows: Vec<u64>,
+}
+
 /// Counters and gauges of a holder of rows since it began the run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
@@ -289,11 +298,11 @@ pub trait Tables: Send + Sync {
     /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Write every shard's rows as files into `dir`, made durable, and say which.
+    /// Write every shard's rows, all of one instant, as files into `dir`, made durable, and say which.
     ///
     /// # Errors
     /// `Io`. What was written is no checkpoint until a manifest names it.
-    fn snapshot(&self, dir: &Path) -> Result<Vec<FileEntry>, TablesError>;
+    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError>;
 
     /// Replace all rows by those of `files` in `dir`. Every file is read and checked before a row changes.
     ///

@@ -23,7 +23,9 @@ fn with_state() -> Run {
 }
 
 fn snapshot(fixture: &Fixture, dir: &std::path::Path) -> Vec<FileEntry> {
-    let files = fixture.0.snapshot(dir).unwrap();
+    let snapshot = fixture.0.snapshot(dir).unwrap();
+    assert_eq!(snapshot.rows, fixture.0.stats().unwrap().rows);
+    let files = snapshot.files;
     assert!(!files.is_empty());
     for file in &files {
         let bytes = fs::metadata(dir.join(&file.name)).unwrap().len();

@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard};
 use persia_types::id::{Id, hash_id};
 use persia_types::schema::{Initializer, Optimizer, Schema};
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Stats, TableGradients,
-    Tables, TablesError,
+    FileEntry, LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Snapshot, Stats,
+    TableGradients, Tables, TablesError,
 };
 use persia_types::token::{JobId, SeenTokens};
 
@@ -245,8 +245,9 @@ impl Tables for PlainTables {
         Ok(report)
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Vec<FileEntry>, TablesError> {
+    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         let mut bytes = Vec::new();
+        let rows = self.lock().rows.iter().map(|rows| rows.len() as u64).collect();
         for rows in &self.lock().rows {
             bytes.extend((rows.len() as u64).to_le_bytes());
             for (id, row) in rows {
@@ -258,7 +259,8 @@ impl Tables for PlainTables {
         let path = dir.join("rows.bin");
         fs::write(&path, &bytes).map_err(|source| TablesError::Io { path, source })?;
         let blake3 = blake3::hash(&bytes).to_hex().to_string();
-        Ok(vec![FileEntry { name: "rows.bin".into(), bytes: bytes.len() as u64, blake3 }])
+        let files = vec![FileEntry { name: "rows.bin".into(), bytes: bytes.len() as u64, blake3 }];
+        Ok(Snapshot { files, rows })
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

@@ -131,10 +131,7 @@ macro_rules! tables_by_wrapping {
             fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
                 Wrapped::push(self, request)
             }
-            fn snapshot(
-                &self,
-                dir: &std::path::Path,
-            ) -> Result<Vec<persia_types::tables::FileEntry>, TablesError> {
+            fn snapshot(&self, dir: &std::path::Path) -> Result<persia_types::tables::Snapshot, TablesError> {
                 self.inner().snapshot(dir)
             }
             fn restore(

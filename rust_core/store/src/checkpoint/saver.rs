@@ -62,6 +62,15 @@ impl Saver {
         &self.staging
     }
 
+    /// Where to put the file `name` before it is added.
+    ///
+    /// # Errors
+    /// `BadSave` and `Occupied` as of [`Self::add`], before anything is written.
+    pub fn staged(&self, name: &str) -> Result<PathBuf> {
+        self.check_name(name)?;
+        Ok(self.staging.join(name))
+    }
+
     /// Make a file that was written to the staging directory, and made durable, part of the checkpoint.
     ///
     /// # Errors
