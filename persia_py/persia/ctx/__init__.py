@@ -1,0 +1,24 @@
+"""The contexts a training or evaluation script works in.
+
+A context is entered once; contexts nest, and an inner one shares the outermost one's engine and rows. With
+``PERSIA_NATS_URL`` unset the rows live in this process and end with the outermost context: save a checkpoint to keep
+them.
+
+* :mod:`persia.ctx.base`: what every context has
+* :mod:`persia.ctx.embedding`: look-ups and evaluation
+* :mod:`persia.ctx.train`: training
+"""
+
+from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
+from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx
+from persia.ctx.train import TrainCtx
+
+__all__ = [
+    "BaseCtx",
+    "EmbeddingCtx",
+    "InferCtx",
+    "PreprocessMode",
+    "TrainCtx",
+    "cnt_ctx",
+    "eval_ctx",
+]

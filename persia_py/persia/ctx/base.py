@@ -1,0 +1,99 @@
+"""What every context has: entry, exit, nesting, and the engine."""
+
+import os
+from enum import Enum
+from types import TracebackType
+
+from typing_extensions import Self
+
+from persia.embedded import EmbeddedContext
+from persia.errors import UsageError
+from persia_core import forward as _forward
+from persia_core.engine import Engine
+
+_stack: list["BaseCtx"] = []
+
+
+class PreprocessMode(Enum):
+    """What look-ups of a context are for."""
+
+    TRAIN = 1
+    EVAL = 2
+    INFERENCE = 3
+
+
+class BaseCtx:
+    """Holds the engine for everything inside its ``with`` block.
+
+    Args:
+        threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
+        device_id: CUDA device of the model, 0 included; None trains on the CPU.
+
+    Attributes:
+        device_id: As given.
+        common_context: What nested contexts share; None before entry.
+
+    Raises:
+        DeviceError: This build or machine has no such device.
+    """
+
+    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+        del threadpool_worker_size
+        if device_id is not None:
+            _forward.check_device(device_id)
+        self.device_id = device_id
+        self.common_context: EmbeddedContext | None = None
+        self._owner = False
+
+    def __enter__(self) -> Self:
+        """Make this the current context."""
+        if self in _stack:
+            raise UsageError("this context is already entered; make a new one to nest")
+        if os.environ.get("PERSIA_NATS_URL", "").strip():
+            raise UsageError("PERSIA_NATS_URL is set, but this version has the embedded mode only: unset it")
+        self._owner = not _stack
+        self.common_context = EmbeddedContext() if self._owner else _stack[-1].common_context
+        _stack.append(self)
+        try:
+            self._enter()
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the context; the outermost one ends the engine."""
+        try:
+            self._exit()
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        """What a subclass does on entry."""
+
+    def _exit(self) -> None:
+        """What a subclass does on exit."""
+
+    def _leave(self) -> None:
+        _stack.remove(self)
+        if self._owner and self.common_context is not None:
+            self.common_context.close()
+        self.common_context = None
+
+    @property
+    def _common(self) -> EmbeddedContext:
+        if self.common_context is None:
+            raise UsageError(f"{type(self).__name__} is used outside its `with` block")
+        return self.common_context
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of this context."""
+        return self._common.engine
+
+
+def cnt_ctx() -> BaseCtx | None:
+    """Return the innermost context that is entered, or None."""
+    return _stack[-1] if _stack else None

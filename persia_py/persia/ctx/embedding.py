@@ -1,0 +1,249 @@
+"""Look-ups outside training: evaluation, saving and loading."""
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from persia import checkpoint
+from persia.ctx.base import BaseCtx, PreprocessMode
+from persia.embedded import Settings
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import PersiaBatch
+from persia.errors import UsageError
+from persia_core import forward as _forward
+from persia_core.data import Batch
+
+
+class EmbeddingCtx(BaseCtx):
+    """Looks embeddings up and runs the model on them.
+
+    Args:
+        preprocess_mode: Training look-ups insert missing rows; the others change nothing and read them as zeros.
+        model: Called as ``model(non_id_tensors, embedding_tensors)``; needed by :meth:`forward`.
+        embedding_config: How rows start; None keeps the outer context's, else the default.
+        *args: For :class:`BaseCtx`.
+        **kwargs: For :class:`BaseCtx`.
+    """
+
+    def __init__(
+        self,
+        preprocess_mode: PreprocessMode,
+        model: torch.nn.Module | None = None,
+        embedding_config: EmbeddingConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.preprocess_mode = preprocess_mode
+        self.model = model
+        self.embedding_config = embedding_config
+        self.current_batch: _forward.TrainingBatch | None = None
+        self._embeddings: list[torch.Tensor] = []
+        self._was_training = False
+        self._outer: Settings | None = None
+
+    def _enter(self) -> None:
+        self._outer = None if self._owner else self._common.settings
+        if self._owner or self.embedding_config is not None:
+            self._common.begin(config=self.embedding_config)
+        if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
+            self._was_training = self.model.training
+            self.model.eval()
+
+    def _exit(self) -> None:
+        if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
+            self.model.train(self._was_training)
+        self.current_batch = None
+        self._embeddings = []
+        if self._outer is not None and self._outer != self._common.settings:
+            self._common.apply(self._outer)
+
+    def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
+        """Use ``embedding_config`` for rows made from now on."""
+        self._common.begin(config=embedding_config)
+
+    def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, list[torch.Tensor]]:
+        """Run the model on a batch of a :class:`persia.data.DataLoader` or of :meth:`get_embedding_from_data`.
+
+        Returns:
+            The model's output, and the labels.
+
+        Raises:
+            UsageError: The context has no model.
+        """
+        if self.model is None:
+            raise UsageError(f"{type(self).__name__}.forward without a model; give it as model=...")
+        training = self.preprocess_mode is PreprocessMode.TRAIN
+        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
+            return self.model(non_id_tensors, embedding_tensors), labels
+
+    def prepare_features(
+        self, batch: "_forward.TrainingBatch | PersiaBatch"
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Return a batch's tensors.
+
+        Returns:
+            Dense inputs ``[batch, ...]``; one ``[batch, dim]`` float32 tensor per id feature, in the batch's order,
+            with ``requires_grad`` in training; labels.
+        """
+        if isinstance(batch, PersiaBatch):
+            batch = self.get_embedding_from_data(batch)
+        self.current_batch = batch
+        training = self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
+        self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
+        dense = [from_dlpack(tensor) for tensor in batch.dense()]
+        return dense, self._embeddings, [from_dlpack(tensor) for tensor in batch.labels()]
+
+    def get_embedding_from_data(
+        self, persia_batch: PersiaBatch, device_id: int | None = None
+    ) -> "_forward.TrainingBatch":
+        """Look a batch up now, outside any data loader, without changing a row."""
+        return self._lookup(persia_batch.data, device_id)
+
+    def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> "_forward.TrainingBatch":
+        """As :meth:`get_embedding_from_data`, for what :meth:`PersiaBatch.to_bytes` returned.
+
+        Raises:
+            DataError: Not such bytes, or damaged.
+        """
+        return self._lookup(Batch.from_bytes(data), device_id)
+
+    def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
+        if device_id is not None:
+            _forward.check_device(device_id)
+        return self.engine.lookup(batch)
+
+    def get_embedding_size(self) -> list[int]:
+        """Return the number of rows each embedding server holds; one number in the embedded mode."""
+        return [sum(self.engine.stats()["rows"].values())]
+
+    def clear_embeddings(self) -> None:
+        """Drop all rows."""
+        self.engine.clear()
+
+    def dump_checkpoint(
+        self,
+        dst_dir: str | os.PathLike[str],
+        dense_filename: str = "dense.pt",
+        jit_dense_filename: str = "jit_dense.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+    ) -> None:
+        """Save rows and model as one checkpoint in ``dst_dir``, which it replaces as a whole or not at all.
+
+        Args:
+            dst_dir: A directory; made if missing.
+            dense_filename: The model's state dict inside it.
+            jit_dense_filename: The scripted model inside it.
+            blocking: PersiaML's; the checkpoint is complete when this returns, either way.
+            with_jit_model: Save the scripted model too.
+
+        Raises:
+            StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+        """
+        del blocking
+        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step) as save:
+            if self.model is not None:
+                save.add_state(dense_filename, self.model.state_dict())
+                if with_jit_model:
+                    save.add_module(jit_dense_filename, self.model)
+
+    def load_checkpoint(
+        self,
+        src_dir: str | os.PathLike[str],
+        map_location: str | torch.device | None = None,
+        dense_filename: str = "dense.pt",
+        blocking: bool = True,
+    ) -> None:
+        """Load rows and model; every file is verified before anything changes.
+
+        Raises:
+            CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+        """
+        del blocking
+        loaded = checkpoint.Load(src_dir)
+        if self.model is None:
+            self._restore(loaded)
+            return
+        state = loaded.state(dense_filename, map_location)
+        checkpoint.check_module(self.model, state, loaded.path)
+        self._restore(loaded)
+        self.model.load_state_dict(state)
+
+    def _restore(self, loaded: checkpoint.Load) -> None:
+        common = self._common
+        loaded.restore(common.engine)
+        common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
+
+    def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
+        """Save the rows alone, as a checkpoint without dense files."""
+        del blocking
+        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step):
+            pass
+
+    def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
+        """Replace the rows by those of a checkpoint, whatever dense files it has."""
+        del blocking
+        self._restore(checkpoint.Load(src_dir))
+
+    def wait_for_dump_embedding(self) -> None:
+        """Return when the last dump is complete: at once, because dumps are when they return."""
+
+    def wait_for_load_embedding(self) -> None:
+        """Return when the last load is complete: at once, because loads are when they return."""
+
+    def dump_torch_state_dict(
+        self,
+        torch_instance: torch.nn.Module | torch.optim.Optimizer,
+        dst_dir: str | os.PathLike[str],
+        file_name: str,
+        is_jit: bool = False,
+    ) -> None:
+        """Write the state of a module or optimizer into ``dst_dir/file_name``, whole or not at all."""
+        checkpoint.dump_state(torch_instance, Path(dst_dir), file_name, is_jit)
+
+    def load_torch_state_dict(
+        self,
+        torch_instance: torch.nn.Module | torch.optim.Optimizer,
+        src_dir: str | os.PathLike[str],
+        map_location: str | torch.device | None = None,
+    ) -> None:
+        """Load what :meth:`dump_torch_state_dict` wrote; ``src_dir`` is the file's path.
+
+        Raises:
+            CheckpointError: The file is missing, no state dict, or does not fit.
+        """
+        checkpoint.load_state(torch_instance, Path(src_dir), map_location)
+
+
+class InferCtx(EmbeddingCtx):
+    """Serving from embedding servers; not in this version."""
+
+    def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: Always.
+        """
+        del embedding_worker_address_list, args, kwargs
+        self.wait_for_serving()
+
+    def wait_for_serving(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx after "
+            "load_checkpoint"
+        )
+
+
+def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
+    """Return a context for evaluation; the model is in evaluation mode inside it, and as before after it."""
+    return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)

@@ -1,0 +1,199 @@
+"""Training: forward, backward, and checkpoints of the whole run."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from persia import checkpoint
+from persia.ctx.base import PreprocessMode
+from persia.ctx.embedding import EmbeddingCtx
+from persia.embedding.optim import Optimizer
+from persia.errors import UsageError
+from persia.gradients import Backward
+from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from persia.data import DataLoader
+
+_logger = get_logger("ctx")
+
+RANK_STATE = "rank-0.state"
+"""The file of a checkpoint that holds rank 0's random state."""
+
+
+class TrainCtx(EmbeddingCtx):
+    """Trains: an :class:`EmbeddingCtx` with a dense optimizer and an embedding optimizer.
+
+    Args:
+        embedding_optimizer: Updates the rows.
+        dense_optimizer: Updates the model.
+        grad_scalar_update_factor: With mixed precision, the loss scale's growth interval in steps.
+        backward_buffer_size: PersiaML's; the staleness bounds what is in flight.
+        backward_workers_size: PersiaML's; the engine sizes its own threads.
+        grad_update_buffer_size: PersiaML's; the staleness bounds what is in flight.
+        lookup_emb_directly: PersiaML's; look-ups always start when a batch is there.
+        mixed_precision: Scale the loss for float16; without a GPU it means nothing, and a log line says so once.
+        distributed_option: For several ranks; the embedded mode has one, and refuses it.
+        *args: For :class:`EmbeddingCtx`, after its mode.
+        **kwargs: For :class:`EmbeddingCtx`.
+
+    Raises:
+        UsageError: An optimizer or the model is missing.
+    """
+
+    def __init__(
+        self,
+        embedding_optimizer: Optimizer,
+        dense_optimizer: torch.optim.Optimizer,
+        grad_scalar_update_factor: float = 4,
+        backward_buffer_size: int = 10,
+        backward_workers_size: int = 8,
+        grad_update_buffer_size: int = 60,
+        lookup_emb_directly: bool = True,
+        mixed_precision: bool = True,
+        distributed_option: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        del backward_buffer_size, backward_workers_size, grad_update_buffer_size, lookup_emb_directly
+        super().__init__(PreprocessMode.TRAIN, *args, **kwargs)
+        if not isinstance(embedding_optimizer, Optimizer):
+            raise UsageError(
+                f"TrainCtx(embedding_optimizer=...): want one of persia.embedding.optim, got "
+                f"{type(embedding_optimizer).__name__}"
+            )
+        if not isinstance(dense_optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                f"TrainCtx(dense_optimizer=...): want a torch.optim.Optimizer, got {type(dense_optimizer).__name__}"
+            )
+        if distributed_option is not None:
+            raise UsageError("TrainCtx(distributed_option=...): the embedded mode trains with one rank; leave it out")
+        if grad_scalar_update_factor < 1:
+            raise UsageError(f"TrainCtx(grad_scalar_update_factor={grad_scalar_update_factor}): want at least 1")
+        self.embedding_optimizer = embedding_optimizer
+        self.dense_optimizer = dense_optimizer
+        if mixed_precision and self.device_id is None:
+            _logger.info("mixed_precision: no GPU, so the loss is not scaled")
+        self._backward = Backward(dense_optimizer)
+        self._cursor: dict[str, Any] | None = None
+        self._loader: DataLoader | None = None
+
+    def _enter(self) -> None:
+        self._outer = None if self._owner else self._common.settings
+        self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
+
+    @property
+    def step(self) -> int:
+        """The number of the last batch that was trained on, from 1; a resumed run counts on."""
+        return self._common.trained_step
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        """The embedding optimizer in force: the last one applied."""
+        return self._common.settings.optimizer or self.embedding_optimizer
+
+    def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
+        """Back-propagate, update the model, and send the embedding gradients on their way.
+
+        A step with NaN or infinity in the loss or any gradient changes nothing, neither model nor rows, and is logged
+        with the first tensor that has one.
+
+        Args:
+            loss: A scalar that depends on the last :meth:`forward`.
+            embedding_gradient_check_frequency: PersiaML's; every step is checked.
+
+        Returns:
+            The loss that was back-propagated, detached.
+
+        Raises:
+            UsageError: No :meth:`forward` of a training batch came before.
+            NonFiniteError: Too many steps in a row were skipped.
+        """
+        del embedding_gradient_check_frequency
+        batch, self.current_batch = self.current_batch, None
+        if batch is None or not batch.requires_grad:
+            raise UsageError("TrainCtx.backward without a forward of a training batch before it")
+        embeddings, self._embeddings = self._embeddings, []
+        self._backward(loss, batch, embeddings, self._optimizer)
+        self._common.trained_step = batch.step
+        if self._loader is not None and batch.position is not None:
+            self._loader.consumed(batch.position)
+        return loss.detach()
+
+    def adopt(self, loader: "DataLoader") -> dict[str, Any] | None:
+        """Note that ``loader`` feeds this context; return where a loaded checkpoint wants it to start."""
+        cursor, self._cursor, self._loader = self._cursor, None, loader
+        return cursor
+
+    def wait_servers_ready(self) -> None:
+        """Return when the embedding servers can be used: at once in the embedded mode."""
+        del self.engine.stats()["rows"]
+
+    def dump_checkpoint(  # type: ignore[override]  # PersiaML's signature
+        self,
+        dst_dir: str | os.PathLike[str],
+        dense_model_filename: str = "dense.pt",
+        jit_dense_model_filename: str = "jit_dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+        with_jit_model: bool = False,
+    ) -> None:
+        """Save one consistent cut of the run: every push of the steps so far is applied, none is in flight.
+
+        Rows with their optimizer state, the model, the dense optimizer, the random state and the data loader's
+        position go into one checkpoint, which replaces what ``dst_dir`` held as a whole or not at all.
+
+        Args:
+            dst_dir: A directory; made if missing.
+            dense_model_filename: The model's state dict inside it.
+            jit_dense_model_filename: The scripted model inside it.
+            opt_filename: The dense optimizer's state dict inside it.
+            blocking: PersiaML's; the checkpoint is complete when this returns, either way.
+            with_jit_model: Save the scripted model too.
+
+        Raises:
+            StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+        """
+        del blocking
+        cursor = self._cursor if self._loader is None else self._loader.cursor()
+        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step, cursor) as save:
+            if self.model is not None:
+                save.add_state(dense_model_filename, self.model.state_dict())
+                if with_jit_model:
+                    save.add_module(jit_dense_model_filename, self.model)
+            save.add_state(opt_filename, self.dense_optimizer.state_dict())
+            save.add_state(RANK_STATE, checkpoint.random_state(self._optimizer))
+
+    def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
+        self,
+        src_dir: str | os.PathLike[str],
+        map_location: str | torch.device | None = None,
+        dense_model_filename: str = "dense.pt",
+        opt_filename: str = "opt.pt",
+        blocking: bool = True,
+    ) -> None:
+        """Continue the run that :meth:`dump_checkpoint` saved; every file is verified before anything changes.
+
+        The next data loader starts behind the last batch the checkpoint contains.
+
+        Raises:
+            CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+            UsageError: A data loader of this context is being iterated.
+        """
+        del blocking
+        if self.engine.iterating:
+            raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
+        loaded = checkpoint.Load(src_dir)
+        dense = None if self.model is None else loaded.state(dense_model_filename, map_location)
+        optimizer = loaded.state(opt_filename, map_location)
+        rank = loaded.state(RANK_STATE)
+        if self.model is not None and dense is not None:
+            checkpoint.check_module(self.model, dense, loaded.path)
+        checkpoint.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
+        self._restore(loaded)
+        if self.model is not None and dense is not None:
+            self.model.load_state_dict(dense)
+        self.dense_optimizer.load_state_dict(optimizer)
+        checkpoint.restore_random_state(rank, self._optimizer)
+        self._loader, self._cursor = None, loaded.cursor
