@@ -1,0 +1,230 @@
+"""Loops over data loaders, and contexts: left early, nested, misused."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Batches, Configure
+from test_training import SLOTS, everything, loss_fn, make, train
+
+from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import (
+    IDFeature,
+    IDTypeFeature,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+)
+from persia.embedding.optim import SGD, Adam
+from persia.errors import DataError, DeviceError, FeatureTypeError, UsageError
+
+
+def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        for steps in (3, 1, 7):
+            assert len(train(ctx, DataLoader(Batches(50), embedding_staleness=2), steps)) == steps
+        for _ in DataLoader(Batches(20), embedding_staleness=2):
+            pass  # batches that are never trained on give their permits back
+        assert len(train(ctx, DataLoader(Batches(20), embedding_staleness=1))) == 20
+    assert not persia_threads()
+
+
+def persia_threads() -> list[str]:
+    """Return the names of this process's threads, Rust's included, that persia started."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    python = [thread.name for thread in threading.enumerate()]
+    return [name for name in (*names, *python) if name.startswith("persia")]
+
+
+class Numbered(Batches):
+    """Carries each batch's number as its ids."""
+
+    def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+        ids = np.array([number], np.uint64)
+        features: list[IDFeature] = [IDTypeFeatureWithSingleID("a", ids), IDTypeFeature("b", [ids])]
+        return PersiaBatch(
+            features, [NonIDTypeFeature(np.zeros((1, 3), np.float32))], [Label(np.full(1, number, np.float32))],
+            requires_grad=requires_grad,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_no_batch_is_lost_when_a_loop_is_left_early(configure: Configure, reproducible: bool) -> None:
+    """What was read ahead and not trained on comes again."""
+    configure(SLOTS)
+    trained = []
+    with make() as ctx:
+        loader = DataLoader(Numbered(9), reproducible=reproducible)
+        for _ in range(3):
+            for taken, batch in enumerate(loader):
+                if taken == 3:
+                    break  # the fourth was taken and not trained on
+                output, labels = ctx.forward(batch)
+                ctx.backward(output.sum())
+                trained.append(int(labels[0][0]))
+    assert trained == list(range(9))
+
+
+def test_a_batch_that_is_skipped_does_not_hold_up_the_next(configure: Configure) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        taken = list(DataLoader(Batches(5), reproducible=True))
+        assert [batch.step for batch in taken] == [1, 2, 3, 4, 5]
+        with pytest.raises(UsageError, match="step 2: no gradients can be pushed"):
+            ctx.forward(taken[1])
+            ctx.backward(sum(tensor.sum() for tensor in ctx._embeddings))  # type: ignore[arg-type]
+
+
+def test_a_loop_kept_beyond_its_context_ends(configure: Configure) -> None:
+    """Threads of an abandoned loop give their gradients back under the GIL: they must not be joined with it."""
+    configure(SLOTS)
+    with make() as ctx:
+        iterator = iter(DataLoader(Batches(60, batch_size=512), embedding_staleness=60))
+        batches = [next(iterator) for _ in range(30)]
+        for batch in batches:
+            batch.push([torch.ones(512, 4), torch.ones(512, 4)], 1.0)
+        del batches, batch
+        assert ctx.engine.iterating
+    with pytest.raises(UsageError, match="loop has ended"):
+        next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert not persia_threads()
+
+
+def test_nested_contexts_leave_the_outer_ones_settings(configure: Configure) -> None:
+    configure(SLOTS)
+    outer_optimizer = SGD(0.0)
+    with make(optimizer=outer_optimizer) as ctx:
+        train(ctx, DataLoader(Batches(3), reproducible=True))
+        before = everything(ctx)[: 200 * 4 * 4 * 2]
+        with make(optimizer=SGD(5.0)) as inner:
+            train(inner, DataLoader(Batches(3), reproducible=True))
+        changed = everything(ctx)[: len(before)]
+        assert changed != before
+        train(ctx, DataLoader(Batches(3), reproducible=True))
+        assert everything(ctx)[: len(before)] == changed
+        with pytest.raises(UsageError, match="optimizer state"), make(optimizer=Adam()):
+            pass
+        train(ctx, DataLoader(Batches(3), reproducible=True))
+        assert everything(ctx)[: len(before)] == changed
+        assert cnt_ctx() is ctx
+
+
+def test_a_loop_is_not_disturbed_from_inside(configure: Configure, tmp_path: Path) -> None:
+    """A second loop, other settings or a load inside a loop are refused, and the loop goes on."""
+    configure(SLOTS)
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(2)))
+        ctx.dump_embedding(tmp_path / "rows")
+        steps = 0
+        for batch in DataLoader(Batches(4), reproducible=True):
+            with pytest.raises(UsageError, match="leave its loop first"):
+                next(iter(DataLoader(Batches(1))))
+            with pytest.raises(UsageError, match="leave its loop first"), eval_ctx(embedding_config=EmbeddingConfig()):
+                pass
+            with pytest.raises(UsageError, match="leave its loop first"):
+                ctx.configure_embedding_parameter_servers(EmbeddingConfig())
+            with pytest.raises(UsageError, match="leave its loop first"):
+                ctx.load_embedding(tmp_path / "rows")
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+            steps += 1
+        assert steps == 4
+
+
+def test_contexts_can_be_made_again_and_start_empty(configure: Configure) -> None:
+    """PersiaML's context was a singleton of the process (ARCHITECTURE section 11, defect 12)."""
+    configure(SLOTS)
+    for _ in range(3):
+        with make() as ctx:
+            assert ctx.get_embedding_size() == [0]
+            train(ctx, DataLoader(Batches(2)))
+            assert ctx.get_embedding_size()[0] > 0
+    assert cnt_ctx() is None
+
+
+def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(configure: Configure) -> None:
+    configure(SLOTS)
+
+    class Broken(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            yield Batches(1).batch(0)
+            yield Batches(1).batch(1)
+            raise ZeroDivisionError("row 17 of part-3")
+
+    with make() as ctx:
+        seen = 0
+        with pytest.raises(ZeroDivisionError, match="row 17 of part-3"):
+            for batch in DataLoader(Broken()):
+                output, labels = ctx.forward(batch)
+                ctx.backward(loss_fn(output, labels[0]))
+                seen += 1
+        assert seen == 2
+
+
+@pytest.mark.parametrize(
+    ("features", "text"),
+    [
+        ([IDTypeFeatureWithSingleID("a", np.array([1], np.uint64))], "without an id feature: b;"),
+        (
+            [IDTypeFeatureWithSingleID(name, np.array([1], np.uint64)) for name in ("a", "b", "extra")],
+            "without a slot: extra;",
+        ),
+    ],
+)
+def test_a_feature_missing_or_unknown_is_named(configure: Configure, features: list[object], text: str) -> None:
+    configure(SLOTS)
+
+    class Wrong(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            yield PersiaBatch(features, labels=[Label(np.zeros(1, np.float32))])  # type: ignore[arg-type]
+
+    with make(), pytest.raises(DataError, match=text):
+        next(iter(DataLoader(Wrong())))
+
+
+def test_wrong_use_is_named(configure: Configure) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        with pytest.raises(UsageError, match="forward"):
+            ctx.backward(torch.zeros((), requires_grad=True))
+        with pytest.raises(UsageError, match="want an IterableDataset, got list"):
+            DataLoader([{}])  # type: ignore[arg-type]
+        with pytest.raises(FeatureTypeError, match="batch 1.*got dict"):
+            next(iter(DataLoader(Dicts())))
+        with pytest.raises(UsageError, match="already entered"):
+            ctx.__enter__()
+        for _ in DataLoader(Batches(3)):
+            with pytest.raises(UsageError, match="inside the loop"):
+                ctx.load_checkpoint("anywhere")
+            break
+    with pytest.raises(UsageError, match="outside"):
+        ctx.get_embedding_size()
+    with pytest.raises(UsageError, match="inside TrainCtx or eval_ctx"):
+        iter(DataLoader(Batches(1)))
+    with pytest.raises(UsageError, match="not in this version"):
+        InferCtx(["localhost:1"])
+    with pytest.raises(DeviceError, match=r"device 0.*persia_core.*--features cuda"):
+        EmbeddingCtx(PreprocessMode.EVAL, device_id=0)
+
+
+class Dicts(IterableDataset):
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        yield {}  # type: ignore[misc]
+
+
+def test_an_environment_of_the_distributed_mode_is_refused(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(SLOTS)
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:4222")
+    with pytest.raises(UsageError, match="PERSIA_NATS_URL"), make():
+        pass
+    assert cnt_ctx() is None
