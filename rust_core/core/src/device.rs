@@ -16,8 +16,8 @@ pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
         "CUDA kernels are not in this version; leave device_id out to train on the CPU".to_owned()
     } else {
         "build it with CUDA: cargo build --release --package persia-core --features cuda \
-         --manifest-path rust_core/Cargo.toml, then copy target/release/libpersia_core.so to \
-         third_party/persia_core.so; or leave device_id out to train on the CPU"
+         --manifest-path rust_core/Cargo.toml, then copy rust_core/target/release/libpersia_core.so to \
+         persia_core.so in a folder on PYTHONPATH; or leave device_id out to train on the CPU"
             .to_owned()
     };
     Err(errors::raise(
