@@ -82,6 +82,9 @@ impl Engine {
             initializer: initializer.0,
             admit_probability,
             weight_bound,
+            fresh: false,
+            world_size: 1,
+            reproducible: false,
         };
         let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
         let next = self.next_epoch(py, run, options)?;

@@ -48,6 +48,10 @@ fn tables_class(error: &TablesError) -> &'static str {
         TablesError::Corrupt { .. } | TablesError::Foreign { .. } => "CheckpointError",
         TablesError::Io { .. } | TablesError::OutOfMemory { .. } => "StorageError",
         TablesError::Unreachable { .. } => "UnreachableError",
+        TablesError::WrongShard { .. } | TablesError::Incompatible { .. } => "UsageError",
+        TablesError::Refused { .. } => "UnreachableError",
+        TablesError::Lost { .. } => "StaleEpochError",
+        TablesError::Timeout { .. } => "WaitTimeoutError",
     }
 }
 

@@ -174,6 +174,9 @@ fn begun_store(dim: usize) -> Arc<Store> {
         initializer: Initializer::Uniform { low: -0.01, high: 0.01 },
         admit_probability: 1.0,
         weight_bound: 10.0,
+        fresh: false,
+        world_size: 1,
+        reproducible: false,
     };
     store.begin(&run).unwrap();
     Arc::new(store)

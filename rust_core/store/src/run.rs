@@ -1,5 +1,6 @@
 //! [`ActiveRun`]: the run that has begun, checked once and made ready for use.
 
+use persia_types::limits::MAX_RANKS;
 use persia_types::tables::Run;
 use persia_types::{Id, Initializer, JobId, Optimizer, Schema, TablesError};
 
@@ -26,6 +27,9 @@ impl ActiveRun {
         }
         in_range("admit_probability", run.admit_probability, 0.0, 1.0)?;
         in_range("weight_bound", run.weight_bound, 0.0, f32::MAX)?;
+        if !(1..=MAX_RANKS).contains(&run.world_size) {
+            return bad(format!("world_size is {}, it must be from 1 to {MAX_RANKS}", run.world_size));
+        }
         if let Some(optimizer) = &run.optimizer {
             check_optimizer(optimizer)?;
         }
@@ -166,6 +170,9 @@ mod tests {
             initializer: Initializer::Zero,
             admit_probability: 1.0,
             weight_bound: 0.0,
+            fresh: false,
+            world_size: 1,
+            reproducible: false,
         }
     }
 

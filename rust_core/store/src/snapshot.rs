@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -16,13 +17,13 @@ use crate::checkpoint::{ShardRows, read_shard, write_shard};
 pub(crate) fn save(
     dir: &Path,
     tables: &[&str],
-    shards: usize,
+    shards: Range<usize>,
     threads: usize,
     export: impl Fn(usize) -> ShardRows + Sync,
 ) -> Result<Snapshot, TablesError> {
     let counts: Vec<AtomicU64> = tables.iter().map(|_| AtomicU64::new(0)).collect();
-    let files = in_parallel(shards, threads, |shard| {
-        let rows = export(shard);
+    let files = in_parallel(shards.len(), threads, |at| {
+        let rows = export(shards.start + at);
         for table in &rows.tables {
             if let Some(place) = tables.iter().position(|name| *name == table.name) {
                 counts[place].fetch_add(table.ids.len() as u64, Ordering::Relaxed);

@@ -1,14 +1,15 @@
 //! [`Store`]: the tables of one process, in memory.
 
+use std::ops::Range;
 use std::path::Path;
 
 use parking_lot::{Mutex, RwLock};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
-use persia_types::{Mode, Schema, Tables, TablesError, VIRTUAL_SHARDS};
+use persia_types::{Mode, Schema, ShardedIds, Tables, TablesError, VIRTUAL_SHARDS};
 
-use crate::checkpoint::ShardRows;
+use crate::checkpoint::{ShardRows, shard_of_entry};
 use crate::export::{export, import};
 use crate::lookup::{Effect, Lookup};
 use crate::memo::Memos;
@@ -23,17 +24,19 @@ use crate::table::Layout;
 use crate::tokens::{Claims, Verb};
 
 /// How much a [`Store`] may hold and use.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
     /// Rows over all tables; nothing is allocated before it is used. At least 1.
     pub capacity: u64,
     /// Threads that write and read a snapshot. At least 1.
     pub snapshot_threads: usize,
+    /// The virtual shards held; requests with ids of others are refused, files of others are skipped.
+    pub shards: Range<usize>,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { capacity: 1_000_000_000, snapshot_threads: 4 }
+        Self { capacity: 1_000_000_000, snapshot_threads: 4, shards: 0..VIRTUAL_SHARDS }
     }
 }
 
@@ -144,6 +147,32 @@ impl Store {
         Ok(())
     }
 
+    /// Drop all rows; the caller holds the run's lock.
+    fn empty(&self) {
+        self.memos.clear();
+        self.shards.iter().for_each(|shard| shard.lock().clear());
+    }
+
+    /// Whether `file` may be of a shard that is held; one that is of no shard is left for its reader to refuse.
+    fn may_hold(&self, file: &FileEntry) -> bool {
+        shard_of_entry(&file.name).is_none_or(|shard| self.options.shards.contains(&shard))
+    }
+
+    /// Refuse ids of shards that are not held.
+    fn check_shards<'a>(&self, mut ids: impl Iterator<Item = &'a ShardedIds>) -> Result<(), TablesError> {
+        let held = &self.options.shards;
+        let foreign = ids.find_map(|ids| {
+            let before = (0..held.start).rev().find(|shard| !ids.range(*shard).is_empty());
+            before.or_else(|| (held.end..VIRTUAL_SHARDS).find(|shard| !ids.range(*shard).is_empty()))
+        });
+        match foreign {
+            None => Ok(()),
+            Some(shard) => {
+                Err(TablesError::WrongShard { peer: "this store".into(), held: held.clone(), shard })
+            }
+        }
+    }
+
     fn train_lookup(
         &self,
         run: &ActiveRun,
@@ -198,6 +227,9 @@ impl Tables for Store {
             return bad(format!("epoch {} is not above the current epoch {current}", run.epoch));
         }
         let checked = ActiveRun::new(run, &self.schema)?;
+        if run.fresh {
+            self.empty();
+        }
         self.adopt(&checked)?;
         self.claims.begin(ActiveRun::job(run), run.epoch);
         self.memos.clear();
@@ -220,6 +252,7 @@ impl Tables for Store {
         let parts =
             parts.map(|(part, rows)| Part { table: part.table, ids: part.ids.len(), floats: rows.len() });
         check_parts(&self.schema, parts, "buffer")?;
+        self.check_shards(request.tables.iter().map(|part| part.ids))?;
         match request.mode {
             Mode::Train => self.train_lookup(run, request, rows),
             Mode::Eval | Mode::Infer => self.read(run, request, Effect::Read, rows),
@@ -249,7 +282,7 @@ impl Tables for Store {
         let _nothing_in_flight = self.run.write();
         let threads = self.options.snapshot_threads;
         let tables: Vec<&str> = self.schema.tables.iter().map(|table| table.name.as_str()).collect();
-        snapshot::save(dir, &tables, VIRTUAL_SHARDS, threads, |shard| self.export_shard(shard))
+        snapshot::save(dir, &tables, self.options.shards.clone(), threads, |shard| self.export_shard(shard))
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
@@ -257,7 +290,8 @@ impl Tables for Store {
         let run = active.as_ref().ok_or(TablesError::NotBegun)?;
         let (layouts, keep_state) = (self.layouts(run), run.optimizer.is_some());
         let budget = budget(self.options.capacity);
-        let mut loaded = snapshot::load(dir, files, self.options.snapshot_threads, |rows, path| {
+        let files: Vec<FileEntry> = files.iter().filter(|file| self.may_hold(file)).cloned().collect();
+        let mut loaded = snapshot::load(dir, &files, self.options.snapshot_threads, |rows, path| {
             import(rows, path, &self.schema, &layouts, keep_state, budget)
         })?;
         self.memos.clear();
@@ -273,8 +307,15 @@ impl Tables for Store {
             (counters.lookups, counters.pushes)
         };
         let tokens = self.claims.highest_pushes();
-        let mut stats =
-            Stats { rows: vec![0; self.schema.tables.len()], lookups, pushes, tokens, ..Stats::default() };
+        let epoch = self.run.read().as_ref().map_or(0, |run| run.epoch);
+        let mut stats = Stats {
+            rows: vec![0; self.schema.tables.len()],
+            lookups,
+            pushes,
+            tokens,
+            epoch,
+            ..Stats::default()
+        };
         for shard in &self.shards {
             let shard = shard.lock();
             stats.memory_bytes += size_of::<Mutex<Shard>>() as u64;
@@ -289,8 +330,7 @@ impl Tables for Store {
 
     fn clear(&self) -> Result<(), TablesError> {
         let _nothing_in_flight = self.run.write();
-        self.memos.clear();
-        self.shards.iter().for_each(|shard| shard.lock().clear());
+        self.empty();
         Ok(())
     }
 }
@@ -309,6 +349,7 @@ impl Store {
             floats: part.gradients.len(),
         });
         check_parts(&self.schema, parts, "gradient")?;
+        self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let rule = Rule::new(optimizer, request.lr_factor, run.weight_bound, step);
         Ok(Push { level: self.level, rule, tables: request.tables })
     }

@@ -28,6 +28,16 @@ pub fn shard_of(id: Id) -> usize {
     shard_of_hash(hash_id(id))
 }
 
+/// The virtual shards that server `index` of `servers` holds. The ranges of all servers are ascending and cover
+/// every shard once, so that a server's part of [`ShardedIds`] is one slice.
+///
+/// # Panics
+/// When `index` is not below `servers`, or there are more servers than shards.
+pub fn server_shards(index: usize, servers: usize) -> std::ops::Range<usize> {
+    assert!(index < servers && servers <= VIRTUAL_SHARDS, "server {index} of {servers}");
+    VIRTUAL_SHARDS * index / servers..VIRTUAL_SHARDS * (index + 1) / servers
+}
+
 /// Unique ids in ascending order of their virtual shard, with the offset of each shard.
 ///
 /// Order inside a shard is the caller's (the engine uses first occurrence in the batch) and is kept
@@ -150,6 +160,16 @@ mod tests {
         assert_eq!(grouped.ids(), expected);
         let (ids, offsets) = grouped.clone().into_parts();
         assert_eq!(ShardedIds::from_parts(ids, offsets).unwrap(), grouped);
+    }
+
+    #[test]
+    fn every_shard_has_one_server() {
+        for servers in 1..=VIRTUAL_SHARDS {
+            let ranges = (0..servers).map(|index| server_shards(index, servers));
+            let covered: Vec<usize> = ranges.clone().flatten().collect();
+            assert_eq!(covered, (0..VIRTUAL_SHARDS).collect::<Vec<_>>());
+            assert!(ranges.into_iter().all(|range| range.len().abs_diff(VIRTUAL_SHARDS / servers) <= 1));
+        }
     }
 
     #[test]

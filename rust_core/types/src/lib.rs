@@ -14,7 +14,7 @@ pub mod schema;
 pub mod tables;
 pub mod token;
 
-pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, shard_of};
+pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards, shard_of};
 pub use schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
 pub use tables::{Mode, Tables, TablesError};
 pub use token::{JobId, Token};

@@ -4,6 +4,18 @@
 pub const MAX_SLOTS: usize = 4096;
 /// Largest embedding dimension of a slot.
 pub const MAX_DIM: usize = 4096;
+/// Servers of one job: each holds at least one virtual shard.
+pub const MAX_SERVERS: usize = crate::id::VIRTUAL_SHARDS;
+/// Trainer ranks of one job.
+pub const MAX_RANKS: u32 = 4096;
+/// Bytes of data in one chunk of a stream.
+pub const MAX_CHUNK_BYTES: usize = 1 << 20;
+/// Bytes of ids, rows or gradients in one request or reply.
+pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
+/// Connections one server or middleware serves at a time.
+pub const MAX_CONNECTIONS: usize = 256;
+/// Requests one connection may have in flight.
+pub const MAX_STREAMS_PER_CONNECTION: u32 = 64;
 /// Unique ids one look-up or push may carry, over all its tables.
 pub const MAX_IDS_PER_REQUEST: usize = 2_000_000;
 /// Occurrences of ids in one feature of one batch, so that `u32` positions never wrap.

@@ -42,6 +42,20 @@ pub struct Run {
     pub admit_probability: f32,
     /// Weights are clamped to ± this after an update; 0 switches it off.
     pub weight_bound: f32,
+    /// Drop the rows held: the run starts from nothing.
+    #[serde(default)]
+    pub fresh: bool,
+    /// Trainer ranks, at least 1.
+    #[serde(default = "one")]
+    pub world_size: u32,
+    /// Equal runs give equal bits. With several ranks, look-ups and pushes of a step then happen in the order of
+    /// ranks, and every rank sends both at every step, empty ones too.
+    #[serde(default)]
+    pub reproducible: bool,
+}
+
+fn one() -> u32 {
+    1
 }
 
 /// Unique ids of one table.
@@ -176,6 +190,9 @@ pub struct Stats {
     pub pushes: PushReport,
     /// The highest push of every rank, for a checkpoint's token table.
     pub tokens: BTreeMap<u32, u64>,
+    /// The epoch of the run that began last; 0 before any.
+    #[serde(default)]
+    pub epoch: u64,
 }
 
 /// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
@@ -259,6 +276,50 @@ pub enum TablesError {
         /// Why.
         source: std::io::Error,
     },
+    /// Ids that another server holds.
+    #[error(
+        "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
+    )]
+    WrongShard {
+        /// Who.
+        peer: String,
+        /// Its shards.
+        held: std::ops::Range<usize>,
+        /// The foreign one.
+        shard: usize,
+    },
+    /// A peer of another version, protocol or configuration.
+    #[error("{peer} does not fit: {what}")]
+    Incompatible {
+        /// Who.
+        peer: String,
+        /// Both values.
+        what: String,
+    },
+    /// A peer that does not accept our credentials, or whose certificate we do not accept.
+    #[error("{peer} refused: {what}")]
+    Refused {
+        /// Who.
+        peer: String,
+        /// Why, and where the credential came from.
+        what: String,
+    },
+    /// Rows of the run in progress are gone: a server died, or came back without them.
+    #[error("{peer} lost the run's rows: {what}; start the trainer again")]
+    Lost {
+        /// Who.
+        peer: String,
+        /// What happened.
+        what: String,
+    },
+    /// Something else took too long.
+    #[error("{peer}: {what}")]
+    Timeout {
+        /// Who was waited for.
+        peer: String,
+        /// For what, and how long.
+        what: String,
+    },
     /// A holder of rows that does not answer.
     #[error("{peer} cannot be reached: {what}")]
     Unreachable {
@@ -274,7 +335,7 @@ pub enum TablesError {
 /// Every method may be called from any thread. A failed call has changed nothing unless its documentation says so.
 pub trait Tables: Send + Sync {
     /// Start a run: forget older tokens, accept only this epoch, use this optimizer and initialiser.
-    /// Rows stay.
+    /// Rows stay unless the run is [`Run::fresh`].
     ///
     /// # Errors
     /// `BadRun` when the schema differs, the epoch is not above the current one, a number is out of range, or

@@ -29,6 +29,9 @@ pub(super) fn run() -> Run {
         initializer: Initializer::Zero,
         admit_probability: 1.0,
         weight_bound: 0.0,
+        fresh: false,
+        world_size: 1,
+        reproducible: false,
     }
 }
 

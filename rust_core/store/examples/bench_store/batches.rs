@@ -69,6 +69,9 @@ impl Bench {
             initializer: Initializer::Zero,
             admit_probability: 1.0,
             weight_bound: 10.0,
+            fresh: false,
+            world_size: 1,
+            reproducible: false,
         };
         store.begin(&run).expect("a good run");
         let bench = Self { store, dim, seq: 0.into() };

@@ -34,6 +34,7 @@ mod shard_read;
 pub use disk::CRASH_EXIT;
 pub use error::CheckpointError;
 pub use manifest::{FORMAT, Head, Manifest};
+pub(crate) use names::shard_of_entry;
 pub use recover::recover;
 pub use rows::{ShardRows, TableRows};
 pub use saver::Saver;

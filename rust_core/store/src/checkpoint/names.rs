@@ -49,6 +49,11 @@ pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:03}.arrow")
 }
 
+/// The virtual shard an entry is of; None when it is no shard's.
+pub(crate) fn shard_of_entry(name: &str) -> Option<usize> {
+    split(name).and_then(|(_, file)| shard_of_file(file))
+}
+
 /// The virtual shard a file is of.
 pub(super) fn shard_of_file(name: &str) -> Option<usize> {
     let shard = name.strip_prefix("shard-")?.strip_suffix(".arrow")?.parse().ok()?;

@@ -32,6 +32,9 @@ pub(crate) fn run(dims: &[usize]) -> Run {
         initializer: Initializer::Zero,
         admit_probability: 1.0,
         weight_bound: 0.0,
+        fresh: false,
+        world_size: 1,
+        reproducible: false,
     }
 }
 

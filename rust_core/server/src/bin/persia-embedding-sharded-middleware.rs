@@ -1,0 +1,3 @@
+//! See [`persia_server`].
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! Embedding servers, and the middleware in front of them.

@@ -1,0 +1,1 @@
+//! The protocol between trainers, middlewares and embedding servers.
