@@ -71,10 +71,13 @@ impl Store {
     /// An empty store. Memory is taken as rows come, whatever the capacity.
     ///
     /// # Errors
-    /// `BadRun` for an option or a dimension of 0, or a table's name that stands there twice.
+    /// `BadRun` for an option or a dimension of 0, shards that are none, or a table's name that stands there twice.
     pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
         if options.capacity == 0 || options.snapshot_threads == 0 {
             return bad(format!("capacity and snapshot_threads must be at least 1: {options:?}"));
+        }
+        if options.shards.is_empty() || options.shards.end > VIRTUAL_SHARDS {
+            return bad(format!("shards {:?} are none of the {VIRTUAL_SHARDS}", options.shards));
         }
         for (number, table) in schema.tables.iter().enumerate() {
             if table.dim == 0 {

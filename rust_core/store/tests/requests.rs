@@ -31,9 +31,13 @@ fn nothing_works_before_a_run_begins() {
 fn a_store_that_cannot_be_is_refused() {
     let refuse = |dims: &[usize], options| refused(Store::new(schema(dims), options));
     let options = StoreOptions::default();
-    assert!(refuse(&[2], StoreOptions { capacity: 0, ..options }).contains("capacity"));
-    assert!(refuse(&[2], StoreOptions { snapshot_threads: 0, ..options }).contains("snapshot_threads"));
-    assert!(refuse(&[2, 0], options).contains("table table_1 has dim 0"));
+    assert!(refuse(&[2], StoreOptions { capacity: 0, ..options.clone() }).contains("capacity"));
+    assert!(
+        refuse(&[2], StoreOptions { snapshot_threads: 0, ..options.clone() }).contains("snapshot_threads")
+    );
+    assert!(refuse(&[2], StoreOptions { shards: 0..257, ..options.clone() }).contains("0..257"));
+    assert!(refuse(&[2], StoreOptions { shards: 7..7, ..options.clone() }).contains("7..7"));
+    assert!(refuse(&[2, 0], options.clone()).contains("table table_1 has dim 0"));
     let mut twice = schema(&[2, 2]);
     twice.tables[1].name = "table_0".into();
     assert!(refused(Store::new(twice, options)).contains("two tables are called table_0"));
