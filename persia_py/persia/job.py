@@ -1,0 +1,65 @@
+"""What a job is called, where its run keeps its files, and whether that run is finished."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from persia.errors import ConfigError
+
+SUMMARY = "summary.json"
+"""Written into the run's folder by rank 0, at the end and only then."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def job_name() -> str:
+    """Return ``PERSIA_JOB``, else the job's name in the global configuration.
+
+    Raises:
+        ConfigError: The name has other characters than letters, digits, ``.``, ``_`` and ``-``, or more than 64.
+    """
+    name, origin = os.environ.get("PERSIA_JOB", "").strip(), "PERSIA_JOB"
+    if not name:
+        name, origin = _configured_name()
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    return name
+
+
+def run_dir() -> Path:
+    """Return ``PERSIA_RUN_DIR``, else ``runs/JOB`` below the working directory."""
+    given = os.environ.get("PERSIA_RUN_DIR", "").strip()
+    return Path(given) if given else Path("runs") / job_name()
+
+
+def finished_summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of a run that is finished, or None.
+
+    Args:
+        folder: The run's folder; it need not exist.
+
+    Raises:
+        ConfigError: The file is there and cannot be read as a summary.
+    """
+    path = folder / SUMMARY
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; remove the file to train again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: not a summary; remove the file to train again")
+    return content if content.get("status") == "finished" else None
+
+
+def _configured_name() -> tuple[str, str]:
+    from persia.embedded import find_config, read_config
+    from persia_core import config
+
+    path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
+    if path is None:
+        return config.GlobalConfig().job_name, "the default"
+    return config.parse_global_config(*read_config(path)).job_name, str(path)

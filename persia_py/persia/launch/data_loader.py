@@ -1,0 +1,58 @@
+"""One data-compose replica: its script, run once for each epoch of the run."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from persia.errors import UsageError
+from persia.launch.data import AGAIN
+from persia.launch.entry import check_replica
+from persia.launch.epochs import wait_for_new_trainers
+from persia.launch.process import Process
+from persia.launch.watch import Events, stop
+
+
+def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int:
+    """Run the script, and again for every new epoch, until SIGTERM.
+
+    Args:
+        script: What sends the batches.
+        arguments: Its arguments.
+        index: This replica's index.
+        size: How many replicas there are.
+
+    Returns:
+        0 after SIGTERM or SIGINT, else the exit code of the script that failed.
+
+    Raises:
+        UsageError: The index is not below the size, or PERSIA_NATS_URL is not set.
+    """
+    check_replica(index, size)
+    if not os.environ.get("PERSIA_NATS_URL", "").strip():
+        raise UsageError(
+            "PERSIA_NATS_URL is not set: in the embedded mode the trainer runs the data script itself; "
+            "start only the trainer, or give NATS's address"
+        )
+    events = Events()
+    environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size)}
+    command = [sys.executable, "-m", "persia.launch.data", str(script), *arguments]
+    with events.signals():
+        while True:
+            process = Process("data-compose", command, env=environment, line=None, ended=events.ended)
+            event = events.next()
+            if isinstance(event, int):
+                stop([process], events, say=_say)
+                return 0
+            if process.code == 0:
+                _say("every batch is sent; waiting for the next epoch of the run")
+                if not wait_for_new_trainers(events):
+                    return 0
+            elif process.code != AGAIN:
+                _say(f"the script {process.how()}")
+                return process.code if process.code > 0 else AGAIN
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"persia-launcher: {line}\n")
+    sys.stderr.flush()

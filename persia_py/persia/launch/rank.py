@@ -1,0 +1,47 @@
+"""What runs in the process of one trainer rank: ``python -m persia.launch.rank FILE ARGUMENTS...``.
+
+The script, then the common end of all ranks. SIGTERM before that end exits 75: start me again.
+"""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+from persia.launch.script import guarded, run_script
+
+AGAIN = 75
+"""Exit code: this attempt is over, start again."""
+
+
+def main() -> int:
+    """Run the script in ``sys.argv[1]``, then end the run."""
+    _end_on_sigterm()
+    return guarded(_train)
+
+
+def _train() -> int:
+    code = run_script(sys.argv[1], sys.argv[2:])
+    if code == 0:
+        from persia import distributed
+
+        distributed.finish()
+    return code
+
+
+def _end_on_sigterm() -> None:
+    def first(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        signal.signal(signal.SIGTERM, second)
+        sys.stderr.write("SIGTERM: leaving before the end of the run\n")
+        raise SystemExit(AGAIN)  # the contexts tell their peers on the way out
+
+    def second(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        os._exit(AGAIN)
+
+    signal.signal(signal.SIGTERM, first)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

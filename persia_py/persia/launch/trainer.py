@@ -1,0 +1,137 @@
+"""The ranks of one trainer replica: started together, watched, ended together."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from persia import job
+from persia.errors import UsageError
+from persia.launch.process import Process
+from persia.launch.watch import Events, stop
+
+AGAIN = 75
+_OWN_CODES = {2, 3, 4, 5}
+"""Exit codes of a rank that say more than 75: configuration, unreachable, corrupt, refused."""
+
+_output = threading.Lock()
+
+
+def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes: int) -> int:
+    """Run the ranks of this replica to their end.
+
+    Args:
+        script: What each rank runs.
+        arguments: Its arguments.
+        ranks: How many ranks this replica has.
+        node: This replica's index.
+        nodes: How many replicas there are.
+
+    Returns:
+        The exit code: 0 when every rank came to its end, or the run was finished before.
+
+    Raises:
+        UsageError: The numbers, or ``CUDA_VISIBLE_DEVICES``, do not fit.
+    """
+    if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
+        raise UsageError(
+            f"node rank {node} of {nodes} nodes with {ranks} ranks each: want a node rank of 0 to "
+            f"{max(nodes, 1) - 1}, and at least one node and rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
+        )
+    _check_devices(ranks)
+    folder = job.run_dir() if distributed() else None
+    if folder is not None and (summary := job.finished_summary(folder)) is not None:
+        _say_finished(folder, summary)
+        return 0
+    events = Events()
+    with events.signals():
+        started = [
+            Process(
+                f"rank {node * ranks + local}",
+                [sys.executable, "-m", "persia.launch.rank", str(script), *arguments],
+                env={**os.environ, **_place(local, ranks=ranks, node=node, nodes=nodes)},
+                line=_prefixed(f"[rank {node * ranks + local}]") if ranks > 1 else None,
+                ended=events.ended,
+            )
+            for local in range(ranks)
+        ]
+        return _watch(started, events, folder)
+
+
+def distributed() -> bool:
+    """Return whether this process is part of a job with servers of its own."""
+    return bool(os.environ.get("PERSIA_NATS_URL", "").strip())
+
+
+def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
+    left = set(ranks)
+    while left:
+        event = events.next()
+        if isinstance(event, int):
+            _say(f"{signal.Signals(event).name}: ending {len(left)} rank(s)")
+            stop(left, events, say=_say)
+            finished = folder is not None and job.finished_summary(folder) is not None
+            return 0 if finished else AGAIN
+        if isinstance(event, Process):
+            left.discard(event)
+            if event.code != 0:
+                _say(f"{event.name} {event.how()}" + (", ending the others" if left else ""))
+                stop(left, events, say=_say)
+                return _code(event.code)
+    return 0
+
+
+def _code(code: int) -> int:
+    # 1 is an exception of the script itself: starting it again would raise it again
+    return code if code == 1 or code in _OWN_CODES else AGAIN
+
+
+def _place(local: int, *, ranks: int, node: int, nodes: int) -> dict[str, str]:
+    return {
+        "RANK": str(node * ranks + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(nodes * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(node),
+    }
+
+
+def _check_devices(ranks: int) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = os.environ.get("GPU_NUM", "").strip()
+    if visible is None or not gpus.isdecimal() or int(gpus) == 0:
+        return
+    devices = [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
+    if len(set(devices)) < ranks:
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(set(devices))} device(s), but {ranks} rank(s) want one each "
+            f"(GPU_NUM={gpus})"
+        )
+
+
+def _say_finished(folder: Path, summary: dict[str, Any]) -> None:
+    path = folder / job.SUMMARY
+    sys.stdout.write(
+        f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\n"
+        f"to train again, give PERSIA_RUN_DIR another folder, or: rm {path}\n"
+    )
+    sys.stdout.flush()
+
+
+def _prefixed(prefix: str) -> Callable[[str], None]:
+    def write(line: str) -> None:
+        with _output:
+            sys.stdout.write(f"{prefix} {line}\n")
+            sys.stdout.flush()
+
+    return write
+
+
+def _say(line: str) -> None:
+    with _output:
+        sys.stderr.write(f"persia-launcher: {line}\n")
+        sys.stderr.flush()
