@@ -1,6 +1,6 @@
 """Check that dependencies point one way only: the layers of the architecture, for crates and for Python.
 
-examples -> persia -> persia_core -> engine, store -> types. Nothing points back.
+examples -> persia -> persia_core -> engine, store, wire -> types; server -> store, wire. Nothing points back.
 """
 
 import ast
@@ -16,7 +16,9 @@ CRATES: dict[str, set[str]] = {
     "persia-types": set(),
     "persia-engine": {"persia-types"},
     "persia-store": {"persia-types"},
-    "persia-core": {"persia-types", "persia-engine", "persia-store"},
+    "persia-wire": {"persia-types"},
+    "persia-embedding-sharded-server": {"persia-types", "persia-store", "persia-wire"},
+    "persia-core": {"persia-types", "persia-engine", "persia-store", "persia-wire"},
 }
 """What each crate may depend on; tests may use more."""
 
@@ -24,6 +26,8 @@ FORBIDDEN_CRATES: dict[str, set[str]] = {
     "persia-types": {"tokio", "tonic", "pyo3"},
     "persia-engine": {"tokio", "tonic", "pyo3"},
     "persia-store": {"tokio", "tonic", "pyo3"},
+    "persia-wire": {"pyo3"},
+    "persia-embedding-sharded-server": {"pyo3"},
 }
 """The network and Python stay out of what must work without them."""
 
@@ -31,6 +35,8 @@ FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
     "types": ("std::fs", "std::net", "std::thread"),
     "engine": ("std::fs", "std::net"),
     "store": ("std::net",),
+    "wire": (),
+    "server": (),
 }
 """What the sources of a crate may not name; its tests may."""
 

@@ -128,3 +128,11 @@ def test_everything_a_machine_lacks_is_named_at_once(tmp_path: Path) -> None:
     fake("python3", "exit 0")
     fake("rustc", "echo 'rustc 1.100.0 (abc 2027-01-01)'")
     assert machine(tmp_path, "python3") == (0, "")
+
+
+def test_a_row_without_test_or_with_a_failed_one_is_missing() -> None:
+    report = load("checklist").report
+    outcomes = {"S0-01": "passed", "S0-02": "skipped: no GPU", "S0-03": "failed"}
+    assert report(["S0-01", "S0-02"], outcomes) == (["S0-02: skipped: no GPU", "1 passed, 1 skipped, of 2 rows"], True)
+    lines, complete = report(["S0-01", "S0-03", "S0-04"], outcomes)
+    assert (lines[:2], complete) == (["S0-03: failed", "S0-04: no test"], False)
