@@ -35,8 +35,6 @@ FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
     "types": ("std::fs", "std::net", "std::thread"),
     "engine": ("std::fs", "std::net"),
     "store": ("std::net",),
-    "wire": (),
-    "server": (),
 }
 """What the sources of a crate may not name; its tests may."""
 
