@@ -1780,6 +1780,9 @@ pub struct FeedHello {
     pub protocol: u32,
     #[prost(string, tag = "5")]
     pub version: ::prost::alloc::string::String,
+    /// one for each process: a sender that connects again replaces its own stream, nobody else's
+    #[prost(string, tag = "6")]
+    pub sender: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedBatch {
@@ -1790,11 +1793,14 @@ pub struct FeedBatch {
     #[prost(bytes = "bytes", tag = "2")]
     pub data: ::prost::bytes::Bytes,
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedEnd {
     /// how often the replica called send_data, over all ranks
     #[prost(uint64, tag = "1")]
     pub batches: u64,
+    /// not empty: the replica's script failed, and this is why
+    #[prost(string, tag = "2")]
+    pub error: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedReply {
@@ -1824,12 +1830,15 @@ pub struct FeedWelcome {
     pub rank: u32,
     #[prost(uint32, tag = "3")]
     pub world_size: u32,
-    /// batches of this replica the run has seen already; they are not sent again
+    /// batches of this replica that this rank has received already; they are not sent again
     #[prost(uint64, tag = "4")]
     pub skip: u64,
-    /// batches that may be sent before the first is taken
+    /// batches of the replica that this rank holds at most
     #[prost(uint32, tag = "5")]
     pub buffer: u32,
+    /// batches it holds now: buffer - queued may be sent before the next is taken
+    #[prost(uint32, tag = "6")]
+    pub queued: u32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedTaken {
