@@ -1,5 +1,6 @@
 //! [`Store`]: the tables of one process, in memory.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -126,8 +127,8 @@ impl Store {
         (rows, self.shards[0].lock().tables[table].layout())
     }
 
-    /// Check that the rows held fit `run`, then give the tables without rows its layout.
-    fn adopt(&self, run: &ActiveRun) -> Result<(), TablesError> {
+    /// The layouts of the tables once `run` begins, or why the rows held do not fit it.
+    fn fitting(&self, run: &ActiveRun) -> Result<Vec<Layout>, TablesError> {
         let mut layouts = self.layouts(run);
         for (number, table) in self.schema.tables.iter().enumerate() {
             let (rows, held) = self.held(number);
@@ -144,10 +145,45 @@ impl Store {
                 layouts[number] = held;
             }
         }
-        for shard in &self.shards {
-            shard.lock().adopt(&layouts);
+        Ok(layouts)
+    }
+
+    /// What [`Tables::begin`] would answer, without its effect: of several stores all begin, or none.
+    ///
+    /// # Errors
+    /// As [`Tables::begin`].
+    pub fn check_begin(&self, run: &Run) -> Result<(), TablesError> {
+        let active = self.run.read();
+        let checked = check_run(active.as_ref(), run, &self.schema)?;
+        if !run.fresh {
+            self.fitting(&checked)?;
         }
         Ok(())
+    }
+
+    /// What [`Tables::restore`] would answer, without its effect: of several stores all restore, or none.
+    ///
+    /// # Errors
+    /// As [`Tables::restore`].
+    pub fn check_restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let active = self.run.read();
+        self.load(active.as_ref().ok_or(TablesError::NotBegun)?, dir, files, drop).map(drop)
+    }
+
+    /// Read the files of the shards held, and keep of each what `keep` does.
+    fn load<T: Send>(
+        &self,
+        run: &ActiveRun,
+        dir: &Path,
+        files: &[FileEntry],
+        keep: impl Fn(Shard) -> T + Sync,
+    ) -> Result<BTreeMap<usize, T>, TablesError> {
+        let (layouts, keep_state) = (self.layouts(run), run.optimizer.is_some());
+        let budget = budget(self.options.capacity);
+        let files: Vec<FileEntry> = files.iter().filter(|file| self.may_hold(file)).cloned().collect();
+        snapshot::load(dir, &files, self.options.snapshot_threads, |rows, path| {
+            import(rows, path, &self.schema, &layouts, keep_state, budget).map(&keep)
+        })
     }
 
     /// Drop all rows; the caller holds the run's lock.
@@ -217,6 +253,15 @@ impl Store {
     }
 }
 
+/// Check every number of `run`, and that it comes after the `active` one.
+fn check_run(active: Option<&ActiveRun>, run: &Run, schema: &Schema) -> Result<ActiveRun, TablesError> {
+    let current = active.map_or(0, |active| active.epoch);
+    if run.epoch <= current {
+        return bad(format!("epoch {} is not above the current epoch {current}", run.epoch));
+    }
+    ActiveRun::new(run, schema)
+}
+
 /// Rows per shard.
 fn budget(capacity: u64) -> usize {
     usize::try_from(capacity.div_ceil(VIRTUAL_SHARDS as u64)).unwrap_or(usize::MAX)
@@ -225,15 +270,12 @@ fn budget(capacity: u64) -> usize {
 impl Tables for Store {
     fn begin(&self, run: &Run) -> Result<(), TablesError> {
         let mut active = self.run.write();
-        let current = active.as_ref().map_or(0, |active| active.epoch);
-        if run.epoch <= current {
-            return bad(format!("epoch {} is not above the current epoch {current}", run.epoch));
-        }
-        let checked = ActiveRun::new(run, &self.schema)?;
+        let checked = check_run(active.as_ref(), run, &self.schema)?;
         if run.fresh {
             self.empty();
         }
-        self.adopt(&checked)?;
+        let layouts = self.fitting(&checked)?;
+        self.shards.iter().for_each(|shard| shard.lock().adopt(&layouts));
         self.claims.begin(ActiveRun::job(run), run.epoch);
         self.memos.clear();
         *self.counters.lock() = Counters::default();
@@ -291,12 +333,8 @@ impl Tables for Store {
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
         let active = self.run.write();
         let run = active.as_ref().ok_or(TablesError::NotBegun)?;
-        let (layouts, keep_state) = (self.layouts(run), run.optimizer.is_some());
-        let budget = budget(self.options.capacity);
-        let files: Vec<FileEntry> = files.iter().filter(|file| self.may_hold(file)).cloned().collect();
-        let mut loaded = snapshot::load(dir, &files, self.options.snapshot_threads, |rows, path| {
-            import(rows, path, &self.schema, &layouts, keep_state, budget)
-        })?;
+        let mut loaded = self.load(run, dir, files, |shard| shard)?;
+        let (layouts, budget) = (self.layouts(run), budget(self.options.capacity));
         self.memos.clear();
         for (number, shard) in self.shards.iter().enumerate() {
             *shard.lock() = loaded.remove(&number).unwrap_or_else(|| Shard::new(&layouts, budget));
