@@ -1,13 +1,18 @@
 """Shared by all tests: a small configuration, small batches, and a record of the checklist rows that passed."""
 
 import json
+import os
+import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from stack import LIVE, LiveStack, MakeStack, Stack, missing
 
 from persia.data import IterableDataset
 from persia.embedding.data import (
@@ -41,16 +46,46 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
         monkeypatch.setenv("PERSIA_GLOBAL_CONFIG", str(general))
         return embedding
 
-    for name in (
-        "PERSIA_NATS_URL",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "REPRODUCIBLE",
-        "EMBEDDING_STALENESS",
-    ):
-        monkeypatch.delenv(name, raising=False)
     return write
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start every test outside of any job, also inside a container of one."""
+    places = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "GPU_NUM"}
+    for name in [*os.environ]:
+        if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def make_stack(no_job: None, tmp_path: Path) -> Iterator[MakeStack]:
+    """Start servers and middlewares as real processes: ``make_stack(servers=2)``; they end with the test."""
+    if reason := missing():
+        pytest.skip(reason)
+    made: list[Stack] = []
+
+    def make(*, start: bool = True, job: str = "test", **options: Any) -> Stack:
+        stack = Stack(tmp_path / f"{job}-{len(made)}", job=job, **options)
+        made.append(stack)
+        return stack.start() if start else stack
+
+    yield make
+    for stack in made:
+        stack.close()
+        sys.stdout.write(f"=== job {stack.job.name}\n{stack.logs()}\n")  # shown if the test failed
+
+
+@pytest.fixture
+def any_stack(request: pytest.FixtureRequest) -> Stack | LiveStack:
+    """Return the stack around the tests if ``PERSIA_TEST_LIVE=1``, else one made for this test. For ``live`` tests."""
+    if LIVE:
+        stack = LiveStack()
+        if reason := stack.busy():
+            pytest.skip(reason)
+        return stack
+    made: Stack = request.getfixturevalue("make_stack")()
+    return made
 
 
 class Batches(IterableDataset):
@@ -109,6 +144,26 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "row(*ids): rows of docs/checklist.md that this test shows")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "integration: real processes on loopback; every test in tests/integration")
+    config.addinivalue_line("markers", "live: also runs against the stack around it (PERSIA_TEST_LIVE=1)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in tests/integration."""
+    for item in items:
+        if "integration" in item.path.parts:
+            item.add_marker("integration")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests ran, and why the others did not."""
+    reports = terminalreporter.stats
+    ran = len(reports.get("passed", ())) + len(reports.get("failed", ()))
+    skipped = reports.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    terminalreporter.write_line(f"{ran} ran, {len(skipped)} skipped" + (":" if reasons else ""))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"  {count} {reason}")
 
 
 _rows: dict[str, set[str]] = {}

@@ -5,6 +5,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> sub
 def resolve_binary_execute_path(binary_name: str) -> str:
     """Return the path of a program: the one in ``THIRD_PARTY_PATH`` if there, else the first on ``PATH``.
 
+    A Python environment that is used without being activated counts as the last folder of ``PATH``.
+
     Raises:
         UsageError: It is in neither.
     """
@@ -68,9 +71,12 @@ def resolve_binary_execute_path(binary_name: str) -> str:
         candidate = Path(override) / binary_name
         if candidate.is_file() and os.access(candidate, os.X_OK):
             return str(candidate)
-    found = shutil.which(binary_name)
+    found = shutil.which(binary_name) or shutil.which(binary_name, path=str(Path(sys.executable).parent))
     if found is None:
-        raise UsageError(f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH")
+        raise UsageError(
+            f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH "
+            "(in a clone, make setup builds persia's own)"
+        )
     return found
 
 

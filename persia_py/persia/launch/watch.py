@@ -57,7 +57,7 @@ def stop(
 ) -> None:
     """End processes together: SIGTERM, ``grace`` seconds, SIGKILL.
 
-    Returns when all have ended. Their ends are taken from ``events``; another signal to us meanwhile cuts the grace short.
+    Returns when all have ended. Their ends are taken from ``events``; another signal to us cuts the grace short.
     """
     began = time.monotonic()
     left = {process for process in processes if process.running}

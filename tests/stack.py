@@ -1,0 +1,271 @@
+"""A job's fixed parts as real processes on loopback, for the integration tests.
+
+``stack = make_stack(servers=2)`` starts NATS, two servers and a middleware, and everything ends with the test.
+``stack.settings`` are the variables that make a process part of the job; ``stack.use(monkeypatch)`` sets them here.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from persia.launch.local import BINARIES, Command, Kind, LocalJob
+from persia.launch.process import Process
+from persia.utils import find_free_port, resolve_binary_execute_path
+
+START = 30.0
+"""Seconds the parts have to be ready."""
+END = 30.0
+"""Seconds a part has to end after SIGTERM."""
+
+SLOTS = "a: {dim: 4}\nb: {dim: 4}"
+
+
+def missing() -> str | None:
+    """Return why no stack can run here, or None."""
+    if shutil.which("nats-server") is None and not Path("/usr/sbin/nats-server").exists():
+        return "no nats-server here"
+    for binary in BINARIES.values():
+        try:
+            resolve_binary_execute_path(binary)
+        except RuntimeError:
+            return f"no {binary} here (make setup builds it)"
+    return None
+
+
+@dataclass
+class Part:
+    """A process of the stack, and what it wrote."""
+
+    process: Process
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Return its exit code, or minus the signal that ended it."""
+        deadline = time.monotonic() + timeout
+        while self.process.running:
+            assert time.monotonic() < deadline, f"{self.process.name} still runs after {timeout} s\n{self.output}"
+            time.sleep(0.01)
+        return self.process.code
+
+    def says(self, text: str, timeout: float = 30.0) -> str:
+        """Wait until it has written a line with ``text``, and return the line."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = not self.process.running
+            for line in list(self.lines):
+                if text in line:
+                    return line
+            assert not ended, f"{self.process.name} {self.process.how()} without saying {text!r}\n{self.output}"
+            assert time.monotonic() < deadline, f"{self.process.name} did not say {text!r}\n{self.output}"
+            time.sleep(0.01)
+
+
+class Stack:
+    """NATS, servers and middlewares of one job, each started, ended and killed alone or together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        servers: int = 1,
+        middlewares: int = 1,
+        slots: str = SLOTS,
+        groups: str = "",
+        capacity: int = 100_000,
+        job: str = "test",
+        tcp: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.private = Path(tempfile.mkdtemp(prefix="persia-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        embedding, general = folder / "embedding_config.yml", folder / "global_config.yml"
+        text = f"slots_config:\n{textwrap.indent(textwrap.dedent(slots).strip(), '  ')}\n"
+        if groups:
+            text += f"feature_groups:\n{textwrap.indent(textwrap.dedent(groups).strip(), '  ')}\n"
+        embedding.write_text(text)
+        general.write_text(f"embedding_parameter_server_config:\n  capacity: {capacity}\n")
+        self.job = LocalJob(
+            name=job,
+            servers=servers,
+            middlewares=middlewares,
+            embedding_config=embedding,
+            global_config=general,
+            private=self.private,
+            state=folder,
+            env={"PERSIA_RUN_DIR": str(folder / "run"), **(env or {})},
+            ports=(_free_ports(servers), _free_ports(middlewares)) if tcp else None,
+        )
+        self.job.make_token()
+        self.parts: dict[str, Part] = {}
+        self.nats_url = ""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The variables that make a process part of this job."""
+        return self.job.settings(self.nats_url)
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make this process part of the job for the rest of the test."""
+        for name, value in {"GLOO_SOCKET_IFNAME": "lo", **self.settings}.items():
+            monkeypatch.setenv(name, value)
+
+    def start(self) -> "Stack":
+        """Start everything and wait until it is ready."""
+        self.start_nats()
+        for index in range(self.job.servers):
+            self.start_part("server", index)
+        for index in range(self.job.middlewares):
+            self.start_part("middleware", index)
+        self.wait_ready()
+        return self
+
+    def start_nats(self) -> None:
+        """Start NATS; after the first time on the same port."""
+        port = int(self.nats_url.rsplit(":", 1)[1]) if self.nats_url else None
+        part = self.run(self.job.nats(port))
+        self.nats_url = self.job.nats_url(part.process)
+
+    def choose_nats(self) -> None:
+        """Decide where NATS will listen without starting it."""
+        self.nats_url = f"nats://127.0.0.1:{find_free_port()}"
+
+    def start_part(self, kind: Kind, index: int = 0, *, env: Mapping[str, str] | None = None) -> Part:
+        """Start one server or middleware, without waiting."""
+        command = self.job.part(kind, index, self.nats_url)
+        return self.run(Command(command.name, command.words, {**command.env, **(env or {})}))
+
+    def python(
+        self, name: str, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> Part:
+        """Start ``python ARGUMENTS`` as part of the job."""
+        words = [sys.executable, *map(str, arguments)]
+        environment = {**self.job.client_env(self.nats_url), **(env or {})}
+        return self.run(Command(name, words, environment), cwd=cwd)
+
+    def trainer(
+        self,
+        script: Path,
+        *arguments: str,
+        ranks: int = 1,
+        node: int = 0,
+        nodes: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> Part:
+        """Start ``persia-launcher nn-worker`` with this many ranks."""
+        options = ["--nproc-per-node", str(ranks), "--node-rank", str(node), "--nnodes", str(nodes)]
+        words = ["-m", "persia.launch.cli", "nn-worker", *options, str(script), "--", *arguments]
+        return self.python(f"trainer-{node}", *words, env=env)
+
+    def data(
+        self, script: Path, *arguments: str, index: int = 0, size: int = 1, env: Mapping[str, str] | None = None
+    ) -> Part:
+        """Start ``persia-launcher data-loader`` as one replica."""
+        options = ["--replica-index", str(index), "--replica-size", str(size)]
+        words = ["-m", "persia.launch.cli", "data-loader", *options, str(script), "--", *arguments]
+        return self.python(f"data-{index}", *words, env=env)
+
+    def run(self, command: Command, cwd: Path | None = None) -> Part:
+        """Start a process; it ends with the stack."""
+        part: list[Part] = []
+        ready = threading.Event()
+
+        def line(text: str) -> None:
+            ready.wait()
+            part[0].lines.append(text)
+
+        process = Process(command.name, command.words, env=command.env, line=line, ended=lambda _: None, cwd=cwd)
+        part.append(Part(process))
+        ready.set()
+        self.parts[command.name] = part[0]
+        return part[0]
+
+    def healthy(self, kind: Kind, index: int = 0) -> bool:
+        """Whether a part says that it is ready to serve."""
+        words = [resolve_binary_execute_path(BINARIES[kind]), "--health", "--listen", self.job.address(kind, index)]
+        env = self.job.client_env(self.nats_url) | {"REPLICA_INDEX": str(index), "REPLICA_SIZE": str(index + 1)}
+        done = subprocess.run(words, env=env, check=False, capture_output=True, timeout=START)
+        return done.returncode == 0
+
+    def wait_ready(self, kinds: Sequence[Kind] = ("server", "middleware"), timeout: float = START) -> None:
+        """Wait until every part of these kinds is ready to serve."""
+        deadline = time.monotonic() + timeout
+        sizes = {"server": self.job.servers, "middleware": self.job.middlewares}
+        for kind in kinds:
+            for index in range(sizes[kind]):
+                part = self.parts[f"{kind}-{index}"]
+                while not self.healthy(kind, index):
+                    assert part.process.running, f"{part.process.name} {part.process.how()}\n{part.output}"
+                    assert time.monotonic() < deadline, f"{part.process.name} is not ready\n{part.output}"
+                    time.sleep(0.05)
+
+    def kill(self, name: str) -> None:
+        """End a part as kill -9 does, and wait until it is gone."""
+        self.parts[name].process.signal(signal.SIGKILL)
+        self.parts[name].wait()
+
+    def stop(self, name: str) -> int:
+        """End a part by SIGTERM and return its exit code."""
+        self.parts[name].process.signal(signal.SIGTERM)
+        return self.parts[name].wait(END)
+
+    def close(self) -> None:
+        """End everything that still runs, in the reverse order of its start."""
+        for part in reversed(self.parts.values()):
+            if part.process.running:
+                part.process.signal(signal.SIGKILL)
+                part.wait()
+        shutil.rmtree(self.private, ignore_errors=True)
+
+    def logs(self) -> str:
+        """Return what every part wrote, for the report of a failed test."""
+        return "\n".join(f"--- {name}\n{part.output}" for name, part in self.parts.items())
+
+
+class LiveStack:
+    """The stack this process was started in: the environment says where it is."""
+
+    nats_url = os.environ.get("PERSIA_NATS_URL", "")
+    settings: Mapping[str, str] = {name: value for name, value in os.environ.items() if name.startswith("PERSIA_")}
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make this process part of the job for the rest of the test."""
+        for name, value in self.settings.items():
+            monkeypatch.setenv(name, value)
+
+    def busy(self) -> str | None:
+        """Return why a test may not use the stack now, or None."""
+        from persia import nats
+
+        trainers = nats.services(self.nats_url, "persia-trainer", job=self.settings.get("PERSIA_JOB"))
+        return f"{len(trainers)} trainer rank(s) of this job are running" if trainers else None
+
+
+MakeStack = Callable[..., Stack]
+
+
+def _free_ports(count: int) -> int:
+    """Return the first of ``count`` neighbouring ports that are free now."""
+    while True:
+        first = find_free_port()
+        if all(find_free_port(first + offset) == first + offset for offset in range(count)):
+            return first
+
+
+LIVE = os.environ.get("PERSIA_TEST_LIVE", "") == "1"
+"""Whether tests marked ``live`` are to use the stack that runs around them."""
