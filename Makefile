@@ -15,6 +15,7 @@ MANIFEST := rust_core/Cargo.toml
 # A stamp lies in the environment it describes: without the environment there is no stamp.
 INSTALLED := $(VENV)/.installed
 CORE := $(VENV)/.persia-core
+BINARIES := $(VENV)/.persia-binaries
 PACKAGE := $(VENV)/.persia
 PEERS := .venv-peers/.installed
 RUST := $(shell find rust_core -name target -prune -o -type f \
@@ -25,7 +26,7 @@ RUST := $(shell find rust_core -name target -prune -o -type f \
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup: $(INSTALLED) $(CORE) $(PACKAGE) ## Build and install everything into .venv (the other targets do so by themselves)
+setup: $(INSTALLED) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install everything into .venv (the other targets do so by themselves)
 
 demo: setup ## Train a DLRM on Census-Income and draw its curves
 	$(BIN)/python examples/dlrm/train.py
@@ -97,6 +98,14 @@ $(CORE): $(RUST) $(INSTALLED)
 	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
 		(cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked) && \
 		touch -r "$$start" $@
+
+# Linked, so that .venv/bin holds every command of the project.
+$(BINARIES): $(RUST) | $(CORE)
+	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
+		$(CARGO) build --manifest-path $(MANIFEST) --package persia-embedding-sharded-server --release --locked && \
+		for name in server middleware; do \
+			ln -sf "$(CURDIR)/rust_core/target/release/persia-embedding-sharded-$$name" $(BIN)/; \
+		done && touch -r "$$start" $@
 
 $(PACKAGE): persia_py/pyproject.toml $(INSTALLED) | $(CORE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable persia_py
