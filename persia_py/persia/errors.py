@@ -1,15 +1,18 @@
 """Everything persia raises on purpose, with exit codes and hints. The classes live in ``persia_core``."""
 
 from persia_core.errors import (
+    AuthError,
     BatchSizeError,
     CheckpointError,
     ConfigError,
     DataError,
     DeviceError,
     FeatureTypeError,
+    IncompatibleError,
     MissingLabelError,
     NonFiniteError,
     PersiaError,
+    RunLostError,
     StaleCoreError,
     StaleEpochError,
     StorageError,
@@ -19,15 +22,18 @@ from persia_core.errors import (
 )
 
 __all__ = [
+    "AuthError",
     "BatchSizeError",
     "CheckpointError",
     "ConfigError",
     "DataError",
     "DeviceError",
     "FeatureTypeError",
+    "IncompatibleError",
     "MissingLabelError",
     "NonFiniteError",
     "PersiaError",
+    "RunLostError",
     "StaleCoreError",
     "StaleEpochError",
     "StorageError",

@@ -51,6 +51,7 @@ impl Engine {
         let options = StoreOptions {
             capacity: general.parsed.capacity,
             snapshot_threads: general.parsed.checkpoint_workers,
+            ..StoreOptions::default()
         };
         let store = Store::new(schema.clone(), options).map_err(|error| errors::tables(py, &error))?;
         let job = general.parsed.job_name.clone();

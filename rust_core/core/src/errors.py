@@ -64,6 +64,27 @@ class UnreachableError(PersiaError, ConnectionError):
     exit_code = 3
 
 
+class IncompatibleError(PersiaError, RuntimeError):
+    """A peer of another version, protocol or configuration; the message has both values."""
+
+    exit_code = 2
+    hint = "start every part of the job from the same build and the same configuration files"
+
+
+class AuthError(PersiaError, PermissionError):
+    """Credentials or certificates that are missing or not accepted."""
+
+    exit_code = 5
+    hint = "give every part of the job the same PERSIA_TOKEN_FILE (and PERSIA_TLS_CA)"
+
+
+class RunLostError(PersiaError):
+    """The run in progress cannot go on: a server lost its rows, or a rank is gone."""
+
+    exit_code = 75
+    hint = "start the trainer again; it goes on from the last checkpoint that its script loads"
+
+
 class StaleEpochError(PersiaError):
     """This process belongs to a run that was replaced by a newer one."""
 

@@ -48,9 +48,9 @@ fn tables_class(error: &TablesError) -> &'static str {
         TablesError::Corrupt { .. } | TablesError::Foreign { .. } => "CheckpointError",
         TablesError::Io { .. } | TablesError::OutOfMemory { .. } => "StorageError",
         TablesError::Unreachable { .. } => "UnreachableError",
-        TablesError::WrongShard { .. } | TablesError::Incompatible { .. } => "UsageError",
-        TablesError::Refused { .. } => "UnreachableError",
-        TablesError::Lost { .. } => "StaleEpochError",
+        TablesError::WrongShard { .. } | TablesError::Incompatible { .. } => "IncompatibleError",
+        TablesError::Refused { .. } => "AuthError",
+        TablesError::Lost { .. } => "RunLostError",
         TablesError::Timeout { .. } => "WaitTimeoutError",
     }
 }
