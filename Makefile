@@ -102,7 +102,8 @@ $(CORE): $(RUST) $(INSTALLED)
 # Linked, so that .venv/bin holds every command of the project.
 $(BINARIES): $(RUST) | $(CORE)
 	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
-		$(CARGO) build --manifest-path $(MANIFEST) --package persia-embedding-sharded-server --release --locked && \
+		$(CARGO) build --manifest-path $(MANIFEST) --package persia-embedding-sharded-server --release --locked \
+			--target-dir rust_core/target && \
 		for name in server middleware; do \
 			ln -sf "$(CURDIR)/rust_core/target/release/persia-embedding-sharded-$$name" $(BIN)/; \
 		done && touch -r "$$start" $@
