@@ -122,6 +122,14 @@ def ckpt_verify(directory: Annotated[Path, typer.Argument(help="A checkpoint.")]
     typer.echo(f"ok: {directory}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
 
 
+@app.command()
+def up(config: Annotated[Path, typer.Argument(help="The job, in YAML.")]) -> None:
+    """Run a whole job on this host: NATS, servers, middlewares, data-compose, trainers."""
+    from persia.launch import up as launch
+
+    raise typer.Exit(launch.up(config))
+
+
 def main() -> None:
     """Run the command; errors end with one message, a hint and the exit code of their class."""
     try:

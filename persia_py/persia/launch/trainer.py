@@ -45,7 +45,7 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
     _check_devices(ranks)
     folder = job.run_dir() if distributed() else None
     if folder is not None and (summary := job.finished_summary(folder)) is not None:
-        _say_finished(folder, summary)
+        say_finished(folder, summary)
         return 0
     events = Events()
     with events.signals():
@@ -113,7 +113,8 @@ def _check_devices(ranks: int) -> None:
         )
 
 
-def _say_finished(folder: Path, summary: dict[str, Any]) -> None:
+def say_finished(folder: Path, summary: dict[str, Any]) -> None:
+    """Print that the run in this folder is finished, its summary, and how to train again."""
     path = folder / job.SUMMARY
     sys.stdout.write(
         f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\n"

@@ -1,0 +1,168 @@
+"""``persia up``: a whole job on this host, started, watched and ended together."""
+
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from persia import job as jobs
+from persia.launch import trainer
+from persia.launch.local import Command, LocalJob
+from persia.launch.logs import Logs
+from persia.launch.process import Process
+from persia.launch.stack import StackConfig, makes_token, read_stack
+from persia.launch.watch import Events, stop
+
+AGAIN = 75
+_NATS = "nats"
+_PERMANENT = {1, 2, 3, 4, 5}
+"""Exit codes that another start would give again."""
+_LAST_WORDS = 15.0
+"""Seconds the trainer has to end by itself after a part failed for good, and to say what that means for it."""
+_BACK_OFF = 1.0
+"""Seconds between the end of a part and its next start."""
+
+
+def up(path: Path) -> int:
+    """Run the job that a file describes until its trainer ends, or a signal.
+
+    Args:
+        path: See :class:`persia.launch.stack.StackConfig`.
+
+    Returns:
+        The trainer's exit code; 0 after a signal when there is none.
+
+    Raises:
+        ConfigError: The file, or one it names, is not right.
+        UsageError: A program is missing.
+    """
+    config = read_stack(path)
+    folder = Path(config.run_dir or Path("runs") / config.job).resolve()
+    if config.trainer is not None and (summary := jobs.finished_summary(folder)) is not None:
+        trainer.say_finished(folder, summary)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="persia-") as private, Logs(folder / "logs") as logs:
+        own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
+        local = LocalJob(
+            name=config.job,
+            servers=config.servers,
+            middlewares=config.middlewares,
+            embedding_config=Path(config.embedding_config),
+            global_config=Path(config.global_config) if config.global_config else None,
+            private=Path(private),
+            state=folder,
+            env=own | config.env,
+        )
+        local.make_token()
+        events = Events()
+        with events.signals():
+            run = _Run(config, local, folder, events, logs)
+            try:
+                return run.run()
+            finally:
+                run.stop()
+
+
+class _Run:
+    """The processes of the job, in the order of their start."""
+
+    def __init__(self, config: StackConfig, local: LocalJob, folder: Path, events: Events, logs: Logs) -> None:
+        self._config, self._local, self._folder = config, local, folder
+        self._events, self._logs = events, logs
+        self._say = logs.of("up")
+        self._processes: dict[str, Process] = {}
+        self._commands: dict[str, Command] = {}
+        self._restarts: dict[str, int] = {}
+        self._failed: tuple[int, float] | None = None  # exit code, and when to stop waiting for the trainer
+        self._url = ""
+
+    def run(self) -> int:
+        """Start everything and return the exit code when it is over."""
+        self._start_all()
+        if self._config.trainer is None:
+            self._say_environment()
+        while True:
+            event = self._events.next(self._patience())
+            if event is None and self._failed is not None:
+                return self._failed[0]
+            if isinstance(event, int):
+                self._say(f"{signal.Signals(event).name}: ending the job")
+                return self._interrupted()
+            if isinstance(event, Process) and self._processes.get(event.name) is event:
+                code = self._ended(event)
+                if code is not None:
+                    return code
+
+    def stop(self) -> None:
+        """End what still runs: trainer and data-compose first, NATS last."""
+        for kind in ("trainer", "data-compose", "middleware", "server", _NATS):
+            group = [process for name, process in self._processes.items() if name.startswith(kind)]
+            stop(group, self._events, say=self._say)
+
+    def _start_all(self) -> None:
+        self._start(self._local.nats())
+        self._url = self._local.nats_url(self._processes[_NATS])
+        for index in range(self._config.servers):
+            self._start(self._local.part("server", index, self._url))
+        for index in range(self._config.middlewares):
+            self._start(self._local.part("middleware", index, self._url))
+        if self._config.data_compose is not None:
+            replicas = self._config.data_compose.replicas
+            for index in range(replicas):
+                options = ["--replica-index", str(index), "--replica-size", str(replicas)]
+                self._launch(f"data-compose-{index}", "data-loader", self._config.data_compose.entry, options)
+        if self._config.trainer is not None:
+            options = ["--nproc-per-node", str(self._config.trainer.ranks), "--node-rank", "0", "--nnodes", "1"]
+            self._launch("trainer", "nn-worker", self._config.trainer.entry, options)
+
+    def _launch(self, name: str, verb: str, entry: str, options: list[str]) -> None:
+        words = [sys.executable, "-m", "persia.launch.cli", verb, *options, entry]
+        self._start(Command(name, words, self._local.client_env(self._url)))
+
+    def _start(self, command: Command) -> None:
+        self._commands[command.name] = command
+        self._processes[command.name] = Process(
+            command.name,
+            command.words,
+            env=command.env,
+            line=self._logs.of(command.name, shown=command.name != _NATS),  # it says much, and little of interest
+            ended=self._events.ended,
+        )
+
+    def _ended(self, process: Process) -> int | None:
+        """Start a process that ended again, or return the exit code of the job."""
+        code = process.code
+        if process.name == "trainer" and (code == 0 or self._failed is not None):
+            return code if code >= 0 else AGAIN
+        self._say(f"{process.name} {process.how()}, see {self._logs.folder / process.name}.log")
+        restarts = self._restarts.get(process.name, 0)
+        if code in _PERMANENT or restarts >= self._config.restarts:
+            final = code if code > 0 else AGAIN
+            if process.name == "trainer" or "trainer" not in self._processes:
+                return final
+            self._failed = self._failed or (final, time.monotonic() + _LAST_WORDS)
+            return None
+        self._restarts[process.name] = restarts + 1
+        self._say(f"starting {process.name} again ({restarts + 1} of {self._config.restarts})")
+        time.sleep(_BACK_OFF)
+        if process.name == _NATS:
+            self._start(self._local.nats(int(self._url.rsplit(":", 1)[1])))
+        else:
+            self._start(self._commands[process.name])
+        return None
+
+    def _patience(self) -> float | None:
+        return None if self._failed is None else max(0.0, self._failed[1] - time.monotonic())
+
+    def _interrupted(self) -> int:
+        if self._config.trainer is None:
+            return 0
+        stop([self._processes["trainer"]], self._events, say=self._say)
+        return 0 if jobs.finished_summary(self._folder) is not None else AGAIN
+
+    def _say_environment(self) -> None:
+        self._say("the servers run until Ctrl-C; to join them, in another shell:")
+        for name, value in sorted(self._local.settings(self._url).items()):
+            self._say(f"export {name}={shlex.quote(value)}")
