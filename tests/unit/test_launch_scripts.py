@@ -1,0 +1,197 @@
+"""The images' entry point and the launch scripts, run as a container would run them."""
+
+import hashlib
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+LAUNCH = ROOT / "launch"
+SERVER, MIDDLEWARE = "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def script(path: Path, text: str) -> Path:
+    """Write an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def packaged(tmp_path: Path) -> Path:
+    """A folder of binaries that stand for the packaged ones and say what they see."""
+    folder = tmp_path / "packaged"
+    for name in (SERVER, MIDDLEWARE):
+        script(
+            folder / name, f'echo "packaged {name} index=$REPLICA_INDEX size=$REPLICA_SIZE data=$PERSIA_DATA_DIR $*"'
+        )
+    script(folder / "nats-server", 'echo "$NATS_PASSWORD" "$@"')
+    script(folder / "hostname", "echo 10.0.0.7 10.1.0.7")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, packaged: Path) -> Run:
+    """Run a command through env.sh. ``dns`` is the container's name as Docker's DNS would tell it."""
+
+    def call(*command: str, dns: str = "", check: bool = True, **variables: str) -> "subprocess.CompletedProcess[str]":
+        script(packaged / "getent", f'[ "$*" = "-s dns hosts 10.0.0.7" ] && [ -n "{dns}" ] && echo "10.0.0.7  {dns}"')
+        environment = {
+            "PATH": f"{LAUNCH}:{packaged}:{os.environ['PATH']}",
+            "REPLICA_INDEX": "1",
+            "REPLICA_SIZE": "3",
+            "PERSIA_DATA_DIR": str(tmp_path / "data"),
+            **variables,
+        }
+        result = subprocess.run(
+            [str(LAUNCH / "env.sh"), *command], env=environment, capture_output=True, text=True, timeout=20
+        )
+        assert not check or result.returncode == 0, result.stderr
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("launch", "binary"),
+    [
+        pytest.param("launch_middleware.sh", MIDDLEWARE, marks=pytest.mark.row("S0-07")),
+        pytest.param("launch_server.sh", SERVER, marks=pytest.mark.row("S0-08")),
+    ],
+)
+def test_third_party_wins(run: Run, tmp_path: Path, launch: str, binary: str) -> None:
+    override = script(tmp_path / "third_party" / binary, 'echo "mine $*"')
+    result = run(launch, "--option", THIRD_PARTY_PATH=str(override.parent))
+    assert result.stdout == "mine --option\n"
+    digest = hashlib.sha256(override.read_bytes()).hexdigest()
+    assert result.stderr.splitlines()[0] == f"running {override}: override sha256={digest} build=unknown"
+    (override.parent / "BUILD_INFO").write_text(f"{digest}  {binary} build=abc123 dev\n")
+    assert "build=abc123 dev" in run(launch, THIRD_PARTY_PATH=f"{override.parent}/").stderr
+
+
+@pytest.mark.row("S0-09")
+@pytest.mark.parametrize("third_party", [None, "", "/does/not/exist", "empty"])
+def test_without_overrides_the_packaged_binary_runs(
+    run: Run, tmp_path: Path, packaged: Path, third_party: str | None
+) -> None:
+    (tmp_path / "empty").mkdir()
+    variables = (
+        {} if third_party is None else {"THIRD_PARTY_PATH": third_party.replace("empty", str(tmp_path / "empty"))}
+    )
+    result = run("launch_server.sh", **variables)
+    assert result.stdout.startswith(f"packaged {SERVER} index=0 size=3 data={tmp_path}/data/0")
+    assert re.match(rf"running {packaged}/{SERVER}: packaged sha256=[0-9a-f]{{64}} build=unknown\n", result.stderr)
+    paths = run("sh", "-c", 'echo "$PATH|${PYTHONPATH-}"', **variables).stdout.strip()
+    assert "::" not in paths
+    assert not re.search(r"(^|\|):|:(\||$)", paths)
+
+
+def test_an_override_that_cannot_be_executed_is_refused(run: Run, tmp_path: Path) -> None:
+    override = script(tmp_path / "third_party" / SERVER, "echo mine")
+    override.chmod(0o644)
+    result = run("launch_server.sh", THIRD_PARTY_PATH=str(override.parent), check=False)
+    assert result.returncode == 2
+    assert f"chmod +x {SERVER}" in result.stderr
+
+
+@pytest.mark.row("S0-16")
+def test_third_party_is_first_for_python(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "third_party"
+    folder.mkdir()
+    core = folder / "persia_core.so"
+    core.write_bytes(b"not really")
+    result = run("sh", "-c", 'echo "$PYTHONPATH"', THIRD_PARTY_PATH=str(folder), PYTHONPATH="/persia")
+    assert result.stdout == f"{folder}:/persia\n"
+    assert f"running {core}: override sha256={hashlib.sha256(b'not really').hexdigest()}" in result.stderr
+
+
+@pytest.mark.row("S0-12")
+@pytest.mark.parametrize(
+    ("given", "dns", "index"),
+    [
+        ("1", "", "0"),
+        ("3", "", "2"),
+        ("{{.Task.Slot}}", "persia-middleware-2.persia_default", "1"),
+        ("{{.Task.Slot}}", "persia_middleware_3.persia_default", "2"),
+    ],
+)
+def test_the_replica_is_found(run: Run, given: str, dns: str, index: str) -> None:
+    assert f"index={index} size=3" in run("launch_middleware.sh", REPLICA_INDEX=given, dns=dns).stdout
+
+
+@pytest.mark.row("S0-12")
+@pytest.mark.parametrize(
+    ("given", "dns", "said"),
+    [
+        ("4", "", "this is replica 4, but there are 3"),
+        ("0", "", "cannot be told from REPLICA_INDEX, 0"),
+        ("", "", "cannot be told from REPLICA_INDEX"),
+        ("one", "", "cannot be told from REPLICA_INDEX, one"),
+        ("{{.Task.Slot}}", "", "which Docker's DNS does not tell"),
+        ("{{.Task.Slot}}", "persia-emb_server-run-123456789012.net", "persia-emb_server-run-123456789012"),
+        ("{{.Task.Slot}}", "host7.net", "the container's name, host7"),
+        ("{{.Task.Slot}}", "persia-emb_server-4.net", "this is replica 4, but there are 3"),
+    ],
+)
+def test_a_wrong_replica_is_refused(run: Run, given: str, dns: str, said: str) -> None:
+    result = run("launch_server.sh", REPLICA_INDEX=given, dns=dns, check=False)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "next:" in result.stderr
+
+
+def test_only_replicas_need_a_number(run: Run) -> None:
+    result = run("sh", "-c", 'echo "${REPLICA_INDEX-unset}"', REPLICA_INDEX="{{.Task.Slot}}", dns="a-b-run-1234.net")
+    assert result.stdout == "unset\n"
+
+
+def test_middleware_can_be_scaled_beyond_its_count(run: Run) -> None:
+    assert "index=4 size=5" in run("launch_middleware.sh", REPLICA_INDEX="5").stdout
+
+
+def test_the_token_is_made_once(run: Run, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda _: run("cat", str(token), PERSIA_TOKEN_FILE=str(token)).stdout, range(8)))
+    assert len(set(results)) == 1
+    assert re.fullmatch(r"[0-9a-f]{64}", token.read_text())
+    assert stat.S_IMODE(token.stat().st_mode) == 0o444
+    assert [path.name for path in tmp_path.glob("token*")] == ["token"]
+
+
+def test_a_token_that_cannot_be_made_or_is_empty_is_named(run: Run, tmp_path: Path) -> None:
+    result = run("true", PERSIA_TOKEN_FILE=str(tmp_path / "missing" / "token"), check=False)
+    assert result.returncode == 5 and "is missing" in result.stderr
+    (tmp_path / "token").touch()
+    result = run("true", PERSIA_TOKEN_FILE=str(tmp_path / "token"), check=False)
+    assert result.returncode == 5 and "is empty" in result.stderr
+
+
+def test_nats_gets_a_quoted_password_of_its_role(run: Run, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a secret of more than thirty-two bytes  \n")
+    expected = hashlib.sha256(b"persia role nats a secret of more than thirty-two bytes").hexdigest()
+    result = run("launch_nats.sh", PERSIA_TOKEN_FILE=str(token))
+    assert result.stdout == f'"{expected}" --config /etc/nats.conf\n'
+    assert expected not in result.stderr
+
+
+def test_no_command_is_refused(run: Run) -> None:
+    result = run(check=False)
+    assert result.returncode == 2 and "no command" in result.stderr
+
+
+def test_launch_scripts_are_short() -> None:
+    scripts = sorted(LAUNCH.glob("launch_*.sh"))
+    assert len(scripts) == 5
+    for path in scripts:
+        assert len(path.read_text().splitlines()) <= 30, path
