@@ -60,6 +60,11 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
+    /// Whether every rank's look-up and push of every step is waited for by those of the ranks behind it.
+    pub fn takes_turns(&self) -> bool {
+        self.reproducible && self.world_size > 1
+    }
+
     fn check(&self) -> Result<(), Error> {
         let bad = |option, what: String| Err(Error::BadOption { option, what });
         if !(1..=MAX_STALENESS).contains(&self.staleness) {

@@ -49,6 +49,9 @@ fn take(shared: &Shared, line: u64) -> Option<Item> {
             && queue.ready.len() < shared.options.staleness
             && let Some(item) = queue.fed.pop_front()
         {
+            if matches!(item, Item::Batch(_)) {
+                queue.doing = Doing::Planning;
+            }
             drop(state);
             shared.wake_callers(); // there is room for another
             return Some(item);

@@ -18,7 +18,7 @@ use crate::engine::Inner;
 use crate::error::Error;
 use crate::pipeline::permits::Stage;
 use crate::pipeline::push::Ticket;
-use crate::pipeline::shared::{Finish, Item, Line, Shared, State, deadline, join, spawn};
+use crate::pipeline::shared::{Doing, Finish, Item, Line, Shared, State, deadline, join, spawn};
 use crate::step::forward::Output;
 
 /// What a wait is for. Steps are this rank's.
@@ -144,6 +144,7 @@ impl Pipeline {
                 line.fed.push_back(Item::Batch(batch));
                 drop(state);
                 shared.wake_workers();
+                shared.wake_callers(); // `has_next` may wait for it
                 return Ok(Fed::Accepted);
             }
             if !shared.caller_waits(&mut state, deadline) {
@@ -199,6 +200,38 @@ impl Pipeline {
         }
     }
 
+    /// Whether `next` has a batch to give, now or after its look-up; false after the last. It asks for no look-up, so
+    /// that ranks which take turns can agree on a step before any of them begins it. `None` when the timeout passed
+    /// before the source gave a batch or ended.
+    ///
+    /// # Errors
+    /// As [`Self::next`].
+    pub fn has_next(&self, timeout: Duration) -> Result<Option<bool>, Error> {
+        let shared = self.shared();
+        let deadline = deadline(timeout);
+        let mut state = shared.lock();
+        loop {
+            state.check()?;
+            let line = state.lines.get(&self.line).ok_or(CLOSED)?;
+            if !line.ready.is_empty() || !matches!(line.doing, Doing::Idle) {
+                return Ok(Some(true));
+            }
+            let finish = match line.fed.front() {
+                Some(Item::Batch(_)) => return Ok(Some(true)),
+                Some(Item::Finish(finish)) => Some(finish),
+                None => line.finish.as_ref(),
+            };
+            match finish {
+                Some(Finish::End) => return Ok(Some(false)),
+                Some(Finish::Failed(error)) => return Err(error.clone()),
+                None => {}
+            }
+            if !shared.caller_waits(&mut state, deadline) {
+                return Ok(None);
+            }
+        }
+    }
+
     /// Close early. Batches that were not taken are dropped and their permits come back; a look-up on its way
     /// is waited for. Tickets already handed out stay good.
     pub fn close(&self) {
@@ -233,6 +266,7 @@ impl Pipeline {
             line.fed.push_back(Item::Finish(finish));
             drop(state);
             self.shared().wake_workers();
+            self.shared().wake_callers();
         }
     }
 

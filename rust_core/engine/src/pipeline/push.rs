@@ -30,6 +30,10 @@ impl Default for PushOptions {
 }
 
 /// The right to push the gradients of one step. It holds a staleness permit; dropped unused, the permit returns.
+///
+/// Where ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)) a ticket dropped unused
+/// pushes nothing by that name, because the ranks behind this one wait for it; the permit then returns with the
+/// acknowledgement.
 pub struct Ticket {
     shared: Arc<Shared>,
     step: u64,
@@ -114,9 +118,26 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        if self.work.is_some() {
-            self.shared.release(self.step);
+        let Some((batch, plan)) = self.work.take() else { return };
+        if !self.shared.options.takes_turns() {
+            return self.shared.release(self.step);
         }
+        let mut state = self.shared.lock();
+        if state.failed.is_some() || state.stopping {
+            drop(state);
+            return self.shared.release(self.step);
+        }
+        let gradients = batch.id_features().iter().map(|_| None).collect();
+        state.permits.advance(self.step, Stage::Pushing);
+        state.pushes.push_back(PushJob {
+            step: self.step,
+            batch,
+            plan,
+            gradients,
+            options: PushOptions::default(),
+        });
+        drop(state);
+        self.shared.wake_workers();
     }
 }
 

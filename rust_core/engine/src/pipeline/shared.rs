@@ -99,6 +99,8 @@ pub(crate) enum Finish {
 pub(crate) enum Doing {
     #[default]
     Idle,
+    /// Has a batch, and finds out which rows it needs.
+    Planning,
     /// Has a batch, waits for a permit.
     Permit,
     Looking(u64),
@@ -172,7 +174,7 @@ impl State {
         match line.doing {
             Doing::Looking(step) => Wait::Lookup { step },
             Doing::Idle if line.fed.is_empty() => Wait::Batch,
-            Doing::Idle => Wait::Lookup { step: self.next_seq },
+            Doing::Idle | Doing::Planning => Wait::Lookup { step: self.next_seq },
             Doing::Permit => self.permit_waits_for(),
         }
     }

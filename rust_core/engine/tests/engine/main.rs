@@ -8,3 +8,4 @@ mod ordering;
 mod plain;
 mod staleness;
 mod support;
+mod turns;
