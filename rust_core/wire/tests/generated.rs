@@ -1,4 +1,5 @@
 //! The committed code is what the proto files say.
+#![allow(clippy::unwrap_used, reason = "a test: a panic is its verdict")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

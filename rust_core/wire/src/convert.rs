@@ -1,0 +1,145 @@
+//! Tokens, modes, reports and files as messages.
+
+use persia_types::tables::{FileEntry, LookupReport, PushReport, Snapshot};
+use persia_types::{JobId, Mode, TablesError, Token};
+
+use crate::proto;
+
+impl From<Token> for proto::Token {
+    fn from(token: Token) -> Self {
+        Self { job: token.job.0, epoch: token.epoch, rank: token.rank, seq: token.seq }
+    }
+}
+
+impl From<proto::Token> for Token {
+    fn from(token: proto::Token) -> Self {
+        Self { job: JobId(token.job), epoch: token.epoch, rank: token.rank, seq: token.seq }
+    }
+}
+
+/// The token of a head, which every look-up and push has.
+///
+/// # Errors
+/// `BadShape` when it is missing.
+pub fn token(token: Option<proto::Token>) -> Result<Token, TablesError> {
+    token.map(Token::from).ok_or_else(|| TablesError::BadShape { what: "the head has no token".into() })
+}
+
+impl From<Mode> for proto::Mode {
+    fn from(mode: Mode) -> Self {
+        match mode {
+            Mode::Train => Self::Train,
+            Mode::Eval => Self::Eval,
+            Mode::Infer => Self::Infer,
+        }
+    }
+}
+
+/// The mode of a look-up's head.
+///
+/// # Errors
+/// `BadShape` for one that does not exist.
+pub fn mode(number: i32) -> Result<Mode, TablesError> {
+    match proto::Mode::try_from(number) {
+        Ok(proto::Mode::Train) => Ok(Mode::Train),
+        Ok(proto::Mode::Eval) => Ok(Mode::Eval),
+        Ok(proto::Mode::Infer) => Ok(Mode::Infer),
+        _ => Err(TablesError::BadShape { what: format!("mode {number} of a look-up does not exist") }),
+    }
+}
+
+impl From<LookupReport> for proto::LookupReport {
+    fn from(report: LookupReport) -> Self {
+        let LookupReport { hits, inserted, missing, evicted } = report;
+        Self { hits, inserted, missing, evicted }
+    }
+}
+
+impl From<proto::LookupReport> for LookupReport {
+    fn from(report: proto::LookupReport) -> Self {
+        let proto::LookupReport { hits, inserted, missing, evicted } = report;
+        Self { hits, inserted, missing, evicted }
+    }
+}
+
+impl From<PushReport> for proto::PushReport {
+    fn from(report: PushReport) -> Self {
+        let first = report.first_nonfinite;
+        Self {
+            rows_pushed: report.rows_pushed,
+            rows_applied: report.rows_applied,
+            rows_missing: report.rows_missing,
+            rows_nonfinite: report.rows_nonfinite,
+            rows_duplicate: report.rows_duplicate,
+            first_nonfinite: first.map(|(table, id)| proto::NonFinite { table: table as u32, id }),
+        }
+    }
+}
+
+impl From<proto::PushReport> for PushReport {
+    fn from(report: proto::PushReport) -> Self {
+        let first = report.first_nonfinite;
+        Self {
+            rows_pushed: report.rows_pushed,
+            rows_applied: report.rows_applied,
+            rows_missing: report.rows_missing,
+            rows_nonfinite: report.rows_nonfinite,
+            rows_duplicate: report.rows_duplicate,
+            first_nonfinite: first.map(|first| (first.table as usize, first.id)),
+        }
+    }
+}
+
+impl From<FileEntry> for proto::File {
+    fn from(file: FileEntry) -> Self {
+        Self { name: file.name, bytes: file.bytes, blake3: file.blake3 }
+    }
+}
+
+impl From<proto::File> for FileEntry {
+    fn from(file: proto::File) -> Self {
+        Self { name: file.name, bytes: file.bytes, blake3: file.blake3 }
+    }
+}
+
+impl From<Snapshot> for proto::SnapshotReply {
+    fn from(snapshot: Snapshot) -> Self {
+        Self { files: snapshot.files.into_iter().map(Into::into).collect(), rows: snapshot.rows }
+    }
+}
+
+impl From<proto::SnapshotReply> for Snapshot {
+    fn from(reply: proto::SnapshotReply) -> Self {
+        Self { files: reply.files.into_iter().map(Into::into).collect(), rows: reply.rows }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_converted_comes_back() {
+        let sent = Token { job: JobId(9), epoch: 2, rank: 3, seq: 4 };
+        assert_eq!(token(Some(sent.into())).unwrap(), sent);
+        assert!(token(None).is_err());
+        for sent in [Mode::Train, Mode::Eval, Mode::Infer] {
+            assert_eq!(mode(proto::Mode::from(sent) as i32).unwrap(), sent);
+        }
+        assert!(mode(0).is_err() && mode(9).is_err());
+        let report = PushReport {
+            rows_pushed: 15,
+            rows_applied: 1,
+            rows_missing: 2,
+            rows_nonfinite: 4,
+            rows_duplicate: 8,
+            first_nonfinite: Some((1, u64::MAX)),
+        };
+        assert_eq!(PushReport::from(proto::PushReport::from(report)), report);
+        let report = LookupReport { hits: 1, inserted: 2, missing: 3, evicted: 4 };
+        assert_eq!(LookupReport::from(proto::LookupReport::from(report)), report);
+        let file = FileEntry { name: "shard-003.arrow".into(), bytes: 7, blake3: "ab".into() };
+        let snapshot = Snapshot { files: vec![file], rows: vec![1, 2] };
+        assert_eq!(Snapshot::from(proto::SnapshotReply::from(snapshot.clone())), snapshot);
+    }
+}

@@ -1,0 +1,277 @@
+//! Accepting connections: a bounded number of them, and none that says nothing.
+
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use futures_util::Stream;
+use persia_types::limits::MAX_CONNECTIONS;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Sleep, sleep};
+use tonic::transport::server::Connected;
+
+use crate::settings::Endpoint;
+
+/// Time a new connection has to send the first bytes of HTTP/2, or of TLS.
+const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes of HTTP/2's connection preface.
+const FIRST_BYTES: usize = 24;
+/// Pause after an accept that failed, for want of file descriptors as a rule.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// A bound socket.
+#[derive(Debug)]
+pub struct Listener {
+    socket: Socket,
+    endpoint: Endpoint,
+}
+
+#[derive(Debug)]
+enum Socket {
+    Tcp(TcpListener),
+    Unix { socket: UnixListener, _file: SocketFile },
+}
+
+/// Removes the file of a Unix socket when nothing listens there any more.
+#[derive(Debug)]
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_file(&self.0) {
+            tracing::debug!(path = %self.0.display(), %error, "socket file was gone");
+        }
+    }
+}
+
+impl Listener {
+    /// Bind `endpoint`. A socket file that nobody listens on any more is replaced.
+    ///
+    /// # Errors
+    /// What the operating system says; its text does not name the endpoint.
+    pub async fn bind(endpoint: &Endpoint) -> io::Result<Self> {
+        match endpoint {
+            Endpoint::Tcp { host, port } => {
+                let socket = TcpListener::bind((host.as_str(), *port)).await?;
+                let endpoint = Endpoint::Tcp { host: host.clone(), port: socket.local_addr()?.port() };
+                Ok(Self { socket: Socket::Tcp(socket), endpoint })
+            }
+            Endpoint::Unix(path) => {
+                remove_stale(path).await?;
+                let socket = UnixListener::bind(path)?;
+                let socket = Socket::Unix { socket, _file: SocketFile(path.clone()) };
+                Ok(Self { socket, endpoint: endpoint.clone() })
+            }
+        }
+    }
+
+    /// Where it listens: port 0 has become the port that was free.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// The connections, at most [`MAX_CONNECTIONS`] at a time; others wait in the socket's backlog.
+    pub fn connections(self) -> impl Stream<Item = io::Result<Connection>> + Send {
+        self.limited(MAX_CONNECTIONS)
+    }
+
+    fn limited(self, connections: usize) -> impl Stream<Item = io::Result<Connection>> + Send {
+        let permits = Arc::new(Semaphore::new(connections));
+        futures_util::stream::unfold((self.socket, permits), |(socket, permits)| async move {
+            let permit = Arc::clone(&permits).acquire_owned().await.ok()?;
+            let stream = loop {
+                match socket.accept().await {
+                    Ok(stream) => break stream,
+                    Err(error) => {
+                        tracing::warn!(%error, "cannot accept a connection");
+                        sleep(ACCEPT_PAUSE).await;
+                    }
+                }
+            };
+            let silent = Some(Box::pin(sleep(FIRST_BYTES_TIMEOUT)));
+            let connection = Connection { stream, silent, read: 0, _permit: permit };
+            Some((Ok(connection), (socket, permits)))
+        })
+    }
+}
+
+impl Socket {
+    async fn accept(&self) -> io::Result<EitherStream> {
+        match self {
+            Self::Tcp(socket) => {
+                let (stream, _) = socket.accept().await?;
+                stream.set_nodelay(true)?;
+                Ok(EitherStream::Tcp(stream))
+            }
+            Self::Unix { socket, .. } => Ok(EitherStream::Unix(socket.accept().await?.0)),
+        }
+    }
+}
+
+async fn remove_stale(path: &Path) -> io::Result<()> {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    if is_socket
+        && let Err(error) = UnixStream::connect(path).await
+        && error.kind() == io::ErrorKind::ConnectionRefused
+    {
+        std::fs::remove_file(path)?;
+    }
+    Ok(())
+}
+
+#[derive(Debug)]
+enum EitherStream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+/// A connection that was accepted.
+#[derive(Debug)]
+pub struct Connection {
+    stream: EitherStream,
+    /// Runs until the first bytes have come.
+    silent: Option<Pin<Box<Sleep>>>,
+    read: usize,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Connected for Connection {
+    type ConnectInfo = ();
+
+    fn connect_info(&self) -> Self::ConnectInfo {}
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let polled = match &mut self.stream {
+            EitherStream::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
+            EitherStream::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
+        };
+        if let Some(silent) = &mut self.silent {
+            if polled.is_pending() {
+                ready!(silent.as_mut().poll(cx));
+                let what = format!("no HTTP/2 preface within {} s", FIRST_BYTES_TIMEOUT.as_secs());
+                return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, what)));
+            }
+            self.read += buf.filled().len() - before;
+            if self.read >= FIRST_BYTES {
+                self.silent = None;
+            }
+        }
+        polled
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match &mut self.stream {
+            EitherStream::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
+            EitherStream::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.stream {
+            EitherStream::Tcp(stream) => Pin::new(stream).poll_flush(cx),
+            EitherStream::Unix(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match &mut self.stream {
+            EitherStream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
+            EitherStream::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        match &mut self.stream {
+            EitherStream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+            EitherStream::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures_util::StreamExt;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    use super::*;
+
+    fn run<F: Future>(future: F) -> F::Output {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
+    }
+
+    async fn bound() -> (Listener, String) {
+        let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).await.unwrap();
+        let at = listener.endpoint().to_string();
+        (listener, at)
+    }
+
+    #[test]
+    fn a_connection_that_says_too_little_is_dropped() {
+        run(async {
+            let (listener, at) = bound().await;
+            let mut connections = Box::pin(listener.connections());
+            let mut client = TcpStream::connect(at).await.unwrap();
+            client.write_all(b"PRI").await.unwrap();
+            let mut connection = connections.next().await.unwrap().unwrap();
+            let mut bytes = [0; 64];
+            assert_eq!(connection.read(&mut bytes).await.unwrap(), 3);
+            let error = connection.read(&mut bytes).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+            assert!(error.to_string().contains("preface"), "{error}");
+        });
+    }
+
+    #[test]
+    fn one_more_connection_waits_until_another_ends() {
+        run(async {
+            let (listener, at) = bound().await;
+            let mut connections = Box::pin(listener.limited(2));
+            let _clients = [TcpStream::connect(&at).await.unwrap(), TcpStream::connect(&at).await.unwrap()];
+            let first = connections.next().await.unwrap().unwrap();
+            let _second = connections.next().await.unwrap().unwrap();
+            let _third = TcpStream::connect(&at).await.unwrap();
+            let mut next = connections.next();
+            assert!(futures_util::poll!(&mut next).is_pending());
+            drop(first);
+            next.await.unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_dead_socket_file_is_replaced_and_a_living_one_is_not() {
+        run(async {
+            let dir = tempfile::tempdir().unwrap();
+            let path = dir.path().join("s");
+            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+            assert!(path.exists());
+            let endpoint = Endpoint::Unix(path.clone());
+            let living = Listener::bind(&endpoint).await.unwrap();
+            assert_eq!(Listener::bind(&endpoint).await.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+            drop(living);
+            assert!(!path.exists());
+        });
+    }
+}

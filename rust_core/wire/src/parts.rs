@@ -1,0 +1,288 @@
+//! A request's tables, checked, and what each server gets of them.
+
+use persia_types::TablesError;
+use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards};
+use persia_types::limits::{MAX_DIM, MAX_IDS_PER_REQUEST, MAX_REQUEST_BYTES, MAX_SERVERS, MAX_SLOTS};
+
+use crate::chunk::{ChunkError, Width, cut};
+use crate::proto::{Chunk, TablePart};
+
+/// One table's share of a request, whose numbers were checked against the limits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Index into the schema's tables; whether there is such a table, the holder of rows knows.
+    pub table: usize,
+    /// Weights in a row; 0 only where there are no ids.
+    pub dim: usize,
+    offsets: Vec<u32>,
+}
+
+impl Part {
+    /// `[ids.len(), dim]` rows of `table`.
+    pub fn new(table: usize, dim: usize, ids: &ShardedIds) -> Self {
+        Self { table, dim, offsets: ids.offsets().to_vec() }
+    }
+
+    /// Number of ids.
+    pub fn len(&self) -> usize {
+        self.offsets[VIRTUAL_SHARDS] as usize
+    }
+
+    /// Whether it has no ids.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Offset of each virtual shard's ids, and their number at the end.
+    pub fn offsets(&self) -> &[u32] {
+        &self.offsets
+    }
+
+    /// The ids that were sent for this part.
+    ///
+    /// # Errors
+    /// `BadShape` when an id stands in a shard that is not its own.
+    pub fn ids(&self, ids: Vec<Id>) -> Result<ShardedIds, TablesError> {
+        ShardedIds::from_parts(ids, self.offsets.clone())
+    }
+
+    /// As it travels.
+    pub fn to_proto(&self) -> TablePart {
+        self.counts_within(0..VIRTUAL_SHARDS)
+    }
+
+    fn counts_within(&self, shards: std::ops::Range<usize>) -> TablePart {
+        let count = |shard: usize| {
+            if shards.contains(&shard) { self.offsets[shard + 1] - self.offsets[shard] } else { 0 }
+        };
+        TablePart {
+            table: self.table as u32,
+            dim: self.dim as u32,
+            shard_counts: (0..VIRTUAL_SHARDS).map(count).collect(),
+        }
+    }
+}
+
+/// Check the parts of a head before anything is allocated for them.
+///
+/// # Errors
+/// `TooManyIds`, or `BadShape` for a dimension, a number of shards or a size that is out of range.
+pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
+    let bad = |what: String| Err(TablesError::BadShape { what });
+    if parts.len() > MAX_SLOTS {
+        return bad(format!("{} tables in one request, the limit is {MAX_SLOTS}", parts.len()));
+    }
+    let (mut all_ids, mut all_bytes) = (0u64, 0u64);
+    let mut checked = Vec::with_capacity(parts.len());
+    for part in parts {
+        let TablePart { table, dim, shard_counts } = part;
+        if shard_counts.len() != VIRTUAL_SHARDS {
+            return bad(format!(
+                "table {table}: counts of {} shards, want {VIRTUAL_SHARDS}",
+                shard_counts.len()
+            ));
+        }
+        let ids: u64 = shard_counts.iter().map(|count| u64::from(*count)).sum();
+        if *dim as usize > MAX_DIM || (*dim == 0 && ids > 0) {
+            return bad(format!("table {table}: dimension {dim} is not in 1..={MAX_DIM}"));
+        }
+        all_ids += ids;
+        all_bytes += ids * u64::from(*dim) * 4;
+        if all_ids > MAX_IDS_PER_REQUEST as u64 {
+            return Err(TablesError::TooManyIds { ids: all_ids as usize, max: MAX_IDS_PER_REQUEST });
+        }
+        if all_bytes > MAX_REQUEST_BYTES {
+            return bad(format!("{all_bytes} bytes of rows, the limit of a request is {MAX_REQUEST_BYTES}"));
+        }
+        let mut offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
+        let mut offset = 0;
+        offsets.push(0);
+        for count in shard_counts {
+            offset += count;
+            offsets.push(offset);
+        }
+        checked.push(Part { table: *table as usize, dim: *dim as usize, offsets });
+    }
+    Ok(checked)
+}
+
+/// How a request is divided among the servers of a job, and how their answers come together again.
+///
+/// Part `p` of a server's request is part `p` of the whole one, with the ids of its shards only, so a chunk that
+/// lies within one server's range is passed on as it is, except for its position.
+#[derive(Debug, Clone)]
+pub struct Split {
+    parts: Vec<Part>,
+    /// Per part: position of every server's first id, and the number of ids at the end.
+    bounds: Vec<Vec<u64>>,
+    servers: usize,
+}
+
+impl Split {
+    /// Divide `parts` among `servers`.
+    ///
+    /// # Errors
+    /// As [`check_parts`]; `BadShape` for no servers or more than there are shards.
+    pub fn new(parts: &[TablePart], servers: usize) -> Result<Self, TablesError> {
+        if servers == 0 || servers > MAX_SERVERS {
+            return Err(TablesError::BadShape { what: format!("{servers} servers, want 1..={MAX_SERVERS}") });
+        }
+        let parts = check_parts(parts)?;
+        let first = |part: &Part, server: usize| {
+            let shard = if server == servers { VIRTUAL_SHARDS } else { server_shards(server, servers).start };
+            u64::from(part.offsets[shard])
+        };
+        let bounds =
+            parts.iter().map(|part| (0..=servers).map(|server| first(part, server)).collect()).collect();
+        Ok(Self { parts, bounds, servers })
+    }
+
+    /// The parts of one server's head.
+    pub fn parts_of(&self, server: usize) -> Vec<TablePart> {
+        let shards = server_shards(server, self.servers);
+        self.parts.iter().map(|part| part.counts_within(shards.clone())).collect()
+    }
+
+    /// Number of ids one server gets, over all parts.
+    pub fn ids_of(&self, server: usize) -> u64 {
+        self.bounds.iter().map(|bounds| bounds[server + 1] - bounds[server]).sum()
+    }
+
+    /// A chunk of ids as one chunk for every server it concerns, in ascending order of servers.
+    ///
+    /// # Errors
+    /// [`ChunkError`] for a chunk that is none of this request, or is damaged where it has to be cut.
+    pub fn ids(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
+        self.divide(chunk, |_| Width::ID)
+    }
+
+    /// As [`Self::ids`], for a chunk of gradients.
+    ///
+    /// # Errors
+    /// As [`Self::ids`].
+    pub fn gradients(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
+        self.divide(chunk, |part| Width::row(part.dim))
+    }
+
+    /// A chunk of rows that `server` sent, as one of the whole reply.
+    ///
+    /// # Errors
+    /// [`ChunkError`] for a chunk that is none of this request.
+    pub fn rows(&self, server: usize, mut chunk: Chunk) -> Result<Chunk, ChunkError> {
+        let (part, bounds) = self.part(&chunk)?;
+        let count = Width::row(part.dim).items(&chunk)?;
+        let (start, end) = (bounds[server], bounds[server + 1]);
+        match chunk.first.checked_add(count) {
+            Some(last) if last <= end - start => chunk.first += start,
+            _ => return Err(ChunkError::out_of_range(&chunk, count, end - start)),
+        }
+        Ok(chunk)
+    }
+
+    fn part(&self, chunk: &Chunk) -> Result<(&Part, &[u64]), ChunkError> {
+        let index = chunk.part as usize;
+        match (self.parts.get(index), self.bounds.get(index)) {
+            (Some(part), Some(bounds)) => Ok((part, bounds)),
+            _ => Err(ChunkError::unknown_part(chunk, self.parts.len())),
+        }
+    }
+
+    fn divide(
+        &self,
+        chunk: Chunk,
+        width: impl Fn(&Part) -> Width,
+    ) -> Result<Vec<(usize, Chunk)>, ChunkError> {
+        let (part, bounds) = self.part(&chunk)?;
+        cut(chunk, width(part), bounds)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chunk::{id_chunks, row_chunks};
+
+    fn sharded(count: u64) -> ShardedIds {
+        ShardedIds::group(&(0..count).map(|id| id * 7 + 1).collect::<Vec<_>>()).unwrap()
+    }
+
+    #[test]
+    fn heads_of_all_servers_hold_every_id_once() {
+        let ids = sharded(1000);
+        let part = Part::new(3, 8, &ids);
+        for servers in [1, 2, 3, 7, 256] {
+            let split = Split::new(&[part.to_proto()], servers).unwrap();
+            let mut total = vec![0; VIRTUAL_SHARDS];
+            for server in 0..servers {
+                let parts = split.parts_of(server);
+                let counts = &parts[0].shard_counts;
+                for (shard, count) in counts.iter().enumerate() {
+                    assert!(*count == 0 || server_shards(server, servers).contains(&shard));
+                    total[shard] += count;
+                }
+                assert_eq!(split.ids_of(server), counts.iter().map(|count| u64::from(*count)).sum::<u64>());
+            }
+            assert_eq!(total, part.to_proto().shard_counts);
+        }
+    }
+
+    #[test]
+    fn chunks_are_divided_among_servers_and_come_together_again() {
+        let ids = sharded(40_000);
+        let dim = 5;
+        let rows: Vec<f32> = (0..ids.len() * dim).map(|value| value as f32).collect();
+        let part = Part::new(0, dim, &ids);
+        for servers in [1, 2, 3, 200] {
+            let split = Split::new(&[part.to_proto()], servers).unwrap();
+            let mut got = vec![Vec::new(); servers];
+            for chunk in id_chunks(0, ids.ids()) {
+                for (server, piece) in split.ids(chunk).unwrap() {
+                    assert_eq!(piece.first as usize, got[server].len());
+                    assert_eq!(piece.crc32c, crc32c::crc32c(&piece.data));
+                    got[server].extend(
+                        piece.data.chunks_exact(8).map(|id| u64::from_le_bytes(id.try_into().unwrap())),
+                    );
+                }
+            }
+            assert_eq!(got.concat(), ids.ids());
+            for chunk in row_chunks(0, dim, &rows) {
+                let (first, data) = (chunk.first, chunk.data.clone());
+                let pieces = split.gradients(chunk).unwrap();
+                let back: Vec<Chunk> =
+                    pieces.into_iter().map(|(server, piece)| split.rows(server, piece).unwrap()).collect();
+                assert_eq!(back[0].first, first);
+                assert_eq!(back.iter().flat_map(|piece| piece.data.to_vec()).collect::<Vec<_>>(), data);
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_beyond_the_limits_are_refused_before_anything_is_allocated() {
+        let part = |dim, count| TablePart {
+            table: 0,
+            dim,
+            shard_counts: std::iter::once(count).chain([0; VIRTUAL_SHARDS - 1]).collect(),
+        };
+        let refused = |parts: &[TablePart]| check_parts(parts).unwrap_err();
+        assert!(matches!(refused(&[part(4, u32::MAX)]), TablesError::TooManyIds { .. }));
+        assert!(matches!(refused(&[part(1, 1_500_000), part(1, 600_000)]), TablesError::TooManyIds { .. }));
+        for bad in [part(0, 1), part(MAX_DIM as u32 + 1, 1), part(4096, 1_000_000)] {
+            assert!(matches!(refused(&[bad]), TablesError::BadShape { .. }));
+        }
+        let short = TablePart { table: 0, dim: 1, shard_counts: vec![1] };
+        assert!(matches!(refused(&[short]), TablesError::BadShape { .. }));
+        check_parts(&[part(0, 0), part(4, 10)]).unwrap();
+    }
+
+    #[test]
+    fn rows_beyond_a_servers_share_are_refused() {
+        let ids = sharded(100);
+        let split = Split::new(&[Part::new(0, 2, &ids).to_proto()], 2).unwrap();
+        let share = split.ids_of(0);
+        let rows = vec![0.0; 2 * (share as usize + 1)];
+        let chunk = row_chunks(0, 2, &rows).next().unwrap();
+        assert!(split.rows(0, chunk.clone()).is_err());
+        assert!(split.rows(0, Chunk { first: u64::MAX, ..chunk.clone() }).is_err());
+        assert!(split.rows(0, Chunk { part: 1, ..chunk }).is_err());
+    }
+}

@@ -1,0 +1,136 @@
+//! TLS between processes, optional: `PERSIA_TLS_CERT` and `PERSIA_TLS_KEY` for a server, `PERSIA_TLS_CA` for a client.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use tonic::transport::{Certificate, ClientTlsConfig, Identity, ServerTlsConfig};
+
+use crate::settings::CONNECT_TIMEOUT;
+
+/// The name a certificate is checked against, unless another is given.
+pub const DEFAULT_NAME: &str = "persia";
+
+/// Files of certificates, as flags or environment name them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The server's certificate chain, PEM.
+    pub cert: Option<PathBuf>,
+    /// Its key, PEM.
+    pub key: Option<PathBuf>,
+    /// The authority a client trusts, PEM; with it a client uses TLS.
+    pub ca: Option<PathBuf>,
+    /// The name in the server's certificate; [`DEFAULT_NAME`] if not given.
+    pub name: Option<String>,
+}
+
+/// Why TLS cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TlsError {
+    /// A file that cannot be read.
+    #[error("{variable}={}: {source}", .path.display())]
+    Unreadable {
+        /// What named it.
+        variable: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file that holds nothing of its kind.
+    #[error("{variable}={}: no PEM block of {kind} in it", .path.display())]
+    NotPem {
+        /// What named it.
+        variable: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What is missing.
+        kind: &'static str,
+    },
+    /// One half of a pair.
+    #[error("{given} is set and {missing} is not: a server needs both")]
+    Half {
+        /// The one that is there.
+        given: &'static str,
+        /// The one that is not.
+        missing: &'static str,
+    },
+}
+
+impl TlsFiles {
+    /// What `PERSIA_TLS_CERT`, `_KEY`, `_CA` and `_NAME` say; an empty variable is not set.
+    pub fn from_env() -> Self {
+        let file = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        Self {
+            cert: file("PERSIA_TLS_CERT"),
+            key: file("PERSIA_TLS_KEY"),
+            ca: file("PERSIA_TLS_CA"),
+            name: std::env::var("PERSIA_TLS_NAME").ok().filter(|name| !name.is_empty()),
+        }
+    }
+
+    /// For a process that listens; None without a certificate.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn server(&self) -> Result<Option<ServerTlsConfig>, TlsError> {
+        let (cert, key) = match (&self.cert, &self.key) {
+            (None, None) => return Ok(None),
+            (Some(cert), Some(key)) => (cert, key),
+            (Some(_), None) => {
+                return Err(TlsError::Half { given: "PERSIA_TLS_CERT", missing: "PERSIA_TLS_KEY" });
+            }
+            (None, Some(_)) => {
+                return Err(TlsError::Half { given: "PERSIA_TLS_KEY", missing: "PERSIA_TLS_CERT" });
+            }
+        };
+        let cert = read("PERSIA_TLS_CERT", cert, "CERTIFICATE")?;
+        let key = read("PERSIA_TLS_KEY", key, "PRIVATE KEY")?;
+        let identity = Identity::from_pem(cert, key);
+        Ok(Some(ServerTlsConfig::new().identity(identity).timeout(CONNECT_TIMEOUT)))
+    }
+
+    /// For a process that connects; None without an authority.
+    ///
+    /// # Errors
+    /// [`TlsError`].
+    pub fn client(&self) -> Result<Option<ClientTlsConfig>, TlsError> {
+        let Some(ca) = &self.ca else { return Ok(None) };
+        let ca = read("PERSIA_TLS_CA", ca, "CERTIFICATE")?;
+        let name = self.name.as_deref().unwrap_or(DEFAULT_NAME);
+        let config = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca)).domain_name(name);
+        Ok(Some(config.timeout(CONNECT_TIMEOUT)))
+    }
+}
+
+fn read(variable: &'static str, path: &Path, kind: &'static str) -> Result<Vec<u8>, TlsError> {
+    let content = std::fs::read(path).map_err(|source| TlsError::Unreadable {
+        variable,
+        path: path.to_owned(),
+        source,
+    })?;
+    let end = format!("{kind}-----");
+    if content.windows(end.len()).any(|window| window == end.as_bytes()) {
+        return Ok(content);
+    }
+    Err(TlsError::NotPem { variable, path: path.to_owned(), kind })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_is_named() {
+        assert!(TlsFiles::default().server().unwrap().is_none());
+        assert!(TlsFiles::default().client().unwrap().is_none());
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = Some(file.path().to_owned());
+        let half = TlsFiles { cert: path.clone(), ..TlsFiles::default() };
+        assert!(half.server().unwrap_err().to_string().contains("PERSIA_TLS_KEY is not"));
+        let empty = TlsFiles { cert: path.clone(), key: path.clone(), ca: path, name: None };
+        assert!(matches!(empty.server().unwrap_err(), TlsError::NotPem { .. }));
+        assert!(matches!(empty.client().unwrap_err(), TlsError::NotPem { .. }));
+        let gone = TlsFiles { ca: Some("/does/not/exist".into()), ..TlsFiles::default() };
+        assert!(gone.client().unwrap_err().to_string().starts_with("PERSIA_TLS_CA=/does/not/exist: "));
+    }
+}
