@@ -21,7 +21,7 @@ PEERS := .venv-peers/.installed
 RUST := $(shell find rust_core -name target -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
 
-.PHONY: help setup demo test test-rust test-python lint lint-rust lint-python format bench wheels lock clean
+.PHONY: help setup demo up down images third-party test test-rust test-python test-compose lint lint-rust lint-python format bench wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -31,13 +31,33 @@ setup: $(INSTALLED) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install everythi
 demo: setup ## Train a DLRM on Census-Income and draw its curves
 	$(BIN)/python examples/dlrm/train.py
 
-test: test-rust test-python ## Run every test
+up: ## Start the stack in containers and show its logs (images are built when they are missing)
+	@tools/compose_plugin.sh && tools/base_image.sh
+	docker compose up
+
+down: ## Stop and remove the stack's containers; its volumes stay
+	docker compose down
+
+images: ## Build the images of the stack
+	@tools/compose_plugin.sh && tools/base_image.sh
+	docker compose build
+
+third-party: ## Build the engine of this clone into third_party/, where it wins (PROFILE=dev for debugging, FEATURES=cuda)
+	@tools/compose_plugin.sh && tools/base_image.sh
+	docker compose -f docker-compose.dev.yaml build
+	PERSIA_UID=$$(id -u) PERSIA_GID=$$(id -g) BUILD=$$(git describe --always --dirty) PROFILE=$(PROFILE) FEATURES=$(FEATURES) \
+		docker compose -f docker-compose.dev.yaml run --rm dev ../tools/third_party.sh
+
+test: test-rust test-python test-compose ## Run every test
 
 test-rust: $(INSTALLED) ## Run the Rust tests
 	$(CARGO) test --manifest-path $(MANIFEST) --workspace --all-features --locked --no-fail-fast
 
 test-python: setup ## Run the Python tests
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests --ignore=tests/compose
+
+test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
+	$(BIN)/python -m pytest tests/compose
 
 lint: lint-rust lint-python ## Check formatting, types, lints and the direction of dependencies
 
