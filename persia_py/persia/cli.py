@@ -130,6 +130,26 @@ def up(config: Annotated[Path, typer.Argument(help="The job, in YAML.")]) -> Non
     raise typer.Exit(launch.up(config))
 
 
+@app.command()
+def status(
+    nats_url: Annotated[str | None, typer.Option(help="Default: PERSIA_NATS_URL.")] = None,
+    job: Annotated[str | None, typer.Option(help="Default: PERSIA_JOB, else as configured.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every job on this NATS.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show what runs of a job, where, and how healthy. Exits with 1 if something is missing or unwell."""
+    from persia import job as jobs
+    from persia import service
+    from persia import status as statuses
+
+    found = statuses.status(service.nats_url(nats_url), None if every else job or jobs.job_name())
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        statuses.show(found)
+    raise typer.Exit(1 if found.problems else 0)
+
+
 def main() -> None:
     """Run the command; errors end with one message, a hint and the exit code of their class."""
     try:

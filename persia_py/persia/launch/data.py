@@ -4,23 +4,10 @@ import sys
 
 from persia.launch.script import guarded, run_script
 
-AGAIN = 75
-"""Exit code: a new epoch of the run began, run the script again."""
-
 
 def main() -> int:
-    """Run the script in ``sys.argv[1]``."""
-    return guarded(_compose)
-
-
-def _compose() -> int:
-    from persia.feed import RunRestarted  # loads grpcio, which the launcher itself does without
-
-    try:
-        return run_script(sys.argv[1], sys.argv[2:])
-    except RunRestarted as restarted:
-        sys.stderr.write(f"{restarted or 'a new epoch of the run began'}: running the script again\n")
-        return AGAIN
+    """Run the script in ``sys.argv[1]``; 75 says that a new epoch of the run began and it has to run again."""
+    return guarded(lambda: run_script(sys.argv[1], sys.argv[2:]))
 
 
 if __name__ == "__main__":
