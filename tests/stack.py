@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from persia.launch.local import BINARIES, Command, Kind, LocalJob
+from persia.launch.local import BINARIES, Command, Kind, LocalJob, free_ports
 from persia.launch.process import Process
 from persia.utils import find_free_port, resolve_binary_execute_path
 
@@ -109,7 +109,7 @@ class Stack:
             private=self.private,
             state=folder,
             env={"PERSIA_RUN_DIR": str(folder / "run"), **(env or {})},
-            ports=(_free_ports(servers), _free_ports(middlewares)) if tcp else None,
+            ports=(free_ports(None, servers), free_ports(None, middlewares)) if tcp else None,
         )
         self.job.make_token()
         self.parts: dict[str, Part] = {}
@@ -257,14 +257,6 @@ class LiveStack:
 
 
 MakeStack = Callable[..., Stack]
-
-
-def _free_ports(count: int) -> int:
-    """Return the first of ``count`` neighbouring ports that are free now."""
-    while True:
-        first = find_free_port()
-        if all(find_free_port(first + offset) == first + offset for offset in range(count)):
-            return first
 
 
 LIVE = os.environ.get("PERSIA_TEST_LIVE", "") == "1"

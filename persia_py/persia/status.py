@@ -155,7 +155,8 @@ def _calls(service: nats.Service) -> tuple[grpc.Channel | None, Any, Any]:
     health = health_pb2_grpc.HealthStub(connection).Check.future(health_pb2.HealthCheckRequest(), timeout=_DEADLINE)
     stats = None
     if service.kind == "persia-server":
-        stats = tables_pb2_grpc.EmbeddingServerStub(connection).Stats.future(
+        server: Any = tables_pb2_grpc.EmbeddingServerStub  # generated without types
+        stats = server(connection).Stats.future(
             tables_pb2.StatsRequest(), timeout=_DEADLINE, metadata=channel.metadata("admin")
         )
     return connection, health, stats
@@ -167,7 +168,7 @@ def _health(call: Any) -> str:
     try:
         answer = call.result()
     except grpc.RpcError as error:
-        return str(error.code().name).lower().replace("_", " ")  # type: ignore[attr-defined]
+        return str(error.code().name).lower().replace("_", " ")
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)).lower().replace("_", " ")
 
 

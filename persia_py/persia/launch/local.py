@@ -15,7 +15,7 @@ from persia import auth
 from persia.errors import UnreachableError, UsageError
 from persia.launch.binaries import MIDDLEWARE, SERVER
 from persia.launch.process import Process
-from persia.utils import resolve_binary_execute_path
+from persia.utils import find_free_port, resolve_binary_execute_path
 
 LOOPBACK = "127.0.0.1"
 _NATS_START = 10.0
@@ -172,6 +172,14 @@ _PLACES = {
     *("PERSIA_LISTEN", "PERSIA_METRICS_LISTEN", "PERSIA_DATA_DIR", "GPU_NUM"),
 }
 """Variables of another process's place, which no part of this job inherits."""
+
+
+def free_ports(preferred: int | None, count: int) -> int:
+    """Return the first of ``count`` neighbouring ports that are free now, ``preferred`` if it can be."""
+    first = find_free_port(preferred)
+    while any(find_free_port(first + offset) != first + offset for offset in range(1, count)):
+        first = find_free_port()
+    return first
 
 
 def _write_private(path: Path, content: str) -> None:

@@ -36,6 +36,10 @@ class Logs:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the files."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; later lines only go to standard output."""
         with self._lock:
             self._files.close()
 
