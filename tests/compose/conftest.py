@@ -1,0 +1,172 @@
+"""Tests on a real Docker engine. Each project has a name of its own, and nothing of it is left behind."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+Result = subprocess.CompletedProcess[str]
+
+BUILD = 1200.0
+"""Seconds that building all images may take: PyTorch is downloaded, the engine compiled."""
+
+VARIABLES = re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    config.addinivalue_line("markers", "docker: needs a Docker engine; every test in tests/compose")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in tests/compose. Its time-out is that of a whole training run."""
+    for item in items:
+        if "compose" in item.path.parts:
+            item.add_marker("docker")
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def docker(*arguments: str, timeout: float = 60.0, check: bool = True, **variables: str) -> Result:
+    """Run the docker command in the root of the clone, without what this shell has chosen for the stack."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    result = subprocess.run(
+        ["docker", *arguments], cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=timeout
+    )
+    assert not check or result.returncode == 0, f"docker {' '.join(arguments)}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+class Project:
+    """The stack under a project name of its own, with the variables that a user would write into .env."""
+
+    def __init__(self, name: str, folder: Path, **variables: str) -> None:
+        self.name = name
+        self.folder = folder
+        self.variables = {
+            "COMPOSE_PROJECT_NAME": name,
+            "COMPOSE_ANSI": "never",
+            "CUR_DIR": str(folder),
+            "PERSIA_RESTART": "no",
+            **variables,
+        }
+
+    def __call__(self, *arguments: str, timeout: float = 120.0, check: bool = True, **variables: str) -> Result:
+        """Run ``docker compose ARGUMENTS``."""
+        return docker("compose", *arguments, timeout=timeout, check=check, **(self.variables | variables))
+
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration."""
+        result: dict[str, Any] = json.loads(self("config", "--format", "json").stdout)
+        return result
+
+    def up(self, *services: str, **variables: str) -> None:
+        """Start services in the background, without those they depend on."""
+        self("up", "--detach", "--no-build", "--no-deps", *services, **variables)
+
+    def train(self, *, timeout: float = 300.0, **variables: str) -> Result:
+        """Run the whole stack until the trainers end; the exit code is theirs."""
+        return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, **variables)
+
+    def run(self, *command: str, options: Sequence[str] = (), **keywords: Any) -> Result:
+        """Run a command in a container of the trainer, with nothing else started."""
+        return self("run", "--rm", "--no-deps", "--no-TTY", *options, "trainer", *command, **keywords)
+
+    def containers(self, service: str) -> list[str]:
+        """Return the ids of a service's containers, running or not, in order of their numbers."""
+        ids = self("ps", "--all", "--quiet", service).stdout.split()
+        return sorted(ids, key=lambda id: docker("inspect", "--format", "{{.Name}}", id).stdout)
+
+    def states(self, service: str) -> list[tuple[str, int]]:
+        """Return ``(status, exit code)`` of each of a service's containers."""
+        answers = [
+            docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", container).stdout.split()
+            for container in self.containers(service)
+        ]
+        return [(status, int(code)) for status, code in answers]
+
+    def logs(self, *services: str) -> str:
+        """Return what services wrote."""
+        result = self("logs", "--no-color", *services, check=False)
+        return result.stdout + result.stderr
+
+    def wait(self, what: str, condition: Callable[[], object], *, timeout: float = 90.0) -> None:
+        """Wait until the condition holds."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {timeout} s for {what}\n{self.logs()}"
+            time.sleep(0.2)
+
+    def says(self, service: str, text: str, *, times: int = 1, timeout: float = 90.0) -> None:
+        """Wait until a service has written ``text``."""
+        self.wait(f"{service} to say {text!r}", lambda: self.logs(service).count(text) >= times, timeout=timeout)
+
+    def ended(self, service: str, *, timeout: float = 300.0) -> list[int]:
+        """Wait for all containers of a service to end and return their exit codes."""
+        self.wait(
+            f"{service} to end", lambda: all(state == "exited" for state, _ in self.states(service)), timeout=timeout
+        )
+        return [code for _, code in self.states(service)]
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return ``summary.json`` of the run, if there is one."""
+        result = self.run("sh", "-c", "if [ -e /runs/summary.json ]; then cat /runs/summary.json; fi")
+        return json.loads(result.stdout) if result.stdout else None
+
+    def remove(self, *, volumes: bool = True) -> None:
+        """Stop and remove everything of this project."""
+        options = ["--volumes"] if volumes else []
+        self("down", "--timeout", "5", "--remove-orphans", *options, check=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine() -> None:
+    """Skip where no engine answers; make sure of `docker compose` and the base image."""
+    if shutil.which("docker") is None:
+        pytest.skip("no docker command here")
+    answer = docker("version", "--format", "{{.Server.Version}}", check=False)
+    if answer.returncode != 0:
+        pytest.skip("no Docker engine answers here")
+    for tool in ("compose_plugin.sh", "base_image.sh"):
+        subprocess.run([ROOT / "tools" / tool], check=True, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def images(engine: None) -> None:
+    """Build the images of the stack, as `docker compose build` does in a fresh clone."""
+    docker("compose", "build", timeout=BUILD)
+
+
+Stacks = Callable[..., Project]
+
+
+@pytest.fixture
+def stacks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stacks]:
+    """Make projects of a folder of scripts: ``stacks(folder, SERVER_REPLICA="1")``; shows their logs on failure."""
+    made: list[Project] = []
+
+    def make(folder: Path, **variables: str) -> Project:
+        # A copy that any user may read and write: a container's user is not this one.
+        copy = tmp_path / f"workspace-{len(made)}"
+        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        for path in (copy, *copy.rglob("*")):
+            path.chmod(0o777 if path.is_dir() else 0o666)
+        project = Project(f"persia-test-{os.getpid()}-{request.node.name[:20].lower()}-{len(made)}", copy, **variables)
+        project.name = re.sub(r"[^a-z0-9-]", "-", project.name)
+        project.variables["COMPOSE_PROJECT_NAME"] = project.name
+        made.append(project)
+        return project
+
+    failed = request.session.testsfailed
+    yield make
+    for project in made:
+        if request.session.testsfailed > failed:
+            print(project.logs())  # noqa: T201
+        project.remove()
