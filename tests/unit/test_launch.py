@@ -1,0 +1,197 @@
+"""``persia-launcher``: ranks that start, fail and end together. Nothing here needs servers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+PLACE = (
+    'import os, sys\nprint("place", *(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")), *sys.argv[1:])\n'
+)
+WAIT = 'import os, time\nprint("up", os.environ["RANK"], os.getpid(), flush=True)\ntime.sleep(60)\n'
+DEADLINE = 30.0
+
+Launch = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Start ``persia-launcher`` in ``tmp_path``: ``launch("nn-worker", "train.py")``."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "persia.launch.cli", *map(str, arguments)],
+            cwd=tmp_path,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=DEADLINE)
+
+
+def result(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    output, _ = process.communicate(timeout=DEADLINE)
+    return process.returncode, output
+
+
+def up(process: "subprocess.Popen[str]", ranks: int) -> list[int]:
+    """Wait until this many ranks are up and return their process ids."""
+    assert process.stdout is not None
+    pids: list[int] = []
+    while len(pids) < ranks:
+        line = process.stdout.readline()
+        assert line, f"ended with {process.poll()}"
+        if "up " in line:
+            pids.append(int(line.split()[-1]))
+    return pids
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("order", ["options first", "file first"])
+def test_ranks_know_their_place(launch: Launch, tmp_path: Path, order: str) -> None:
+    (tmp_path / "train.py").write_text(PLACE)
+    options = ["--nproc-per-node", 2, "--node-rank", 1, "--nnodes", 2]
+    words = [*options, "train.py"] if order == "options first" else ["train.py", *options]
+    code, output = result(launch("nn-worker", *words, "--", "--lr", "1"))
+    assert code == 0, output
+    assert "[rank 2] place 2 0 4 --lr 1" in output and "[rank 3] place 3 1 4 --lr 1" in output
+
+
+def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLACE)
+    env = {
+        "PERSIA_NN_WORKER_ENTRY": "train.py --name 'a b'",
+        "GPU_NUM": "0",
+        "REPLICA_INDEX": "1",
+        "REPLICA_SIZE": "3",
+    }
+    code, output = result(launch("nn-worker", env=env))
+    assert code == 0, output
+    assert "place 1 0 3 --name a b" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "text"),
+    [
+        (["nn-worker"], {}, "set PERSIA_NN_WORKER_ENTRY"),
+        (["data-loader"], {}, "set PERSIA_DATALOADER_ENTRY"),
+        (["nn-worker", "no.py"], {}, "no.py: no such file"),
+        (["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"], {}, "node rank 2 of 2"),
+        (["nn-worker", "train.py"], {"GPU_NUM": "two"}, "GPU_NUM='two'"),
+        (["nn-worker", "train.py"], {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "names 1 device(s), but 2"),
+        (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is not set"),
+        (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "want 0 to 0"),
+        (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "want 0 to 1"),
+        (["embedding-worker"], {"PATH": "/nonexistent"}, "persia-embedding-sharded-middleware"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    launch: Launch, tmp_path: Path, arguments: list[str], env: dict[str, str], text: str
+) -> None:
+    if text == "persia-embedding-sharded-middleware" and (Path(sys.executable).parent / text).exists():
+        pytest.skip("the binary is beside this Python")
+    (tmp_path / "train.py").write_text(PLACE)
+    code, output = result(launch(*arguments, env=env))
+    assert code == 2, output
+    assert text in output
+    assert len(output.strip().splitlines()) == 1, output
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        ("sys.exit(5)", 5),
+        ("from persia.errors import ConfigError; raise ConfigError('no such thing')", 2),
+        ("raise ValueError('mine')", 1),
+        ("import signal; os.kill(os.getpid(), signal.SIGKILL)", 75),
+        ("sys.exit(70)", 75),
+    ],
+)
+def test_one_rank_that_fails_ends_all(launch: Launch, tmp_path: Path, end: str, expected: int) -> None:
+    (tmp_path / "train.py").write_text(
+        f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
+    )
+    code, output = result(launch("nn-worker", "train.py", "--nproc-per-node", 3))
+    assert code == expected, output
+    assert "rank 1" in output and "ending the others" in output
+    if "ValueError" in end:
+        assert "train.py" in output and "persia/launch" not in output, "only the script's part of the traceback"
+    if "ConfigError" in end:
+        assert "error: no such thing" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_end_asks_to_be_started_again(launch: Launch, tmp_path: Path, number: int) -> None:
+    (tmp_path / "train.py").write_text(WAIT)
+    process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
+    pids = up(process, 2)
+    process.send_signal(number)
+    code, output = result(process)
+    assert code == 75, output
+    assert gone(pids)
+
+
+def test_nothing_is_left_of_a_launcher_that_was_killed(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAIT)
+    process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
+    pids = up(process, 2)
+    process.kill()
+    assert gone(pids)
+
+
+def test_a_finished_run_is_not_trained_again(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from persia import distributed\nprint('training')\ndistributed.report({'auc': 1})\n"
+    )
+    env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run", "PERSIA_JOB": "once"}
+    code, output = result(launch("nn-worker", "train.py", env=env))
+    assert (code, "training" in output) == (0, True), output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["result"] == {"auc": 1} and summary["job"] == "once"
+    code, output = result(launch("nn-worker", "train.py", env=env))
+    assert (code, "training" in output) == (0, False)
+    assert "this run is finished" in output and '"auc": 1' in output and "rm run/summary.json" in output
+
+
+def test_a_signal_after_the_summary_is_success(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import atexit, os, time\n"
+        "def linger():\n    print('up', os.environ['RANK'], os.getpid(), flush=True)\n    time.sleep(60)\n"
+        "atexit.register(linger)\n"
+    )
+    env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}
+    process = launch("nn-worker", "train.py", env=env)
+    up(process, 1)
+    process.send_signal(signal.SIGTERM)
+    assert result(process)[0] == 0
+
+
+def test_a_script_that_fails_leaves_no_summary(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
+    env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}
+    assert result(launch("nn-worker", "train.py", env=env))[0] == 3
+    assert not (tmp_path / "run").exists()
