@@ -126,3 +126,29 @@ def staleness(argument: int | None) -> int:
     if not 1 <= value <= 64:
         raise ConfigError(f"embedding staleness {value}: want 1 (synchronous) to 64")
     return value
+
+
+def start_timeout() -> float:
+    """Return the seconds a process waits for others when it starts: ``PERSIA_START_TIMEOUT``, else 60."""
+    return float(_read("PERSIA_START_TIMEOUT", 60, least=1))
+
+
+def start_timeout() -> float:
+    """Return how many seconds a trainer waits for its peers at its start: ``PERSIA_START_TIMEOUT``, else 60."""
+    return _seconds("PERSIA_START_TIMEOUT", 60.0)
+
+
+def rpc_timeout() -> float:
+    """Return how many seconds a look-up or push may take with its retries: ``PERSIA_RPC_TIMEOUT``, else 60."""
+    return _seconds("PERSIA_RPC_TIMEOUT", 60.0)
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "").strip()
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 86_400.0:
+        raise ConfigError(f"environment variable {name}={text!r}: want seconds, above 0 and at most 86400")
+    return value

@@ -217,6 +217,13 @@ class PersiaBatch:
             builder.add_label(target.name, target.data)
         self._batch = builder.build()
 
+    @classmethod
+    def wrap(cls, batch: _core.Batch) -> "PersiaBatch":
+        """Return a batch that was built elsewhere, and checked there."""
+        wrapped = cls.__new__(cls)
+        wrapped._batch = batch
+        return wrapped
+
     @property
     def data(self) -> _core.Batch:
         """The batch as the engine takes it."""

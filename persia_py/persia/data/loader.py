@@ -1,15 +1,16 @@
-"""Data loaders, and the data sets that feed them."""
+"""The data loader: batches whose embeddings are looked up ahead of time."""
 
 import json
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from persia import env
+from persia import distributed, env
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
+from persia.data.source import Cursor, IterableDataset, Stateful
+from persia.data.streaming import StreamingDataset
 from persia.embedding.data import PersiaBatch
 from persia.errors import ConfigError, DataError, FeatureTypeError, UsageError
 from persia.logger import get_logger
@@ -17,44 +18,8 @@ from persia_core.forward import Pipeline, TrainingBatch
 
 _logger = get_logger("data")
 
-Cursor = dict[str, Any]
-"""Where a data set stands: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
-
 _LEAVE_S = 2.0
 _REMIND_S = 30
-
-
-class IterableDataset(ABC):
-    """A data set defined by iteration.
-
-    A subclass defines ``__iter__``, which yields :class:`PersiaBatch`. If it also has ``state_dict()`` and
-    ``load_state_dict(state)`` (torch's convention for stateful loaders; the state is JSON: numbers, strings, lists,
-    dicts), a resumed run continues behind the last trained batch; otherwise that many batches are read and skipped,
-    which needs the same order in every run.
-
-    Args:
-        buffer_size: Batches read ahead of training.
-    """
-
-    def __init__(self, buffer_size: int = 10) -> None:
-        if buffer_size < 1:
-            raise ConfigError(f"buffer_size={buffer_size}: want at least 1")
-        self.buffer_size = buffer_size
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        """Yield the batches of one pass."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A data set that can be continued."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where iteration stands."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there at the next iteration."""
 
 
 class DataLoader:
@@ -124,14 +89,39 @@ class DataLoader:
         try:
             self._skip = self._resume(context.adopt(self))
             feeder.start()
-            while held := self._next(pipeline, positions):
+            while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
                 yield held.pop()
-            self._cursor = json.loads(positions.popleft())
-            whole = True
+            if distributed.peers() is None or not pipeline.has_next():
+                self._cursor = json.loads(positions.popleft())
+                whole = True
         finally:
             pipeline.close()
+            if isinstance(self.dataset, StreamingDataset):
+                self.dataset.interrupt()
             if _join(feeder) and not whole:
                 self._rewind()
+
+    def _all_go_on(self, pipeline: Pipeline, positions: deque[str], context: TrainCtx) -> bool:
+        """Agree with the other ranks on the next step, before any of them looks its batch up.
+
+        Ranks train in lock-step: when one has no batch left, all stop there. Rank 0 says who, and what is left over.
+        """
+        peers = distributed.peers()
+        if peers is None:
+            return True
+        ready = pipeline.has_next()
+        if distributed.agree(ready):
+            return True
+        waiting = self.dataset.waiting() if isinstance(self.dataset, StreamingDataset) else 0
+        left = peers.share("batches left", len(positions) + waiting if ready else 0)
+        if peers.rank == 0 and any(left):
+            _logger.warning(
+                "all ranks stop after step %d: the data of rank %s has ended; left unused so far: %s",
+                context.step,
+                ", ".join(str(rank) for rank, count in enumerate(left) if not count),
+                ", ".join(f"{count} batches of rank {rank}" for rank, count in enumerate(left) if count),
+            )
+        return False
 
     def _next(self, pipeline: Pipeline, positions: deque[str]) -> list[TrainingBatch]:
         """Return the next batch in a list, empty after the last: the loop above must keep no reference to it."""
@@ -153,6 +143,9 @@ class DataLoader:
 
     def _rewind(self) -> None:
         """After a loop that was left early: the next one goes on behind the last batch that was trained on."""
+        if isinstance(self.dataset, StreamingDataset):
+            self.dataset.rewind()
+            return
         if isinstance(self.dataset, Stateful) and self._cursor is not None and self._cursor["source"] is not None:
             self.dataset.load_state_dict(self._cursor["source"])
 
@@ -177,6 +170,8 @@ class DataLoader:
     def consumed(self, position: str) -> None:
         """Note that training is behind the batch that carries ``position``."""
         self._cursor = json.loads(position)
+        if isinstance(self.dataset, StreamingDataset) and self._cursor is not None:
+            self.dataset.trained(self._cursor["source"])
 
     def cursor(self) -> Cursor | None:
         """Return the position behind the last trained batch, for a checkpoint; None at the start of a pass."""

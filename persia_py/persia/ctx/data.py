@@ -1,0 +1,144 @@
+"""Data-compose's context: sends batches to the trainers."""
+
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from persia import env
+from persia.embedding.data import PersiaBatch
+from persia.errors import FeatureTypeError, UsageError
+from persia.feed import Stopped
+from persia.logger import get_logger
+
+if TYPE_CHECKING:
+    from persia_core.discovery import Announcement, Discovery
+
+    from persia.feed.script import ScriptSender
+    from persia.feed.sender import Sender
+
+_logger = get_logger("feed")
+
+_ASK_S = 1.0
+"""Seconds that trainers have to answer where they are."""
+
+
+class DataCtx:
+    """Sends the batches of one data-compose replica to the trainers that are announced.
+
+    Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block is the end of the replica's
+    data; an exception that leaves the block is passed on to the trainers, which stop. When the trainers want no more,
+    the block ends early and quietly. With ``PERSIA_NATS_URL`` unset the training script runs this one in a thread,
+    and batches go from hand to hand.
+
+    The same script started again has to send the same batches: a replica that comes back skips what the trainers
+    have received.
+
+    Args:
+        *args: PersiaML's; accepted, without effect.
+        **kwargs: Alike.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        self._sender: Sender | ScriptSender | None = None
+        self._discovery: Discovery | None = None
+        self._announcement: Announcement | None = None
+
+    def __enter__(self) -> Self:
+        """Connect to every trainer rank; waits until they are there and ask for data.
+
+        Raises:
+            AuthError: A trainer refuses the token.
+            IncompatibleError: A trainer of another job or version, or another number of replicas.
+            UsageError: Another process is this replica already, or the embedded mode runs no training script.
+        """
+        if self._sender is not None:
+            raise UsageError("this DataCtx is already entered")
+        if os.environ.get("PERSIA_NATS_URL", "").strip():
+            self._sender = self._connect()
+        else:
+            from persia.feed import script
+
+            self._sender = script.ScriptSender(script.running())
+        return self
+
+    def _connect(self) -> "Sender":
+        from persia_core.discovery import Discovery
+
+        from persia.feed.sender import Sender
+        from persia.job import job_name
+
+        job, index, size = job_name(), env.get_replica_index(), env.get_replica_size()
+        token_file = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
+        discovery = self._discovery = Discovery(os.environ["PERSIA_NATS_URL"], job, token_file=token_file)
+        try:
+            self._announcement = discovery.announce("persia-data", index, size, "", {})
+            return Sender(
+                job, index, size,
+                find=lambda: discovery.find("persia-trainer", _ASK_S), start_timeout=env.start_timeout(),
+            )  # fmt: skip
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Say how the data ended; with the end of the data, wait until every rank has received it.
+
+        Returns:
+            True when the block was left because the trainers want no more.
+        """
+        sender = self._sender
+        if sender is None:
+            return False
+        try:
+            if value is None:
+                sender.end()
+            elif isinstance(value, Exception):
+                sender.fail(value)
+        except Stopped as stopped:
+            value = stopped
+        finally:
+            sender.close()
+            self._leave()
+        if isinstance(value, Stopped):
+            _logger.info("the trainers want no more batches: %s", value)
+            return True
+        return False
+
+    def _leave(self) -> None:
+        if self._announcement is not None:
+            self._announcement.close()
+        if self._discovery is not None:
+            self._discovery.close()
+        self._sender = self._announcement = self._discovery = None
+
+    def send_data(self, persia_batch: PersiaBatch) -> None:
+        """Send a batch; waits while its rank holds as many as it wants.
+
+        Raises:
+            FeatureTypeError: No :class:`~persia.embedding.data.PersiaBatch`.
+            DataError: The batch is too large for the wire.
+            UsageError: Outside the ``with`` block.
+        """
+        if not isinstance(persia_batch, PersiaBatch):
+            raise FeatureTypeError(f"send_data: want a PersiaBatch, got {type(persia_batch).__name__}")
+        self._entered().send(persia_batch.data)
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self._entered().world_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the run that the batches are for."""
+        return self._entered().epoch
+
+    def _entered(self) -> "Sender | ScriptSender":
+        if self._sender is None:
+            raise UsageError("DataCtx is used outside its `with` block")
+        return self._sender

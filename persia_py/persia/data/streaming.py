@@ -1,0 +1,166 @@
+"""The data set that data-compose fills."""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from persia import env
+from persia.ctx import cnt_ctx
+from persia.data.source import IterableDataset
+from persia.embedding.data import PersiaBatch
+from persia.errors import DataError, UsageError
+from persia.feed.inbox import Inbox
+from persia.feed.script import ScriptFeed
+from persia.logger import get_logger
+
+_logger = get_logger("data")
+
+_AHEAD = 64
+"""Batches that look-ups may run ahead of training, beyond the buffer: the greatest staleness."""
+
+
+@dataclass
+class _Taken:
+    """A batch that was taken, and where the data set stands behind it."""
+
+    state: list[int]
+    batch: PersiaBatch
+
+
+class StreamingDataset(IterableDataset):
+    """The batches that data-compose sends to this rank with :meth:`persia.ctx.DataCtx.send_data`.
+
+    Batches of several replicas come in turn, in the same order in every run. With ``PERSIA_NATS_URL`` unset the data
+    script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` beside the main script) runs in
+    a thread of this process.
+
+    One training context has one stream: a loop that was left early is continued by the next one, and after the last
+    batch there are no more.
+
+    Args:
+        buffer_size: Batches of each replica that wait here; a replica that is ahead waits in ``send_data``.
+    """
+
+    def __init__(self, buffer_size: int = 10) -> None:
+        super().__init__(buffer_size)
+        self._stop = threading.Event()
+        self._forget(None)
+
+    def _forget(self, inbox: Inbox | None) -> None:
+        """Stand at the start of a stream that was not opened yet."""
+        self._inbox = inbox
+        self._taken: list[int] = []  # batches of each replica that were taken from the inbox
+        self._trained: list[int] = []  # those that training is behind
+        self._state: list[int] = []  # those that were yielded
+        self._drop = 0
+        self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, and not trained on
+        self._again: deque[_Taken] = deque()  # to be yielded again
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield batches until every replica has ended."""
+        inbox = self._open()
+        self._stop.clear()
+        while (entry := self._next(inbox)) is not None:
+            self._held.append(entry)
+            self._state = entry.state
+            yield entry.batch
+
+    def _next(self, inbox: Inbox) -> _Taken | None:
+        if self._again:
+            return self._again.popleft()
+        while (taken := inbox.take(self._stop)) is not None:
+            replica, batch = taken
+            self._taken = self._taken + [0] * (replica + 1 - len(self._taken))
+            self._taken[replica] += 1
+            if not self._drop:
+                return _Taken(list(self._taken), PersiaBatch.wrap(batch))
+            self._drop -= 1
+        return None
+
+    def _open(self) -> Inbox:
+        """Return this context's inbox; let the senders in at the first iteration."""
+        common = self._context()
+        if common is None:
+            raise UsageError("a StreamingDataset is iterated inside TrainCtx; there is no such context here")
+        if common.feed is None:
+            common.feed = ScriptFeed()
+            common.feed.start()
+        inbox: Inbox = common.feed.inbox
+        if self._inbox is not inbox:
+            if inbox.is_open:
+                raise UsageError("this training context has a StreamingDataset already; use that one")
+            self._begin(inbox)
+        return inbox
+
+    def _begin(self, inbox: Inbox) -> None:
+        """Start the stream, behind what the run that is resumed has trained on.
+
+        Of each replica, as many batches are skipped by the sender as every rank is sure to have trained on; the rest
+        is received and dropped, because a replica that ended early may have given this rank one batch less.
+        """
+        self._inbox = inbox
+        replicas, rounds = len(self._trained), max(0, min(self._trained, default=0) - 1)
+        self._drop = sum(self._trained) - rounds * replicas
+        self._taken = [rounds] * replicas
+        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None)
+
+    def _context(self) -> Any:
+        """Return what the contexts around us share, and forget the stream of others."""
+        context = cnt_ctx()
+        common = None if context is None else context.common_context
+        feed = None if common is None else common.feed
+        if self._inbox is not None and (feed is None or feed.inbox is not self._inbox):
+            self._forget(None)
+        return common
+
+    def interrupt(self) -> None:
+        """End an iteration in another thread."""
+        self._stop.set()
+        if self._inbox is not None:
+            self._inbox.wake()
+
+    def waiting(self) -> int:
+        """Return how many batches have arrived and were not yielded, or will be yielded again."""
+        return len(self._again) + (self._inbox.queued() if self._inbox is not None else 0)
+
+    def trained(self, state: dict[str, Any]) -> None:
+        """Forget the batches up to ``state``, one of :meth:`state_dict`: training is behind them."""
+        self._trained = state["taken"]
+        while self._held and sum(self._held[0].state) <= sum(self._trained):
+            self._held.popleft()
+
+    def rewind(self) -> None:
+        """Yield what was not trained on again; no other thread may be iterating."""
+        if self._held and (gone := sum(self._held[0].state) - 1 - sum(self._trained)):
+            _logger.warning("%d batches were iterated without training and do not come again", gone)
+        self._again.extendleft(reversed(self._held))
+        self._held.clear()
+        self._state = self._trained
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of batches yielded of each replica."""
+        self._context()
+        return {"taken": list(self._state), "world_size": env.get_world_size()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Start behind the batches that an earlier run has trained on.
+
+        Raises:
+            DataError: That run had another number of ranks.
+            UsageError: This context's stream has begun, and cannot go back.
+        """
+        self._context()
+        if state_dict["world_size"] != env.get_world_size():
+            raise DataError(
+                f"cannot continue: the checkpoint's data was split over {state_dict['world_size']} ranks, this run "
+                f"has {env.get_world_size()}; start as many"
+            )
+        taken = [int(count) for count in state_dict["taken"]]
+        if self._inbox is None:
+            self._state = self._trained = taken
+        elif sum(taken) != sum(self._state):
+            raise UsageError(
+                "load_checkpoint after a loop over a StreamingDataset: the stream cannot go back; load first"
+            )

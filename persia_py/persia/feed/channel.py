@@ -1,0 +1,120 @@
+"""gRPC connections of the job's parts: addresses, role tokens, TLS, limits."""
+
+import hmac
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from persia import auth
+from persia.errors import AuthError, ConfigError
+from persia.feed import MAX_BATCH_BYTES, MAX_REPLICAS
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_BATCH_BYTES + 4096),
+    ("grpc.max_send_message_length", MAX_BATCH_BYTES + 4096),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_CLIENT_OPTIONS = [*_OPTIONS, ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", MAX_REPLICAS),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+_OPEN_TO_ALL = "/grpc.health.v1.Health/"
+
+SERVER_OPTIONS = _SERVER_OPTIONS
+"""Of a server in this process."""
+
+
+def connect(address: str) -> grpc.Channel:
+    """Return a channel to ``host:port`` or ``unix:/path``, with TLS when ``PERSIA_TLS_CA`` is set.
+
+    Raises:
+        ConfigError: The CA's file cannot be read.
+    """
+    ca = os.environ.get("PERSIA_TLS_CA", "").strip()
+    if not ca or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+    name = os.environ.get("PERSIA_TLS_NAME", "").strip() or "persia"
+    credentials = grpc.ssl_channel_credentials(_content("PERSIA_TLS_CA", ca))
+    return grpc.secure_channel(
+        address, credentials, options=[*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name)]
+    )
+
+
+def metadata(role: auth.Role) -> tuple[tuple[str, str], ...]:
+    """Return what a call of this role carries.
+
+    Raises:
+        ConfigError: The token file cannot be read.
+    """
+    token = auth.token(role)
+    return (("persia-role", role), *((("authorization", f"Bearer {token}"),) if token else ()))
+
+
+def server_credentials() -> grpc.ServerCredentials | None:
+    """Return the certificate of ``PERSIA_TLS_CERT`` and ``PERSIA_TLS_KEY``; None when neither is set.
+
+    Raises:
+        ConfigError: Only one is set, or a file cannot be read.
+    """
+    certificate, key = (os.environ.get(name, "").strip() for name in ("PERSIA_TLS_CERT", "PERSIA_TLS_KEY"))
+    if not certificate and not key:
+        return None
+    if not certificate or not key:
+        raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: one is set without the other")
+    return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
+
+
+class RoleCheck(grpc.ServerInterceptor):
+    """Lets only calls of one role through, whose token has to be right when there is a token file."""
+
+    def __init__(self, role: auth.Role) -> None:
+        self._role = role
+        self._token = auth.token(role)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Refuse what has another role or token."""
+        given = dict(handler_call_details.invocation_metadata or ())
+        handler = continuation(handler_call_details)
+        if handler is None or str(handler_call_details.method).startswith(_OPEN_TO_ALL):
+            return handler
+        if given.get("persia-role") != self._role:
+            return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, f"only role {self._role} may call this")
+        expected, found = f"Bearer {self._token}".encode(), str(given.get("authorization", "")).encode()
+        if self._token is not None and not hmac.compare_digest(expected, found):
+            return _refusal(handler, grpc.StatusCode.UNAUTHENTICATED, f"no valid token of role {self._role}")
+        return handler
+
+
+def auth_error(address: str, details: str | None) -> AuthError:
+    """Return the error for a call that a peer refused for its role or token."""
+    given = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or "not set"
+    return AuthError(f"{address} refuses this process: {details} (PERSIA_TOKEN_FILE: {given})")
+
+
+def _refusal(handler: Any, code: grpc.StatusCode, message: str) -> Any:
+    def refuse(_request: Any, context: grpc.ServicerContext) -> None:
+        context.abort(code, message)
+
+    kind = "stream" if handler.request_streaming else "unary"
+    kind += "_stream" if handler.response_streaming else "_unary"
+    return getattr(grpc, f"{kind}_rpc_method_handler")(refuse)
+
+
+def _content(variable: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{variable}: {path}: {error.strerror}") from error

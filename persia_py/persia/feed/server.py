@@ -1,0 +1,214 @@
+"""A rank's end of the feed: a gRPC server that fills the rank's inbox."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+
+from persia import __version__, auth
+from persia.errors import ConfigError, DataError, UnreachableError
+from persia.feed import MAX_REPLICAS, PROTOCOL, Stopped, channel
+from persia.feed.inbox import Events, Inbox, TakenPlaceError
+from persia.logger import get_logger
+from persia.proto import feed_pb2 as pb
+from persia.proto import feed_pb2_grpc as services
+from persia_core.data import Batch
+
+_logger = get_logger("feed")
+
+_GRACE_S = 5.0
+"""Seconds that senders have to hear of the end."""
+
+
+_Refused = tuple[grpc.StatusCode, str]
+_Reply = pb.FeedReply | _Refused | None
+"""What a stream says next; a refusal is its end, and so is None."""
+
+
+class FeedServer:
+    """Receives the batches of all data-compose replicas for one rank. See :func:`persia.feed.serve`.
+
+    Attributes:
+        inbox: Where the batches wait.
+        address: Where senders reach it, ``host:port``.
+    """
+
+    def __init__(self, job: str, *, host: str) -> None:
+        self.inbox = Inbox()
+        self._place: tuple[int, int, int] | None = None
+        self._closed = False
+        open_to_network = auth.token("data") is not None
+        credentials = channel.server_credentials()
+        self._server = grpc.server(
+            ThreadPoolExecutor(MAX_REPLICAS, thread_name_prefix="persia-feed"),
+            interceptors=[channel.RoleCheck("data")],
+            options=channel.SERVER_OPTIONS,
+            maximum_concurrent_rpcs=MAX_REPLICAS,
+        )
+        services.add_TrainerServicer_to_server(_Feed(self, job), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), self._server)
+        listen = "0.0.0.0:0" if open_to_network else "127.0.0.1:0"  # protected by the token
+        try:
+            port = (
+                self._server.add_insecure_port(listen)
+                if credentials is None
+                else self._server.add_secure_port(listen, credentials)
+            )
+        except RuntimeError as error:
+            raise UnreachableError(f"cannot listen on {listen} for data-compose: {error}") from error
+        self.address = f"{host if open_to_network else '127.0.0.1'}:{port}"
+        self._server.start()
+
+    @property
+    def place(self) -> tuple[int, int, int] | None:
+        """Epoch, rank and world size; None before :meth:`welcome`."""
+        return self._place
+
+    def welcome(self, epoch: int, rank: int, world_size: int) -> None:
+        """Let senders in: the run's epoch has begun."""
+        self._place = epoch, rank, world_size
+
+    def stop(self, reason: str) -> None:
+        """Tell every sender that no batch is wanted any more."""
+        self.inbox.stop(reason)
+
+    def close(self) -> None:
+        """Stop, and end the server."""
+        if not self._closed:
+            self._closed = True
+            self.stop("training is over")
+            self._server.stop(_GRACE_S).wait()
+
+
+class _Feed(services.TrainerServicer):
+    """The service: one call of :meth:`Feed` for each connected sender."""
+
+    def __init__(self, server: FeedServer, job: str) -> None:
+        self._server = server
+        self._inbox = server.inbox
+        self._job = job
+
+    def Feed(  # noqa: N802  # the protocol's name
+        self, request_iterator: Iterator[pb.FeedRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.FeedReply]:
+        """Receive one replica's batches."""
+        replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
+
+        def gone() -> None:
+            replies.put(None)
+            self._inbox.wake()
+
+        def is_gone() -> bool:
+            return not context.is_active()
+
+        if not context.add_callback(gone):
+            return
+        hello = self._hello(request_iterator, context)
+        index, name = hello.replica_index, f"data-compose replica {hello.replica_index}"
+        events = Events(
+            taken=lambda seq: replies.put(pb.FeedReply(taken=pb.FeedTaken(seq=seq))),
+            stopped=lambda reason: replies.put(_stop(reason)),
+            replaced=lambda: replies.put((grpc.StatusCode.CANCELLED, "connected again")),
+        )
+        try:
+            place = self._inbox.connect(index, hello.replica_size, hello.sender, events, is_gone)
+        except Stopped as stopped:
+            yield _stop(str(stopped))
+            return
+        except TakenPlaceError as error:
+            context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
+        except ConfigError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        if place is None:
+            return
+        try:
+            if self._server.place is None:
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the run has not begun")
+            epoch, rank, world_size = self._server.place
+            _logger.info("%s of %d connected", name, hello.replica_size)
+            yield pb.FeedReply(
+                welcome=pb.FeedWelcome(
+                    epoch=epoch, rank=rank, world_size=world_size,
+                    skip=place.received, buffer=place.buffer, queued=place.queued,
+                )
+            )  # fmt: skip
+            reading = (request_iterator, hello, rank, world_size, replies)
+            threading.Thread(target=self._receive, args=reading, name="persia-feed-in", daemon=True).start()
+            while isinstance(reply := replies.get(), pb.FeedReply):
+                yield reply
+                if reply.WhichOneof("part") == "stop":
+                    return
+            if reply is not None:
+                context.abort(*reply)
+        finally:
+            if self._inbox.disconnect(index, events):
+                _logger.warning("%s: connection lost before its end; waiting for it to come back", name)
+
+    def _hello(self, requests: Iterator[pb.FeedRequest], context: grpc.ServicerContext) -> pb.FeedHello:
+        """Return the first message, if it is one that fits."""
+        first = next(requests, None)
+        if first is None or first.WhichOneof("part") != "hello":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "want a hello first")
+        hello: pb.FeedHello = first.hello
+        wrong = [
+            f"{what} {theirs!r} (the trainer has {ours!r})"
+            for what, theirs, ours in (
+                ("job", hello.job, self._job),
+                ("protocol", hello.protocol, PROTOCOL),
+                ("version", hello.version, __version__),
+            )
+            if theirs != ours
+        ]
+        if wrong:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"data-compose replica {hello.replica_index}: {', '.join(wrong)}"
+            )
+        if not 1 <= hello.replica_size <= MAX_REPLICAS:
+            context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"REPLICA_SIZE={hello.replica_size}: want 1 to {MAX_REPLICAS}"
+            )
+        return hello
+
+    def _receive(
+        self,
+        requests: Iterator[pb.FeedRequest],
+        hello: pb.FeedHello,
+        rank: int,
+        world_size: int,
+        replies: "queue.SimpleQueue[_Reply]",
+    ) -> None:
+        """Fill the inbox until the replica's end, in a thread of its own: the handler's speaks."""
+        index, sender = hello.replica_index, hello.sender
+        try:
+            for request in requests:
+                if request.WhichOneof("part") == "batch":
+                    seq = request.batch.seq
+                    number, owner = divmod(seq, world_size)
+                    if owner != rank:
+                        raise DataError(f"batch {seq} of data-compose replica {index} belongs to rank {owner}")
+                    try:
+                        batch = Batch.from_bytes(request.batch.data)
+                    except DataError as error:
+                        replies.put((grpc.StatusCode.DATA_LOSS, f"batch {seq} arrived damaged: {error}"))
+                        return
+                    self._inbox.put(index, sender, seq, number, batch)
+                elif request.WhichOneof("part") == "end":
+                    text, total = request.end.error, request.end.batches
+                    failed = DataError(f"data-compose replica {index}: its script failed: {text}") if text else None
+                    self._inbox.end(index, sender, len(range(rank, total, world_size)), failed)
+                    break
+                else:
+                    raise DataError(f"data-compose replica {index}: an empty message, or a second hello")
+        except DataError as error:
+            replies.put((grpc.StatusCode.INVALID_ARGUMENT, str(error)))
+        except grpc.RpcError:
+            replies.put(None)  # the connection is gone; the context's callback says so too
+        else:
+            replies.put(None)
+
+
+def _stop(reason: str) -> pb.FeedReply:
+    return pb.FeedReply(stop=pb.FeedStop(reason=reason))
