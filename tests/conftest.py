@@ -60,15 +60,22 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_stack(no_job: None, tmp_path: Path) -> Iterator[MakeStack]:
-    """Start servers and middlewares as real processes: ``make_stack(servers=2)``; they end with the test."""
-    if reason := missing():
-        pytest.skip(reason)
+    """Start servers and middlewares as real processes: ``make_stack(servers=2)``; they end with the test.
+
+    With ``start=False`` nothing is started, with ``nats_only=True`` only NATS.
+    """
     made: list[Stack] = []
 
-    def make(*, start: bool = True, job: str = "test", **options: Any) -> Stack:
+    def make(*, start: bool = True, nats_only: bool = False, job: str = "test", **options: Any) -> Stack:
+        if reason := missing(nats_only=nats_only):
+            pytest.skip(reason)
         stack = Stack(tmp_path / f"{job}-{len(made)}", job=job, **options)
         made.append(stack)
-        return stack.start() if start else stack
+        if nats_only:
+            stack.start_nats()
+        elif start:
+            stack.start()
+        return stack
 
     yield make
     for stack in made:

@@ -31,11 +31,11 @@ END = 30.0
 SLOTS = "a: {dim: 4}\nb: {dim: 4}"
 
 
-def missing() -> str | None:
+def missing(*, nats_only: bool = False) -> str | None:
     """Return why no stack can run here, or None."""
     if shutil.which("nats-server") is None and not Path("/usr/sbin/nats-server").exists():
         return "no nats-server here"
-    for binary in BINARIES.values():
+    for binary in () if nats_only else BINARIES.values():
         try:
             resolve_binary_execute_path(binary)
         except RuntimeError:

@@ -1,0 +1,153 @@
+"""``persia status``: what it finds, what it misses, and how it ends."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from stack import LiveStack, MakeStack, Stack
+
+import persia
+import persia.nats
+from persia.auth import role_token, secret
+
+
+def run(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "persia", "status", *arguments],
+        env={**os.environ, "COLUMNS": "200", **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+class Announced:
+    """Answers ``$SRV.INFO`` for processes that do not exist, as the NATS services API has it."""
+
+    def __init__(self, url: str, password: str, processes: list[tuple[str, dict[str, str]]]) -> None:
+        from pynats import NATSClient  # persia.nats has imported it without its warning
+
+        self._client = NATSClient(url.replace("nats://", f"nats://persia:{password}@"))
+        self._client.connect()
+        self._processes, self._closed = processes, False
+        self._client.subscribe("$SRV.INFO", callback=self._answer)
+        self._client.ping()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._client.wait()
+        except Exception:
+            assert self._closed
+
+    def _answer(self, message: Any) -> None:
+        for number, (kind, metadata) in enumerate(self._processes):
+            payload = {"name": kind, "id": f"id{number}", "metadata": metadata}
+            self._client.publish(message.reply, payload=json.dumps(payload).encode())
+        self._client.publish(message.reply, payload=b"no JSON")
+        self._client.publish(message.reply, payload=b'{"name": "another-program", "id": "x", "metadata": {}}')
+
+    def close(self) -> None:
+        self._closed = True
+        self._client.close()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def healthy() -> Iterator[str]:
+    """The address of a process that says it is serving."""
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait(10)
+
+
+def said(index: int, replicas: int, address: str = "", **more: str) -> dict[str, str]:
+    base = {"job": "test", "index": str(index), "replicas": str(replicas), "address": address}
+    return base | {"version": persia.__version__, "protocol": "1", "host": "h"} | more
+
+
+def test_what_is_missing_and_what_disagrees(make_stack: MakeStack, healthy: str) -> None:
+    stack = make_stack(nats_only=True)
+    password = role_token(secret(stack.job.token_file), "nats")
+    announced = Announced(
+        stack.nats_url,
+        password,
+        [
+            ("persia-server", said(0, 3, healthy)),
+            ("persia-server", said(2, 3, "127.0.0.1:1", version="0.0.9")),
+            ("persia-middleware", said(0, 1, healthy)),
+            ("persia-data", said(0, 1)),
+            ("persia-data", said(0, 1)),
+            ("persia-trainer", said(0, 2, healthy, job="other")),
+        ],
+    )
+    done = run(env=stack.settings)
+    assert done.returncode == 1, done.stderr
+    assert "persia-server 1 of 3 is missing" in done.stdout
+    assert "persia-server 2 at 127.0.0.1:1: unavailable" in done.stdout
+    assert f"different values of version: 0.0.9: persia-server 2; {persia.__version__}: " in done.stdout
+    assert "persia-data 0 runs 2 times" in done.stdout
+    assert "trainer" not in done.stdout, "another job's"
+    assert healthy in done.stdout and "serving" in done.stdout
+    every = json.loads(run("--all", "--json", env=stack.settings).stdout)
+    assert {one["job"] for one in every["processes"]} == {"test", "other"}
+    assert "job other: persia-trainer 1 of 2 is missing" in every["problems"]
+    announced.close()
+
+
+def test_nats_that_is_not_there(no_job: None) -> None:
+    began = time.monotonic()
+    done = run("--nats-url", "nats://127.0.0.1:1")
+    assert done.returncode == 3 and time.monotonic() - began < 5
+    assert done.stderr.splitlines()[0] == "error: NATS at 127.0.0.1:1 is not reachable: [Errno 111] Connection refused"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:4222", "http://127.0.0.1:4222", "nats://127.0.0.1:x"])
+def test_an_address_that_is_none(no_job: None, url: str) -> None:
+    done = run(env={"PERSIA_NATS_URL": url})
+    assert done.returncode == 2 and "PERSIA_NATS_URL" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_password_that_is_wrong(make_stack: MakeStack) -> None:
+    stack = make_stack(nats_only=True)
+    other = stack.folder / "other"
+    other.write_text("x" * 40)
+    done = run(env=stack.settings | {"PERSIA_TOKEN_FILE": str(other)})
+    assert done.returncode == 5, done.stderr
+    assert "does not take the password" in done.stderr
+
+
+@pytest.mark.live
+def test_a_stack_that_serves(any_stack: Stack | LiveStack) -> None:
+    done = run("--json", env=any_stack.settings)
+    found = json.loads(done.stdout)
+    assert not found["problems"] and done.returncode == 0
+    kinds = {one["service"]: one for one in found["processes"]}
+    for kind in ("persia-server", "persia-middleware"):
+        assert kinds[kind]["health"] == "serving" and kinds[kind]["metrics"]
+        assert kinds[kind]["version"] == persia.__version__ and kinds[kind]["host"]
+
+
+def test_a_server_that_was_killed_is_missed(make_stack: MakeStack) -> None:
+    stack = make_stack(servers=2)
+    stack.kill("server-1")
+    done = run(env=stack.settings)
+    assert done.returncode == 1
+    assert "persia-server 1 of 2 is missing" in done.stdout, done.stdout
