@@ -28,6 +28,10 @@ debootstrap --variant=minbase trixie "$root" >"$root.log" 2>&1 || { tail -n 20 "
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
     "$root"/usr/share/doc/* "$root"/usr/share/man/* "$root"/usr/share/locale/* "$root"/usr/share/info/*
 # As the public image has it: packages leave nothing behind, and need not reach the disk one by one.
-echo 'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb || true"; };' >"$root/etc/apt/apt.conf.d/docker-clean"
+cat >"$root/etc/apt/apt.conf.d/docker-clean" <<'EOT'
+DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb || true"; };
+Dir::Cache::pkgcache "";
+Dir::Cache::srcpkgcache "";
+EOT
 echo force-unsafe-io >"$root/etc/dpkg/dpkg.cfg.d/docker-apt-speedup"
 tar -C "$root" -c . | docker import --change 'CMD ["bash"]' - "$base" >/dev/null

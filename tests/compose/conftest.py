@@ -82,7 +82,7 @@ class Project:
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's containers, running or not, in order of their numbers."""
         ids = self("ps", "--all", "--quiet", service).stdout.split()
-        return sorted(ids, key=lambda id: docker("inspect", "--format", "{{.Name}}", id).stdout)
+        return sorted(ids, key=lambda one: docker("inspect", "--format", "{{.Name}}", one).stdout)
 
     def states(self, service: str) -> list[tuple[str, int]]:
         """Return ``(status, exit code)`` of each of a service's containers."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from compose.conftest import Project, docker
 from conftest import ROOT
+
+from compose.conftest import Project, docker
 
 BASE = ROOT / "docker-compose.yaml"
 SERVICES = {"persia_nats_service", "emb_server", "middleware", "data_compose", "trainer"}

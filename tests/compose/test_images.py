@@ -1,0 +1,100 @@
+"""The images: what is in them, what is not, and what building them is given."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from compose.conftest import docker
+
+SERVER_LIMIT = 60_000_000
+"""Bytes that the server image may add to its base."""
+
+
+def size(image: str) -> int:
+    return int(docker("image", "inspect", "--format", "{{.Size}}", image).stdout)
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Variables that build tests/compose/probe.Dockerfile in place of the server image."""
+    overlay = tmp_path / "overlay.yaml"
+    build = {"build": {"dockerfile": "tests/compose/probe.Dockerfile", "target": ""}}
+    overlay.write_text(json.dumps({"version": "3.8", "services": {"emb_server": build}}))
+    variables = {
+        "COMPOSE_FILE": f"{ROOT}/docker-compose.yaml:{overlay}",
+        "COMPOSE_PROJECT_NAME": f"persia-probe-{os.getpid()}",
+        "PERSIA_IMAGE": f"persia-probe-{os.getpid()}",
+    }
+    yield variables
+    docker("image", "rm", "--force", f"{variables['PERSIA_IMAGE']}/server:dev", check=False)
+
+
+@pytest.mark.row("S0-06")
+def test_proxy_and_network_of_the_host_reach_the_build_but_not_the_image(probe: dict[str, str]) -> None:
+    docker("compose", "build", "emb_server", timeout=120, HTTP_PROXY="http://x", **probe)
+    image = f"{probe['PERSIA_IMAGE']}/server:dev"
+    seen = docker("run", "--rm", image, "cat", "/proxy", "/interfaces").stdout.split()
+    assert hashlib.sha256(b"http://x").hexdigest() in seen
+    assert {"docker0", "lo"} <= set(seen)
+    assert "http://x" not in docker("image", "inspect", image).stdout
+    assert "http://x" not in docker("history", "--no-trunc", image).stdout
+
+
+@pytest.mark.usefixtures("images")
+def test_the_server_image_is_small_and_has_no_python() -> None:
+    assert size("persia/server:dev") - size("debian:trixie-slim") <= SERVER_LIMIT
+    found = docker(
+        "run", "--rm", "--entrypoint", "sh", "persia/server:dev", "-c", "command -v python3 python perl cargo pip; true"
+    )
+    assert found.stdout.replace("/usr/bin/perl\n", "") == ""  # Perl is part of the base
+
+
+@pytest.mark.usefixtures("images")
+def test_the_runtime_image_has_what_the_tests_need() -> None:
+    command = "import torch, pytest, persia, persia_core; print(persia.__file__, persia_core.__file__)"
+    result = docker("run", "--rm", "--read-only", "--user", "4711", "persia/runtime:dev", "python", "-c", command)
+    assert "/opt/venv/lib/" in result.stdout
+    assert "packaged sha256=" in result.stderr and "build=unknown" not in result.stderr
+    assert docker("run", "--rm", "persia/runtime:dev", "nats-server", "--version").stdout.startswith("nats-server")
+
+
+@pytest.mark.usefixtures("images")
+def test_a_change_of_the_sources_does_not_install_pytorch_again(tmp_path: Path) -> None:
+    context = tmp_path / "clone"
+    for name in docker_context():
+        target = context / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    with (context / "persia_py/persia/env.py").open("a") as file:
+        file.write("# changed\n")
+    names = {"PERSIA_IMAGE": f"persia-probe-{os.getpid()}", "COMPOSE_PROJECT_NAME": f"persia-probe-{os.getpid()}"}
+    image = f"{names['PERSIA_IMAGE']}/runtime:dev"
+    try:
+        docker("compose", "--project-directory", str(context), "build", "trainer", timeout=400, **names)
+        before, after = layers("persia/runtime:dev"), layers(image)
+        assert before != after
+        shared = sum(1 for one, other in zip(before, after, strict=True) if one == other)
+        # The base, its certificates, Python, PyTorch, the other requirements, and what comes before the sources.
+        assert shared >= 6
+    finally:
+        docker("image", "rm", "--force", image, check=False)
+
+
+def layers(image: str) -> list[str]:
+    result: list[str] = json.loads(docker("image", "inspect", "--format", "{{json .RootFS.Layers}}", image).stdout)
+    return result
+
+
+def docker_context() -> list[str]:
+    """Name the files of the clone that images are made of: what git tracks, and certificates."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in listed if (ROOT / name).exists()] + [
+        str(path.relative_to(ROOT)) for path in (ROOT / "services" / "ca").glob("*.crt")
+    ]
