@@ -95,7 +95,7 @@ def read_stack(path: Path) -> StackConfig:
         config = StackConfig.model_validate(content)
     except ValidationError as error:
         mistakes = [_mistake(detail) for detail in error.errors()]
-        raise ConfigError(_listed(path, mistakes)) from error
+        raise _refused(path, mistakes) from error
     return _anchored(config, path)
 
 
@@ -127,7 +127,7 @@ def _anchored(config: StackConfig, path: Path) -> StackConfig:
     if config.run_dir is not None:
         changes["run_dir"] = _under(folder, config.run_dir)
     if mistakes:
-        raise ConfigError(_listed(path, mistakes))
+        raise _refused(path, mistakes)
     return config.model_copy(update=changes)
 
 
@@ -135,9 +135,11 @@ def _under(folder: Path, name: str) -> str:
     return os.path.normpath(folder / Path(name).expanduser())
 
 
-def _listed(path: Path, mistakes: list[str]) -> str:
+def _refused(path: Path, mistakes: list[str]) -> ConfigError:
     count = "1 error" if len(mistakes) == 1 else f"{len(mistakes)} errors"
-    return "\n".join([f"{path}: {count}", *(f"  {mistake}" for mistake in mistakes)])
+    error = ConfigError("\n".join([f"{path}: {count}", *(f"  {mistake}" for mistake in mistakes)]))
+    error.hint = f"correct it, then run: persia up {path}"
+    return error
 
 
 def _mistake(detail: Any) -> str:

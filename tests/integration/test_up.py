@@ -1,0 +1,260 @@
+"""``persia up``: a whole job on this host."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+from stack import missing
+
+DEADLINE = 60.0
+TRAIN = """\
+import os
+import time
+from pathlib import Path
+import torch
+from conftest import Batches, TinyModel
+from persia import distributed, env
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.optim import SGD
+
+torch.manual_seed(0)
+model = TinyModel()
+with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
+    for step, batch in enumerate(DataLoader(Batches(int(os.environ["STEPS"]), seed=env.get_rank()))):
+        output, labels = ctx.forward(batch)
+        ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+        print("step", step, "rank", env.get_rank(), flush=True)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
+    rows = sum(ctx.get_embedding_size())
+distributed.report({"rows": rows})
+"""
+
+
+class Up:
+    """A running ``persia up``, and what it wrote."""
+
+    def __init__(self, folder: Path, config: str, env: Mapping[str, str]) -> None:
+        (folder / "job.yml").write_text(config)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "persia", "up", "job.yml"],
+            cwd=folder,
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                self.lines.append(line.rstrip())
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def child(self, program: str) -> psutil.Process:
+        """Return the one process below whose command line has ``program``."""
+        found = [child for child in self.children() if re.search(program, " ".join(child.cmdline()))]
+        assert len(found) == 1, [child.cmdline() for child in self.children()]
+        return found[0]
+
+    def says(self, pattern: str) -> str:
+        """Wait for a line that matches, and return it."""
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            ended = not self._reader.is_alive()
+            for line in list(self.lines):
+                if re.search(pattern, line):
+                    return line
+            assert not ended and time.monotonic() < deadline, f"no line matches {pattern!r}\n{self.output}"
+            time.sleep(0.02)
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        code = self._process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+        return code
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+        sys.stdout.write(self.output + "\n")  # shown if the test failed
+
+
+StartUp = Callable[..., Up]
+
+
+@pytest.fixture
+def up(no_job: None, tmp_path: Path) -> Iterator[StartUp]:
+    """Run ``persia up`` on a configuration, in a folder with slots and a small training script."""
+    (tmp_path / "slots.yml").write_text("slots_config: {a: {dim: 4}, b: {dim: 4}}\n")
+    (tmp_path / "train.py").write_text(TRAIN)
+    started: list[Up] = []
+
+    def start(config: str, **env: str) -> Up:
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        started.append(Up(tmp_path, config, {"STEPS": "3", "PYTHONPATH": path, **env}))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def binaries() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+
+
+def ended(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=DEADLINE)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+TWO = """\
+job: two
+servers: 2
+middlewares: 2
+embedding_config: slots.yml
+trainer: {entry: train.py, ranks: 2}
+"""
+
+
+def test_every_mistake_is_listed(up: StartUp) -> None:
+    one = up("servers: 0\nmiddlewars: 1\ntrainer: {entry: train.py, ranks: two}\nenv: {a: [1]}\nzzz: 1\n")
+    assert one.wait() == 2
+    assert one.lines[0].endswith("job.yml: 6 errors")
+    for text in (
+        "servers: found `0`, allowed: greater than or equal to 1",
+        "middlewars: unknown key, did you mean `middlewares`?",
+        "trainer.ranks: found `two`, allowed: a valid integer",
+        "env.a: found `[1]`, allowed: text or a number",
+        "embedding_config: missing",
+        "zzz: unknown key, known: job, servers",
+    ):
+        assert text in one.output, one.output
+
+
+def test_files_that_are_not_there(up: StartUp) -> None:
+    one = up("embedding_config: no.yml\ntrainer: {entry: no.py --lr 1}\ntoken: secret\n")
+    assert one.wait() == 2
+    for text in ("embedding_config: found `no.yml`", "trainer.entry: found `no.py`", "token: found `secret`"):
+        assert text in one.output
+    assert len(one.lines) == 4 + 1, one.output  # the title, three mistakes, what to do next
+
+
+def test_no_nats_server(up: StartUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if any(shutil.which("nats-server", path=path) for path in ("/usr/sbin", "/usr/local/sbin")):
+        pytest.skip("nats-server is where it is always looked for")
+    one = up(TWO, PATH=str(tmp_path))
+    assert one.wait() == 2
+    assert "apt install nats-server" in one.output
+
+
+@pytest.mark.usefixtures("binaries")
+def test_two_ranks_train_and_a_second_start_says_so(up: StartUp, tmp_path: Path) -> None:
+    one = up(TWO)
+    assert one.wait() == 0, one.output
+    assert "[rank 0] step 2 rank 0" in one.output and "[rank 1] step 2 rank 1" in one.output
+    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["world_size"] == 2 and summary["steps"] == 3
+    assert summary["result"]["rows"] > 0
+    assert (tmp_path / "runs" / "two" / "logs" / "trainer.log").read_text()
+    again = up(TWO)
+    assert again.wait() == 0
+    assert "this run is finished" in again.output and "step" not in again.output.split("this run is finished")[0]
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_killed_server_is_named_and_the_run_starts_again(up: StartUp, tmp_path: Path) -> None:
+    one = up(TWO, STEPS="30", PAUSE="0.1")
+    one.says("step 2 rank 0")
+    one.child("sharded-server.*--replica-index 1").kill()
+    one.says("server-1 was killed by SIGKILL")
+    one.says(r"trainer ended with exit code 75")
+    assert one.wait() == 0, one.output
+    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
+    assert summary["epoch"] == 2 and summary["steps"] == 30
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_killed_server_without_restarts_never_looks_finished(up: StartUp, tmp_path: Path) -> None:
+    one = up(TWO + "restarts: 0\n", STEPS="100", PAUSE="0.1")
+    one.says("step 2 rank 0")
+    one.child("sharded-server.*--replica-index 0").kill()
+    assert one.wait() == 75, one.output
+    assert not (tmp_path / "runs" / "two" / "summary.json").exists()
+
+
+@pytest.mark.usefixtures("binaries")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(up: StartUp, tmp_path: Path, number: int) -> None:
+    one = up(TWO, STEPS="1000", PAUSE="0.1")
+    one.says("step 1 rank 0")
+    processes = one.children()
+    one.send(number)
+    assert one.wait() == 75, one.output
+    assert ended(processes)
+    assert not (tmp_path / "runs" / "two" / "summary.json").exists()
+
+
+@pytest.mark.usefixtures("binaries")
+def test_nothing_is_left_when_it_is_killed(up: StartUp) -> None:
+    one = up(TWO, STEPS="1000", PAUSE="0.1")
+    one.says("step 1 rank 0")
+    processes = one.children()
+    assert len(processes) >= 7
+    one.send(signal.SIGKILL)
+    assert ended(processes)
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_script_with_an_error_is_not_started_again(up: StartUp, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os\nprint('once')\nraise ValueError('mine')\n")
+    one = up("embedding_config: slots.yml\ntrainer: {entry: train.py}\n")
+    assert one.wait() == 1
+    assert one.output.count("once") == 1 and "ValueError: mine" in one.output
+
+
+@pytest.mark.usefixtures("binaries")
+def test_servers_alone_serve_trainers_started_by_hand(up: StartUp, tmp_path: Path) -> None:
+    one = up("embedding_config: slots.yml\nservers: 2\n")
+    one.says("export PERSIA_TOKEN_FILE=")
+    exports = dict(line.split("export ", 1)[1].split("=", 1) for line in list(one.lines) if "export " in line)
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "persia.launch.rank", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, **exports, "STEPS": "2", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    one.send(signal.SIGINT)
+    assert one.wait() == 0
