@@ -7,16 +7,18 @@
 //! * [`convert`]: tokens, reports and files as messages
 //! * [`error`]: [`persia_types::TablesError`] as gRPC status and back
 //! * [`auth`], [`tls`]: who may call what
+//! * [`backoff`]: pauses between tries
+//! * [`discovery`]: where the processes of a job are, through NATS
 //! * [`settings`], [`listen`]: endpoints, channels and servers, all with the same limits
 
 #[cfg(target_endian = "big")]
 compile_error!("numbers travel as they lie in memory, little-endian");
 
 pub mod auth;
+pub mod backoff;
 pub mod chunk;
-
 pub mod convert;
-
+pub mod discovery;
 pub mod error;
 pub mod listen;
 pub mod parts;

@@ -1,0 +1,77 @@
+//! Discovery for callers without a tokio runtime.
+
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+
+use super::{Announced, Announcement, Discovery, DiscoveryError, DiscoveryOptions, Peer, Service};
+
+/// [`Discovery`] on a thread of its own; every method waits. Dropping it closes the connection without waiting.
+#[derive(Debug)]
+pub struct BlockingDiscovery {
+    discovery: Discovery,
+    /// Some until it is dropped.
+    runtime: Option<Runtime>,
+}
+
+impl BlockingDiscovery {
+    /// As [`Discovery::connect`].
+    ///
+    /// # Errors
+    /// As [`Discovery::connect`], and `NotConnected` when no thread can be started.
+    pub fn connect(options: DiscoveryOptions) -> Result<Self, DiscoveryError> {
+        let no_thread = |error: std::io::Error| DiscoveryError::NotConnected {
+            url: super::without_password(&options.url),
+            what: format!("cannot start a thread: {error}"),
+        };
+        let mut builder = Builder::new_multi_thread();
+        let runtime = builder.worker_threads(1).thread_name("persia-nats").enable_all().build();
+        let runtime = runtime.map_err(no_thread)?;
+        let discovery = runtime.block_on(Discovery::connect(options))?;
+        Ok(Self { discovery, runtime: Some(runtime) })
+    }
+
+    /// The connection, for clients that look for their peers; it ends with `self`.
+    pub fn discovery(&self) -> &Discovery {
+        &self.discovery
+    }
+
+    fn wait<T>(&self, future: impl Future<Output = Result<T, DiscoveryError>>) -> Result<T, DiscoveryError> {
+        match &self.runtime {
+            Some(runtime) => runtime.block_on(future),
+            None => Err(self.discovery.not_connected("it was closed")),
+        }
+    }
+
+    /// As [`Discovery::wait_connected`].
+    ///
+    /// # Errors
+    /// As [`Discovery::wait_connected`].
+    pub fn wait_connected(&self, limit: Option<Duration>) -> Result<(), DiscoveryError> {
+        self.wait(self.discovery.wait_connected(limit))
+    }
+
+    /// As [`Discovery::announce`].
+    ///
+    /// # Errors
+    /// As [`Discovery::announce`].
+    pub fn announce(&self, announcement: Announcement) -> Result<Announced, DiscoveryError> {
+        self.wait(self.discovery.announce(announcement))
+    }
+
+    /// As [`Discovery::find`].
+    ///
+    /// # Errors
+    /// As [`Discovery::find`].
+    pub fn find(&self, service: Service, limit: Duration) -> Result<Vec<Peer>, DiscoveryError> {
+        self.wait(self.discovery.find(service, limit))
+    }
+}
+
+impl Drop for BlockingDiscovery {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! What a process says of itself.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use async_nats::service::Info;
+use persia_types::limits::MAX_RANKS;
+
+use super::DiscoveryError;
+use crate::settings::Endpoint;
+use crate::{PROTOCOL, VERSION};
+
+/// Bytes of a job's name.
+pub const MAX_JOB_BYTES: usize = 64;
+/// Bytes of an announcement that are read: NATS carries no more than this in our configuration.
+const MAX_INFO_BYTES: usize = 64 << 10;
+
+/// Check a job's name: it becomes part of log lines, file names and metadata.
+///
+/// # Errors
+/// `BadJob`.
+pub fn check_job_name(name: &str) -> Result<(), DiscoveryError> {
+    let good = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    if (1..=MAX_JOB_BYTES).contains(&name.len()) && name.bytes().all(good) {
+        Ok(())
+    } else {
+        Err(DiscoveryError::BadJob { name: name.to_owned() })
+    }
+}
+
+/// What a process is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Service {
+    /// Holds rows.
+    Server,
+    /// Stands before the servers.
+    Middleware,
+    /// A trainer rank.
+    Trainer,
+    /// A data-compose replica.
+    Data,
+}
+
+impl Service {
+    /// Its name in NATS.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Server => "persia-server",
+            Self::Middleware => "persia-middleware",
+            Self::Trainer => "persia-trainer",
+            Self::Data => "persia-data",
+        }
+    }
+
+    /// The service of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let all = [Self::Server, Self::Middleware, Self::Trainer, Self::Data];
+        all.into_iter().find(|service| service.name() == name)
+    }
+
+    pub(super) fn description(self) -> &'static str {
+        match self {
+            Self::Server => "embedding rows of some shards",
+            Self::Middleware => "splits look-ups and pushes by server",
+            Self::Trainer => "one rank of a training run",
+            Self::Data => "sends batches to trainer ranks",
+        }
+    }
+}
+
+/// What this process tells the others.
+#[derive(Debug, Clone)]
+pub struct Announcement {
+    /// What it is for.
+    pub service: Service,
+    /// Which of them it is.
+    pub index: u32,
+    /// How many there are.
+    pub replicas: u32,
+    /// Where it serves, as others reach it; None for one that does not.
+    pub address: Option<Endpoint>,
+    /// `host:port` of its metrics.
+    pub metrics: Option<String>,
+    /// More, such as `store` and `build`; no name of the fields above or of [`Peer`].
+    pub more: BTreeMap<String, String>,
+}
+
+impl Announcement {
+    pub(super) fn metadata(&self, job: &str) -> HashMap<String, String> {
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        // For people to read; no decision depends on it.
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let mut metadata: HashMap<String, String> = self.more.clone().into_iter().collect();
+        let own = [
+            ("job", job.to_owned()),
+            ("index", self.index.to_string()),
+            ("replicas", self.replicas.to_string()),
+            ("address", self.address.as_ref().map(Endpoint::to_string).unwrap_or_default()),
+            ("metrics", self.metrics.clone().unwrap_or_default()),
+            ("version", VERSION.to_owned()),
+            ("protocol", PROTOCOL.to_string()),
+            ("host", host.trim().to_owned()),
+            ("pid", std::process::id().to_string()),
+            ("started", started.to_string()),
+        ];
+        metadata.extend(own.map(|(key, value)| (key.to_owned(), value)));
+        metadata
+    }
+}
+
+/// What another process says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// What it is for.
+    pub service: Service,
+    /// NATS's name of the announcement; another one after every start.
+    pub id: String,
+    /// Its job.
+    pub job: String,
+    /// Which of them it is.
+    pub index: u32,
+    /// How many there are.
+    pub replicas: u32,
+    /// Where it serves.
+    pub address: Option<Endpoint>,
+    /// Its protocol; ours is [`PROTOCOL`].
+    pub protocol: u32,
+    /// Its version; ours is [`VERSION`].
+    pub version: String,
+    /// All metadata, those above included.
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl Peer {
+    /// Out of an answer to `$SRV.INFO`. A text that says what makes no sense, otherwise.
+    pub(super) fn parse(service: Service, answer: &[u8]) -> Result<Self, String> {
+        if answer.len() > MAX_INFO_BYTES {
+            return Err(format!("an answer of {} bytes", answer.len()));
+        }
+        let info: Info = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
+        if info.name != service.name() {
+            return Err(format!("{}: it calls itself {:?}", info.id, info.name));
+        }
+        let metadata: BTreeMap<String, String> = info.metadata.into_iter().collect();
+        let text = |key: &str| metadata.get(key).map_or("", String::as_str);
+        let number = |key: &str| -> Result<u32, String> {
+            text(key).parse().map_err(|_| format!("{}: {key}={:?} is no number", info.id, text(key)))
+        };
+        let (index, replicas) = (number("index")?, number("replicas")?);
+        if index >= replicas || replicas > MAX_RANKS {
+            return Err(format!("{}: index {index} of {replicas}", info.id));
+        }
+        let job = text("job").to_owned();
+        check_job_name(&job).map_err(|error| format!("{}: {error}", info.id))?;
+        let address = match text("address") {
+            "" => None,
+            text => Some(text.parse().map_err(|error| format!("{}: {error}", info.id))?),
+        };
+        let (protocol, version) = (number("protocol")?, text("version").to_owned());
+        Ok(Self { service, id: info.id, job, index, replicas, address, protocol, version, metadata })
+    }
+
+    /// For messages: "server 1 of 2 at host:8888".
+    pub fn describe(&self) -> String {
+        let name = self.service.name().trim_start_matches("persia-");
+        let at = self.address.as_ref().map(|address| format!(" at {address}")).unwrap_or_default();
+        format!("{name} {} of {}{at}", self.index, self.replicas)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(change: &[(&str, &str)]) -> Vec<u8> {
+        let announcement = Announcement {
+            service: Service::Server,
+            index: 1,
+            replicas: 2,
+            address: Some("host:8888".parse().unwrap()),
+            metrics: None,
+            more: BTreeMap::from([("build".to_owned(), "release".to_owned())]),
+        };
+        let mut metadata = announcement.metadata("job-1");
+        metadata.extend(change.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())));
+        let info = serde_json::json!({
+            "type": "io.nats.micro.v1.info_response", "name": "persia-server", "id": "abc",
+            "description": "", "version": VERSION, "metadata": metadata, "endpoints": [],
+        });
+        info.to_string().into_bytes()
+    }
+
+    #[test]
+    fn an_announcement_is_understood() {
+        let peer = Peer::parse(Service::Server, &answer(&[])).unwrap();
+        assert_eq!(peer.describe(), "server 1 of 2 at host:8888");
+        assert_eq!((peer.job.as_str(), peer.protocol, peer.version.as_str()), ("job-1", PROTOCOL, VERSION));
+        assert_eq!(peer.metadata["build"], "release");
+        assert_eq!(peer.metadata["pid"], std::process::id().to_string());
+        assert_eq!(Peer::parse(Service::Server, &answer(&[("address", "")])).unwrap().address, None);
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        let bad = [("index", "2"), ("index", "-1"), ("replicas", "x"), ("address", "host"), ("job", "a b")];
+        for change in bad {
+            let error = Peer::parse(Service::Server, &answer(&[change])).unwrap_err();
+            assert!(error.starts_with("abc: "), "{error}");
+        }
+        assert!(Peer::parse(Service::Trainer, &answer(&[])).is_err());
+        assert!(Peer::parse(Service::Server, b"{}").is_err());
+        assert!(Peer::parse(Service::Server, &vec![b' '; MAX_INFO_BYTES + 1]).is_err());
+    }
+
+    #[test]
+    fn job_names_are_checked() {
+        for good in ["persia_default_jobname", "a", "A.b-c_9"] {
+            check_job_name(good).unwrap();
+        }
+        for bad in ["", "a b", "a/b", "ä", &"x".repeat(65)] {
+            assert!(check_job_name(bad).is_err());
+        }
+    }
+}
