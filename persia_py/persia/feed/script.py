@@ -49,9 +49,10 @@ class ScriptFeed:
         _running = self
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop the script, as far as it sends batches."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop the script, as far as it sends batches; ``error`` is what training was left with."""
         global _running
+        del error
         self.inbox.stop("training is over")
         if _running is self:
             self._thread.join(_LEAVE_S)

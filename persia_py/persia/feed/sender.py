@@ -74,7 +74,9 @@ class Sender:
             pause.wait(_PAUSE_S)
 
     def _locate(self, rank: int) -> str | None:
-        return next((str(peer["address"]) for peer in self._find() if int(peer["index"]) == rank), None)
+        """Return where the rank is; the process that was started last, if two say that they are it."""
+        found = [peer for peer in self._find() if int(peer["index"]) == rank]
+        return str(max(found, key=lambda peer: str(peer["started"]))["address"]) if found else None
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._shared.changed.wait_for(lambda: self._shared.over or self._stopped or ready())

@@ -75,12 +75,17 @@ class FeedServer:
         """Tell every sender that no batch is wanted any more."""
         self.inbox.stop(reason)
 
-    def close(self) -> None:
-        """Stop, and end the server."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End the server.
+
+        Args:
+            error: What ends this run. Senders are not told that training is over then, but wait for its next epoch.
+        """
         if not self._closed:
             self._closed = True
-            self.stop("training is over")
-            self._server.stop(_GRACE_S).wait()
+            if error is None:
+                self.stop("training is over")
+            self._server.stop(_GRACE_S if error is None else None).wait()
 
 
 class _Feed(services.TrainerServicer):
