@@ -1,0 +1,164 @@
+"""The whole stack in containers: it trains, ends as it should, and says what went wrong."""
+
+import hashlib
+import json
+import re
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from compose.conftest import Project, Stacks, docker
+
+pytestmark = pytest.mark.usefixtures("images")
+
+EXAMPLE = ROOT / "examples" / "dlrm"
+SHORT = {"PERSIA_NN_WORKER_ENTRY": "train.py --epochs 1", "PERSIA_DATALOADER_ENTRY": "data_compose.py --epochs 1"}
+SMALL = {"SERVER_REPLICA": "1", "MIDDLEWARE_REPLICA": "1", "TRAINER_REPLICA": "1"} | SHORT
+
+EMBEDDED_AUC, TOLERANCE = 0.9568, 0.002
+"""Of the embedded mode's recipe (examples/dlrm/README.md), and how far off the stack may be."""
+
+
+def finished(project: Project) -> dict[str, Any]:
+    summary = project.summary()
+    assert summary is not None and summary["status"] == "finished"
+    return summary
+
+
+@pytest.mark.slow
+@pytest.mark.row("S0-10", "S0-11", "S0-17", "S0-18")
+def test_the_example_trains_once(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE)
+    first = project.train(timeout=480)
+    assert first.returncode == 0, first.stdout + first.stderr
+    summary = finished(project)
+    assert summary["world_size"] == 2
+    assert abs(summary["result"]["auc"] - EMBEDDED_AUC) <= TOLERANCE
+    assert f"{summary['result']['auc']:.4f}" in first.stdout  # rank 0 shows it
+
+    second = project.train(timeout=120)
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "this run is finished" in second.stdout
+    assert finished(project) == summary
+
+
+@pytest.mark.row("S0-12", "S0-17", "S0-20")
+def test_reverse_order_and_a_restart_of_nats_change_nothing(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, **SHORT)
+    for service in ("data_compose", "trainer", "middleware", "emb_server"):
+        project.up(service)
+    project.says("emb_server", "NATS")  # it waits, and says for what
+    project.up("persia_nats_service")
+    project.says("trainer", "epoch 1")
+    project("restart", "--timeout", "1", "persia_nats_service")
+    assert project.ended("trainer") == [0, 0]
+    assert finished(project)["world_size"] == 2
+    # Everything else runs until it is stopped.
+    for service in ("persia_nats_service", "emb_server", "middleware", "data_compose"):
+        assert {status for status, _ in project.states(service)} == {"running"}, service
+
+
+@pytest.mark.parametrize("end", ["a server is killed", "down"])
+def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
+    project = stacks(
+        EXAMPLE, PERSIA_NN_WORKER_ENTRY="train.py --epochs 50", PERSIA_DATALOADER_ENTRY="data_compose.py --epochs 50"
+    )
+    project("up", "--detach", "--no-build")
+    project.says("trainer", "epoch 1")
+    if end == "down":
+        project("stop", "--timeout", "60", timeout=180)
+        assert all(code == 75 for _, code in project.states("trainer"))
+    else:
+        docker("kill", project.containers("emb_server")[0])
+        assert all(code not in (0, -1) for code in project.ended("trainer", timeout=150))
+    assert project.summary() is None
+    project.remove(volumes=False)
+    assert project.summary() is None
+
+
+def test_what_is_missing_is_named(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, **SMALL)
+    result = project.train(timeout=120, PERSIA_EMBEDDING_CONFIG="/workspace/config/none.yml")
+    assert result.returncode != 0
+    assert "/workspace/config/none.yml" in result.stdout
+    assert project.summary() is None
+
+
+@pytest.mark.row("S0-11", "S0-13", "S0-14")
+def test_counts_come_from_env(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, SERVER_REPLICA="3", MIDDLEWARE_REPLICA="1")
+    project.up("persia_nats_service", "emb_server", "middleware")
+    assert len(project.containers("emb_server")) == 3
+    assert len(project.containers("middleware")) == 1
+    for name in ("server", "emb_server"):
+        addresses = project.run("getent", "ahosts", name).stdout.split("\n")
+        assert len({line.split()[0] for line in addresses if line}) == 3
+    served = project.run("persia", "status", "--json", check=False)
+    assert served.stdout, served.stderr
+    project("up", "--detach", "--no-build", "--no-deps", "--scale", "middleware=2", "middleware")
+    project.wait("two middlewares", lambda: {state for state, _ in project.states("middleware")} == {"running"})
+    assert len(project.containers("middleware")) == 2
+
+
+@pytest.mark.row("S0-12", "S0-14")
+def test_a_replica_beyond_the_count_is_refused(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, SERVER_REPLICA="1")
+    project("up", "--detach", "--no-build", "--no-deps", "--scale", "emb_server=2", "emb_server")
+    project.wait("the second server to end", lambda: project.states("emb_server")[1][0] == "exited")
+    assert project.states("emb_server")[1] == ("exited", 2)
+    assert "this is replica 2, but there are 1" in project.logs("emb_server")
+
+
+@pytest.mark.row("S0-15")
+def test_an_edit_of_the_python_sources_counts_at_the_next_start(stacks: Stacks) -> None:
+    project = stacks(ROOT / "persia_py")
+    project.variables |= {"CUR_DIR": str(EXAMPLE), "PERSIA_DIR": str(project.folder)}
+    command = ("python", "-c", "import persia.env; print(persia.__file__)")
+    assert project.run(*command).stdout == "/persia/persia/__init__.py\n"
+    with (project.folder / "persia" / "env.py").open("a") as file:
+        file.write('print("edited")\n')
+    assert project.run(*command).stdout == "edited\n/persia/persia/__init__.py\n"
+
+
+@pytest.mark.row("S0-21")
+def test_the_packaged_engine_needs_no_gpu(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE)
+    result = project.run("python", "-c", "import persia_core; print(persia_core.FEATURES, persia_core.__file__)")
+    assert re.fullmatch(r"\[\] /opt/venv/lib/\S+/persia_core/__init__\.py\n", result.stdout)
+    digest = re.search(r"running (\S+): packaged sha256=([0-9a-f]{64}) build=\S+", result.stderr)
+    assert digest is not None
+    assert project.run("sha256sum", digest[1]).stdout.startswith(digest[2])
+
+
+def test_containers_have_no_rights(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, **SMALL)
+    project.up("persia_nats_service", "emb_server")
+    for service in ("persia_nats_service", "emb_server"):
+        status = project("exec", "--no-TTY", service, "cat", "/proc/1/status").stdout
+        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert fields["Uid"].split() == ["1000"] * 4
+        assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
+        assert fields["NoNewPrivs"] == "1"
+        written = project("exec", "--no-TTY", service, "sh", "-c", "touch /etc/x", check=False)
+        assert "Read-only file system" in written.stderr
+    token = project("exec", "--no-TTY", "emb_server", "cat", "/run/persia/token").stdout
+    assert re.fullmatch("[0-9a-f]{64}", token)
+    assert token not in project.logs()
+    assert hashlib.sha256(f"persia role nats {token}".encode()).hexdigest() not in project.logs()
+
+
+@pytest.mark.slow
+def test_pytest_passes_in_the_trainer(stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, SERVER_REPLICA="2", MIDDLEWARE_REPLICA="1")
+    project.up("persia_nats_service", "emb_server", "middleware")
+    result = project.run("pytest", options=("--env", "PERSIA_TEST_LIVE=1"), timeout=480, check=False)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert re.search(r"^[1-9]\d+ ran, \d+ skipped", result.stdout, re.MULTILINE)
+
+
+def digests(project: Project) -> dict[str, str]:
+    """Return the hash of every file of the run's last checkpoint."""
+    text = project.run("sh", "-c", "cat $(find /checkpoints -name MANIFEST.json | sort | tail -n 1)").stdout
+    files: list[dict[str, Any]] = json.loads(text)["files"]
+    return {file["name"]: file["blake3"] for file in files}

@@ -1,0 +1,66 @@
+"""The same compose file on a swarm of one node."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compose.conftest import docker
+from compose.test_stack import EXAMPLE, SHORT
+
+pytestmark = pytest.mark.usefixtures("images")
+
+NAME = f"persia-test-{os.getpid()}"
+
+
+@pytest.fixture
+def swarm() -> Iterator[None]:
+    """A swarm of this machine alone, for the length of a test."""
+    if docker("info", "--format", "{{.Swarm.LocalNodeState}}").stdout.strip() != "inactive":
+        pytest.skip("this engine is part of a swarm already")
+    docker("swarm", "init", "--advertise-addr", "127.0.0.1")
+    yield
+    docker("stack", "rm", NAME, check=False)
+    # A container that still ends keeps its volumes and networks.
+    deadline = time.monotonic() + 90
+    while docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.stack.namespace={NAME}").stdout:
+        assert time.monotonic() < deadline, "the stack's containers do not end"
+        time.sleep(0.5)
+    docker("swarm", "leave", "--force")
+    for volume in docker("volume", "ls", "--quiet", "--filter", f"name={NAME}_").stdout.split():
+        docker("volume", "rm", volume)
+
+
+def logs(service: str) -> str:
+    result = docker("service", "logs", f"{NAME}_{service}", check=False)
+    return result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.row("S0-12", "S0-13")
+@pytest.mark.usefixtures("swarm")
+def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
+    folder = tmp_path / "workspace"
+    shutil.copytree(EXAMPLE, folder)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    docker(
+        "stack", "deploy", "--resolve-image", "never", "--compose-file", "docker-compose.yaml", NAME,
+        CUR_DIR=str(folder), **SHORT,
+    )  # fmt: skip
+
+    def states() -> list[str]:
+        listed = docker("service", "ps", "--format", "{{.CurrentState}}", f"{NAME}_trainer").stdout
+        return [line.split()[0] for line in listed.splitlines()]
+
+    deadline = time.monotonic() + 300
+    while states().count("Complete") < 2:
+        assert time.monotonic() < deadline, logs("trainer") + logs("emb_server")
+        time.sleep(1)
+    volume = ["--volume", f"{NAME}_runs:/runs", "--entrypoint", "cat", "persia/runtime:dev", "/runs/summary.json"]
+    assert json.loads(docker("run", "--rm", *volume).stdout)["status"] == "finished"
+    assert "packaged sha256=" in logs("emb_server")

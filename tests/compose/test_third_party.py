@@ -1,0 +1,128 @@
+"""One's own builds: made by the development image, put first by every container, and equal in what they compute."""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from compose.conftest import Result, Stacks, docker
+from compose.test_images import docker_context
+from compose.test_stack import EXAMPLE, SHORT, digests, finished
+
+pytestmark = [pytest.mark.usefixtures("images"), pytest.mark.timeout(900)]
+
+FILES = {"persia_core.so", "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"}
+PROJECT = {"COMPOSE_PROJECT_NAME": f"persia-dev-{os.getpid()}"}
+MINE = {"PERSIA_UID": str(os.getuid()), "PERSIA_GID": str(os.getgid())}
+
+
+@pytest.fixture(scope="module")
+def clone(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of this clone with a debug build in its third_party/."""
+    copy = tmp_path_factory.mktemp("clone")
+    copy.chmod(0o755)
+    for name in [*docker_context(), ".env"]:
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target, follow_symlinks=False)
+    run(copy, "make", "third-party", "PROFILE=dev")
+    yield copy
+    docker("compose", "down", "--volumes", "--timeout", "5", **PROJECT)
+    docker("compose", "-f", "docker-compose.dev.yaml", "down", "--volumes", **PROJECT)
+
+
+def run(clone: Path, *command: str) -> Result:
+    """Run a command as a user would in the clone."""
+    environment = {**os.environ, **PROJECT}
+    result = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=800)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def cargo(clone: Path, *arguments: str) -> Result:
+    options = ("-f", "docker-compose.dev.yaml", "--project-directory", str(clone), "run", "--rm", "--no-TTY", "dev")
+    return docker("compose", *options, "cargo", *arguments, timeout=800, **PROJECT, **MINE)
+
+
+@pytest.mark.row("S0-02", "S0-05")
+def test_everything_is_there_under_its_name(clone: Path) -> None:
+    folder = clone / "third_party"
+    assert {path.name for path in folder.iterdir()} == FILES | {"BUILD_INFO", "README.md"}
+    lines = (folder / "BUILD_INFO").read_text().splitlines()
+    assert len(lines) == len(FILES)
+    for line in lines:
+        assert re.fullmatch(r"[0-9a-f]{64}  \S+ build=\S+ dev rustc \d+\.\d+\.\d+", line), line
+
+
+@pytest.mark.row("S0-03")
+def test_the_engine_builds_for_gpus_without_a_toolkit(clone: Path) -> None:
+    cargo(clone, "build", "--package", "persia-core", "--features", "cuda", "--target-dir", "/opt/target")
+    listed = docker(
+        "run", "--rm", "--volume", f"{PROJECT['COMPOSE_PROJECT_NAME']}_target:/opt/target", "persia/dev:dev",
+        "ls", "/opt/target/debug",
+    ).stdout.split()  # fmt: skip
+    assert "libpersia_core.so" in listed
+
+
+@pytest.mark.row("S0-04")
+def test_one_package_gives_both_binaries(clone: Path) -> None:
+    cargo(clone, "build", "--package", "persia-embedding-sharded-server", "--target-dir", "target")
+    built = {path.name for path in (clone / "rust_core" / "target" / "debug").iterdir()}
+    assert FILES - {"persia_core.so"} <= built
+
+
+@pytest.mark.slow
+@pytest.mark.row("S0-07", "S0-08", "S0-16", "S0-23")
+def test_overrides_run_and_compute_the_same(clone: Path, stacks: Stacks, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    found = []
+    for third_party in (tmp_path / "nothing", clone / "third_party"):
+        project = stacks(EXAMPLE, THIRD_PARTY=str(third_party), REPRODUCIBLE="1", **SHORT)
+        result = project.train()
+        assert result.returncode == 0, result.stdout + result.stderr
+        kind = "override" if third_party == clone / "third_party" else "packaged"
+        for service, file in (
+            ("emb_server", "persia-embedding-sharded-server"),
+            ("middleware", "persia-embedding-sharded-middleware"),
+            ("trainer", "persia_core"),
+        ):
+            lines = re.findall(rf"running \S*{file}\S*: (\w+) sha256=", project.logs(service))
+            assert lines == [kind] * 2, project.logs(service)
+        found.append((digests(project), finished(project)["result"]["auc"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.row("S0-16", "S0-22")
+def test_the_engine_of_third_party_wins_under_run(clone: Path, stacks: Stacks) -> None:
+    project = stacks(EXAMPLE, THIRD_PARTY=str(clone / "third_party"))
+    result = project.run("python", "-c", "import persia_core; print(persia_core.__file__)")
+    assert result.stdout == "/third_party/persia_core.so\n"
+    assert "running /third_party/persia_core.so: override sha256=" in result.stderr
+
+
+def blocks() -> dict[str, str]:
+    """Return the commands of each section of docs/troubleshooting.md."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    return {
+        section.split("\n", 1)[0]: commands[0]
+        for section in text.split("\n## ")[1:]
+        if (commands := re.findall(r"```sh\n(.*?)```", section, re.DOTALL))
+    }
+
+
+@pytest.mark.row("S0-01")
+@pytest.mark.parametrize("section", blocks())
+def test_troubleshooting(clone: Path, section: str) -> None:
+    commands = blocks()[section]
+    assert 1 <= len(commands.strip().splitlines()) <= 4
+    run(clone, "sh", "-eux", "-c", commands)
+
+
+@pytest.mark.row("S0-01")
+def test_each_component_has_a_section() -> None:
+    assert list(blocks()) == ["Embedding server", "Middleware", "Engine (`persia_core`)", "Python package"]
