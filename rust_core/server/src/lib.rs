@@ -1,1 +1,18 @@
 //! Embedding servers, and the middleware in front of them.
+//!
+//! * [`node`]: what one server holds and refuses: the store, the run's epoch, the order of reproducible runs
+//! * [`service`]: a node as gRPC service
+//! * [`middleware`]: requests divided among servers, and their answers put together
+//! * [`serve`]: connections, from the first to the last; health and reflection
+//! * [`process`]: what both binaries do at their start and end; [`args`], [`logs`], [`metrics`], [`watchdog`],
+//!   [`exit`]: the parts of it
+
+pub mod args;
+mod connection;
+pub mod exit;
+pub mod logs;
+pub mod metrics;
+pub mod node;
+pub mod serve;
+pub mod service;
+pub mod watchdog;

@@ -1,0 +1,270 @@
+//! Flags of the two binaries. Every flag has a variable; flags win, and an empty variable is none.
+
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser};
+use persia_types::config::{ConfigErrors, EmbeddingConfig, GlobalConfig, Parsed};
+use persia_types::limits::MAX_SERVERS;
+use persia_wire::auth::Secret;
+use persia_wire::settings::Endpoint;
+use persia_wire::tls::TlsFiles;
+
+use crate::exit::Exit;
+use crate::logs::LogFormat;
+
+/// Longest job name.
+const MAX_JOB_BYTES: usize = 64;
+
+/// What both binaries are told.
+#[derive(Debug, Clone, Args)]
+pub struct CommonArgs {
+    /// NATS, for discovery: nats://HOST:PORT. Without it nobody is found and nothing announced
+    #[arg(long, env = "PERSIA_NATS_URL", value_name = "URL")]
+    pub nats_url: Option<String>,
+    /// Slots and tables
+    #[arg(long, env = "PERSIA_EMBEDDING_CONFIG", value_name = "FILE")]
+    pub embedding_config: Option<PathBuf>,
+    /// The job, its checkpoints and its capacity
+    #[arg(long, env = "PERSIA_GLOBAL_CONFIG", value_name = "FILE")]
+    pub global_config: Option<PathBuf>,
+    /// Which of the replicas this is, from 0
+    #[arg(long, env = "REPLICA_INDEX", value_name = "N", default_value_t = 0)]
+    pub replica_index: u32,
+    /// How many replicas there are
+    #[arg(long, env = "REPLICA_SIZE", value_name = "N", default_value_t = 1)]
+    pub replica_size: u32,
+    /// HOST:PORT or unix:/PATH; port 0 takes a free one. Default: this binary's port, on all addresses with a token
+    /// file, on 127.0.0.1 without
+    #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
+    pub listen: Option<String>,
+    /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464, on the addresses of --listen's
+    /// default
+    #[arg(long, env = "PERSIA_METRICS_LISTEN", value_name = "ADDRESS")]
+    pub metrics_listen: Option<String>,
+    /// The secret of the cluster; without it only this host is served
+    #[arg(long, env = "PERSIA_TOKEN_FILE", value_name = "FILE")]
+    pub token_file: Option<PathBuf>,
+    /// Certificate chain of this process, PEM: it then speaks TLS only
+    #[arg(long, env = "PERSIA_TLS_CERT", value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+    /// Private key of --tls-cert, PEM
+    #[arg(long, env = "PERSIA_TLS_KEY", value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+    /// Authority of the peers' certificates, PEM: peers are then called by TLS only
+    #[arg(long, env = "PERSIA_TLS_CA", value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+    /// Name in the peers' certificates
+    #[arg(long, env = "PERSIA_TLS_NAME", value_name = "NAME", default_value = "persia")]
+    pub tls_name: String,
+    /// Host that others reach this process by; default: the address towards NATS
+    #[arg(long, env = "PERSIA_ADVERTISE", value_name = "HOST")]
+    pub advertise: Option<String>,
+    /// Name of the job; default: job_name of --global-config
+    #[arg(long, env = "PERSIA_JOB", value_name = "NAME")]
+    pub job: Option<String>,
+    /// Seconds that SIGTERM leaves to connections that are open
+    #[arg(long, env = "PERSIA_STOP_GRACE", value_name = "SECONDS", default_value_t = 50)]
+    pub stop_grace: u64,
+    /// Seconds one look-up or push may take
+    #[arg(long, env = "PERSIA_RPC_TIMEOUT", value_name = "SECONDS", default_value_t = 60,
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub rpc_timeout: u64,
+    /// error, warn, info, debug, trace, or filters of tracing-subscriber
+    #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
+    pub log_level: String,
+    /// How log lines look
+    #[arg(long, env = "LOG_FORMAT", value_name = "FORMAT", default_value = "json")]
+    pub log_format: LogFormat,
+    /// Ask the process at --listen whether it serves: exit code 0 or 1
+    #[arg(long)]
+    pub health: bool,
+}
+
+/// An embedding server: holds the rows of its shards, and serves look-ups and pushes.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "persia-embedding-sharded-server")]
+pub struct ServerArgs {
+    /// What both binaries are told
+    #[command(flatten)]
+    pub common: CommonArgs,
+    /// Where the epoch is kept; without it a restarted server forgets which runs were before
+    #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// The directory below which checkpoints are written and read; without it both are refused
+    #[arg(long, env = "PERSIA_CKPT_DIR", value_name = "DIR")]
+    pub checkpoint_root: Option<PathBuf>,
+}
+
+/// A middleware: divides requests among the embedding servers, and holds nothing.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "persia-embedding-sharded-middleware")]
+pub struct MiddlewareArgs {
+    /// What both binaries are told
+    #[command(flatten)]
+    pub common: CommonArgs,
+    /// The servers in the order of their index, HOST:PORT or unix:/PATH, instead of discovery
+    #[arg(long, value_name = "ADDRESS,…", value_delimiter = ',')]
+    pub servers: Vec<Endpoint>,
+}
+
+/// What `--version` prints behind the binary's name.
+pub fn version() -> &'static str {
+    static VERSION: LazyLock<String> = LazyLock::new(|| {
+        format!("{} (protocol {}, {BUILD} build)", persia_wire::VERSION, persia_wire::PROTOCOL)
+    });
+    &VERSION
+}
+
+/// How this binary was built.
+pub const BUILD: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
+
+/// Read this process's arguments and variables. Ends the process for `--help` and `--version`.
+///
+/// # Errors
+/// `Usage`, one line.
+pub fn parse<A: CommandFactory + FromArgMatches>() -> Result<A, Exit> {
+    let mut command = A::command().version(version());
+    let empty: Vec<clap::Id> = command
+        .get_arguments()
+        .filter(|arg| arg.get_env().and_then(std::env::var_os).is_some_and(|value| value.is_empty()))
+        .map(|arg| arg.get_id().clone())
+        .collect();
+    for id in empty {
+        command = command.mut_arg(id, |arg| arg.env(None::<&str>));
+    }
+    let one_line = |error: clap::Error| {
+        if error.use_stderr() {
+            let text = error.to_string();
+            let line = text.lines().next().unwrap_or_default();
+            return Exit::Usage(format!("{}; --help lists all flags", line.trim_start_matches("error: ")));
+        }
+        error.exit()
+    };
+    let matches = command.try_get_matches().map_err(one_line)?;
+    A::from_arg_matches(&matches).map_err(one_line)
+}
+
+impl CommonArgs {
+    /// Check what does not depend on a file.
+    ///
+    /// # Errors
+    /// `Usage`, naming the variable.
+    pub fn check(&self) -> Result<(), Exit> {
+        let Self { replica_index: index, replica_size: size, .. } = self;
+        if *size == 0 || *size as usize > MAX_SERVERS {
+            return Err(Exit::Usage(format!("REPLICA_SIZE is {size}, it must be from 1 to {MAX_SERVERS}")));
+        }
+        if index >= size {
+            return Err(Exit::Usage(format!(
+                "REPLICA_INDEX is {index} and REPLICA_SIZE {size}: indexes go from 0 to {}",
+                size - 1
+            )));
+        }
+        Ok(())
+    }
+
+    /// The secret, where there is a token file.
+    ///
+    /// # Errors
+    /// `Auth` naming the file.
+    pub fn secret(&self) -> Result<Option<Secret>, Exit> {
+        Secret::read_if_given(self.token_file.as_deref()).map_err(|error| Exit::Auth(error.to_string()))
+    }
+
+    /// Certificates and keys.
+    pub fn tls(&self) -> TlsFiles {
+        TlsFiles {
+            cert: self.tls_cert.clone(),
+            key: self.tls_key.clone(),
+            ca: self.tls_ca.clone(),
+            name: Some(self.tls_name.clone()),
+        }
+    }
+
+    /// Where to listen.
+    ///
+    /// # Errors
+    /// `Usage` for an address that is none.
+    pub fn listen(&self, port: u16) -> Result<Endpoint, Exit> {
+        let default = format!("{}:{port}", self.open_host());
+        endpoint(self.listen.as_deref().unwrap_or(&default), "--listen")
+    }
+
+    /// Where to serve metrics, if at all.
+    ///
+    /// # Errors
+    /// `Usage` for an address that is none.
+    pub fn metrics_listen(&self, port: u16) -> Result<Option<Endpoint>, Exit> {
+        let default = format!("{}:{port}", self.open_host());
+        match self.metrics_listen.as_deref().unwrap_or(&default) {
+            "off" => Ok(None),
+            address => endpoint(address, "--metrics-listen").map(Some),
+        }
+    }
+
+    fn open_host(&self) -> &'static str {
+        if self.token_file.is_some() { "0.0.0.0" } else { "127.0.0.1" }
+    }
+
+    /// The global configuration, or what holds without a file.
+    ///
+    /// # Errors
+    /// `Usage` with everything that is wrong with it.
+    pub fn global(&self) -> Result<GlobalConfig, Exit> {
+        let Some(path) = &self.global_config else { return Ok(GlobalConfig::default()) };
+        read(path, "PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
+    }
+
+    /// The embedding configuration.
+    ///
+    /// # Errors
+    /// `Usage` without one, or with everything that is wrong with it.
+    pub fn embedding(&self) -> Result<EmbeddingConfig, Exit> {
+        let Some(path) = &self.embedding_config else {
+            return Err(Exit::Usage(
+                "no embedding configuration: set PERSIA_EMBEDDING_CONFIG or --embedding-config to the job's \
+                 embedding_config.yml"
+                    .into(),
+            ));
+        };
+        read(path, "PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse)
+    }
+
+    /// The job's name.
+    ///
+    /// # Errors
+    /// `Usage` for a name that is not allowed.
+    pub fn job(&self, global: &GlobalConfig) -> Result<String, Exit> {
+        let job = self.job.as_ref().unwrap_or(&global.job_name);
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if (1..=MAX_JOB_BYTES).contains(&job.len()) && job.bytes().all(allowed) {
+            return Ok(job.clone());
+        }
+        Err(Exit::Usage(format!(
+            "job name {job:?}: it must be 1 to {MAX_JOB_BYTES} letters, digits, dots, underscores or hyphens"
+        )))
+    }
+}
+
+fn endpoint(address: &str, flag: &str) -> Result<Endpoint, Exit> {
+    address.parse().map_err(|error| Exit::Usage(format!("{flag} {address}: {error}")))
+}
+
+fn read<T>(
+    path: &Path,
+    variable: &str,
+    parse: impl Fn(&str, &str) -> Result<Parsed<T>, ConfigErrors>,
+) -> Result<T, Exit> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| Exit::Usage(format!("{variable}: {}: {error}", path.display())))?;
+    let name = path.display().to_string();
+    let parsed = parse(&text, &name).map_err(|errors| {
+        let found: Vec<String> = errors.errors.iter().map(ToString::to_string).collect();
+        Exit::Usage(format!("{name}: {}", found.join("; ")))
+    })?;
+    for warning in &parsed.warnings {
+        tracing::warn!("{name}: {warning}");
+    }
+    Ok(parsed.config)
+}

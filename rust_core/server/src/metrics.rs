@@ -1,0 +1,184 @@
+//! Metrics in Prometheus' text format, and health over HTTP.
+//!
+//! Latencies are histograms in seconds. Gauges that cost something to know are set when somebody asks.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use metrics::{counter, gauge, histogram};
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use persia_types::Schema;
+use persia_types::tables::{LookupReport, PushReport, Stats};
+use tokio::net::TcpListener;
+
+const REQUEST_SECONDS: &str = "persia_request_seconds";
+const REQUESTS_FAILED: &str = "persia_requests_failed_total";
+const LOOKUP_ROWS: &str = "persia_lookup_rows_total";
+const PUSH_ROWS: &str = "persia_push_rows_total";
+const CONNECTIONS: &str = "persia_connections";
+const EPOCH: &str = "persia_epoch";
+const ROWS: &str = "persia_rows";
+const PAYLOAD: &str = "persia_payload_bytes";
+const MEMORY: &str = "persia_memory_bytes";
+/// From a fraction of a loopback call to a checkpoint of a large table.
+const BUCKETS: &[f64] = &[
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+];
+const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Record metrics from now on. In a process that does already (tests run several servers in one) the second
+/// recorder is not heard.
+///
+/// # Errors
+/// None in practice: the buckets are not empty.
+pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildError> {
+    let recorder = PrometheusBuilder::new().set_buckets(BUCKETS)?.build_recorder();
+    let handle = recorder.handle();
+    let _ = metrics::set_global_recorder(recorder);
+    metrics::describe_histogram!(REQUEST_SECONDS, metrics::Unit::Seconds, "Time to serve a request, by verb");
+    metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by verb and code");
+    metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
+    metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
+    metrics::describe_gauge!(CONNECTIONS, "Connections open now");
+    metrics::describe_gauge!(EPOCH, "Epoch of the run that began last");
+    metrics::describe_gauge!(ROWS, "Rows held now, by table");
+    metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state held now");
+    metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory taken for rows and their indexes");
+    Ok(handle)
+}
+
+/// Times one request; without [`Timer::served`] it counts as failed.
+pub(crate) struct Timer {
+    verb: &'static str,
+    since: Instant,
+}
+
+impl Timer {
+    pub(crate) fn start(verb: &'static str) -> Self {
+        Self { verb, since: Instant::now() }
+    }
+
+    /// Note how the request ended.
+    pub(crate) fn end<T>(self, result: Result<T, tonic::Status>) -> Result<T, tonic::Status> {
+        match &result {
+            Ok(_) => histogram!(REQUEST_SECONDS, "verb" => self.verb).record(self.since.elapsed()),
+            Err(status) => {
+                let code = format!("{:?}", status.code());
+                counter!(REQUESTS_FAILED, "verb" => self.verb, "code" => code).increment(1);
+                tracing::warn!(verb = self.verb, code = ?status.code(), "refused: {}", status.message());
+            }
+        }
+        result
+    }
+}
+
+pub(crate) fn looked_up(report: &LookupReport) {
+    let LookupReport { hits, inserted, missing, evicted } = *report;
+    let outcomes = [("hit", hits), ("inserted", inserted), ("missing", missing), ("evicted", evicted)];
+    for (outcome, rows) in outcomes {
+        counter!(LOOKUP_ROWS, "outcome" => outcome).increment(rows);
+    }
+}
+
+pub(crate) fn pushed(report: &PushReport) {
+    let outcomes = [
+        ("applied", report.rows_applied),
+        ("missing", report.rows_missing),
+        ("nonfinite", report.rows_nonfinite),
+        ("duplicate", report.rows_duplicate),
+    ];
+    for (outcome, rows) in outcomes {
+        counter!(PUSH_ROWS, "outcome" => outcome).increment(rows);
+    }
+}
+
+/// Counts one connection as long as it lives.
+#[derive(Debug)]
+pub(crate) struct Connected(());
+
+impl Connected {
+    pub(crate) fn count() -> Self {
+        gauge!(CONNECTIONS).increment(1.0);
+        Self(())
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        gauge!(CONNECTIONS).decrement(1.0);
+    }
+}
+
+/// Set the gauges of a server.
+pub(crate) fn set_gauges(schema: &Schema, stats: &Stats) {
+    gauge!(EPOCH).set(stats.epoch as f64);
+    gauge!(PAYLOAD).set(stats.payload_bytes as f64);
+    gauge!(MEMORY).set(stats.memory_bytes as f64);
+    for (table, rows) in schema.tables.iter().zip(&stats.rows) {
+        gauge!(ROWS, "table" => table.name.clone()).set(*rows as f64);
+    }
+}
+
+/// What the HTTP listener tells.
+#[derive(Clone)]
+pub struct Page {
+    /// Renders the metrics.
+    pub metrics: PrometheusHandle,
+    /// Whether the process serves; `/health` answers 200 or 503.
+    pub ready: Arc<AtomicBool>,
+    /// Called before every rendering, on a thread that may block.
+    pub refresh: Arc<dyn Fn() + Send + Sync>,
+}
+
+/// Answer `/metrics` and `/health` for as long as the process lives.
+pub async fn serve(listener: TcpListener, page: Page) {
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, most likely: others must close some first.
+                tracing::warn!(%error, "metrics: cannot accept a connection");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                continue;
+            }
+        };
+        let page = page.clone();
+        tokio::spawn(async move {
+            let answer = service_fn(|request| answer(request, page.clone()));
+            let mut http = hyper::server::conn::http1::Builder::new();
+            http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
+            if let Err(error) = http.serve_connection(TokioIo::new(stream), answer).await {
+                tracing::debug!(%error, "metrics: connection");
+            }
+        });
+    }
+}
+
+async fn answer(request: Request<Incoming>, page: Page) -> Result<Response<Full<Bytes>>, Infallible> {
+    let (status, text) = match (request.method(), request.uri().path()) {
+        (&Method::GET, "/metrics") => {
+            let refresh = Arc::clone(&page.refresh);
+            match tokio::task::spawn_blocking(move || refresh()).await {
+                Ok(()) => (StatusCode::OK, page.metrics.render()),
+                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+            }
+        }
+        (&Method::GET, "/health") if page.ready.load(Ordering::Relaxed) => {
+            (StatusCode::OK, "serving\n".into())
+        }
+        (&Method::GET, "/health") => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".into()),
+        _ => (StatusCode::NOT_FOUND, "there are /metrics and /health\n".into()),
+    };
+    let mut response = Response::new(Full::new(Bytes::from(text)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
+    Ok(response)
+}

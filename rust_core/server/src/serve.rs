@@ -1,0 +1,116 @@
+//! [`serve`]: a gRPC service with its guard, health and reflection, from the first connection to the last.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use persia_wire::auth::Guard;
+use persia_wire::listen::Listener;
+use persia_wire::proto::FILE_DESCRIPTOR_SET;
+use persia_wire::settings::{self, Endpoint};
+use tonic::body::Body;
+use tonic::codegen::{Service, http};
+use tonic::server::NamedService;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::ServerTlsConfig;
+use tonic_health::ServingStatus;
+use tonic_health::pb::health_server::HealthServer;
+use tonic_health::server::HealthReporter;
+
+use crate::connection::{self, Tracked};
+use crate::exit::Exit;
+
+/// What does not differ between servers and middlewares.
+pub struct Host {
+    /// Who may call.
+    pub guard: Guard,
+    /// With it TCP is encrypted.
+    pub tls: Option<ServerTlsConfig>,
+    /// What connections that are open have left at the end.
+    pub grace: Duration,
+    /// Tells `grpc.health.v1` what [`Health`] is told.
+    pub health: Health,
+}
+
+/// Whether the process serves.
+#[derive(Clone)]
+pub struct Health {
+    reporter: HealthReporter,
+    service: &'static str,
+}
+
+/// The other half of [`Health`].
+pub type HealthService = HealthServer<tonic_health::server::HealthService>;
+
+impl Health {
+    /// Not serving yet.
+    pub async fn new(service: &'static str) -> (Self, HealthService) {
+        let reporter = HealthReporter::new();
+        let server =
+            HealthServer::new(tonic_health::server::HealthService::from_health_reporter(reporter.clone()));
+        let health = Self { reporter, service };
+        health.set(false).await;
+        (health, server)
+    }
+
+    /// Say whether it serves.
+    pub async fn set(&self, serving: bool) {
+        let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
+        for name in ["", self.service] {
+            self.reporter.set_service_status(name, status).await;
+        }
+    }
+}
+
+/// Serve until `shutdown`, then take no new connections and wait until those that are open close, for a time.
+///
+/// # Errors
+/// `Usage` for a certificate that can't be used.
+pub async fn serve<S>(
+    listener: Listener,
+    service: S,
+    host: Host,
+    health: HealthService,
+    shutdown: impl Future<Output = ()> + Send,
+) -> Result<(), Exit>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
+        + NamedService
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+    S::Future: Send + 'static,
+{
+    let unusable = |error: &dyn std::error::Error| {
+        let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
+        Exit::Usage(format!("PERSIA_TLS_CERT and PERSIA_TLS_KEY: {error}{cause}"))
+    };
+    let tls = host.tls.filter(|_| matches!(listener.endpoint(), Endpoint::Tcp { .. }));
+    let reflection = tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+        .build_v1()
+        .map_err(|error| Exit::Corrupt(format!("the protocol's description: {error}")))?;
+    let router = settings::server(tls)
+        .map_err(|error| unusable(&error))?
+        .add_service(health)
+        .add_service(InterceptedService::new(reflection, host.guard.clone()))
+        .add_service(InterceptedService::new(service, host.guard));
+
+    let (notes, open) = connection::track();
+    let connections = listener
+        .connections()
+        .map(move |connection| connection.map(|connection| Tracked::new(connection, notes.note())))
+        .take_until(shutdown);
+    router
+        .serve_with_incoming(connections)
+        .await
+        .map_err(|error| Exit::Again(format!("accepting connections ended: {error}")))?;
+    tracing::info!(grace_s = host.grace.as_secs(), "stopping: waiting for open connections to close");
+    host.health.set(false).await;
+    if tokio::time::timeout(host.grace, open.all_closed()).await.is_err() {
+        tracing::warn!("connections were still open at the end of the grace period");
+    }
+    Ok(())
+}

@@ -1,0 +1,220 @@
+//! [`EmbeddingService`]: the gRPC face of a [`Node`].
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use futures_util::Stream;
+use persia_types::tables::{FileEntry, Run};
+use persia_types::{JobId, Mode, TablesError};
+use persia_wire::auth::{Role, require};
+use persia_wire::chunk::owned_row_chunks;
+use persia_wire::error::to_status;
+use persia_wire::proto::embedding_server_server::EmbeddingServer;
+use persia_wire::proto::{self, lookup_reply, server_push};
+use persia_wire::{PROTOCOL, VERSION, receive};
+use tonic::{Extensions, Request, Response, Status, Streaming};
+
+use crate::metrics::{self, Timer};
+use crate::node::{Fence, Node, Phase};
+
+/// See the module's documentation.
+#[derive(Clone)]
+pub struct EmbeddingService {
+    node: Arc<Node>,
+}
+
+/// Rows, in chunks, then the report.
+pub type LookupStream = Pin<Box<dyn Stream<Item = Result<proto::LookupReply, Status>> + Send>>;
+
+/// Refuse a caller of another version, before anything it says is taken for something else.
+pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result<(), Status> {
+    let differs = |what: String| Err(to_status(&TablesError::Incompatible { peer: peer.into(), what }));
+    if request.protocol != PROTOCOL {
+        return differs(format!("it speaks protocol {PROTOCOL}, the caller speaks {}", request.protocol));
+    }
+    if request.version != VERSION {
+        return differs(format!("it is of version {VERSION}, the caller of {}", request.version));
+    }
+    Ok(())
+}
+
+/// Run what computes or waits for a disk where it does not hold up others. A panic fails this request only.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, TablesError> + Send + 'static,
+) -> Result<T, Status> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(|error| to_status(&error)),
+        Err(error) => {
+            Err(Status::internal(format!("the request failed: {error}; the server's log says where")))
+        }
+    }
+}
+
+fn admin(extensions: &Extensions, verb: &str) -> Result<(), Status> {
+    require(extensions, verb, &[Role::Admin])
+}
+
+fn fence(fence: Option<proto::Fence>) -> Result<Fence, Status> {
+    let proto::Fence { job, epoch } = fence.ok_or_else(|| Status::invalid_argument("no fence was sent"))?;
+    Ok(Fence { job: JobId(job), epoch })
+}
+
+impl EmbeddingService {
+    /// Serve `node`.
+    pub fn new(node: Arc<Node>) -> Self {
+        Self { node }
+    }
+
+    async fn serve_lookup(
+        &self,
+        request: Request<Streaming<proto::LookupRequest>>,
+    ) -> Result<LookupStream, Status> {
+        require(request.extensions(), "Lookup", &[Role::Trainer, Role::Middleware])?;
+        let lookup = receive::lookup(&mut request.into_inner()).await?;
+        let turn = match lookup.mode {
+            Mode::Train => self.node.turn(lookup.token, Phase::Lookup).await.map_err(|e| to_status(&e))?,
+            Mode::Eval | Mode::Infer => None,
+        };
+        let node = Arc::clone(&self.node);
+        let (lookup, rows, report) = blocking(move || {
+            let mut rows = lookup.buffers();
+            let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
+            let report = node.lookup(turn, &lookup.request(&lookup.tables()), &mut buffers)?;
+            Ok((lookup, rows, report))
+        })
+        .await?;
+        if lookup.mode == Mode::Train {
+            metrics::looked_up(&report);
+        }
+        let parts = lookup.parts.into_iter().zip(rows).enumerate();
+        let chunks = parts.flat_map(|(at, (part, rows))| owned_row_chunks(at as u32, part.dim, rows));
+        let messages =
+            chunks.map(lookup_reply::Part::Rows).chain([lookup_reply::Part::Report(report.into())]);
+        let replies = messages.map(|part| Ok(proto::LookupReply { part: Some(part) }));
+        Ok(Box::pin(tokio_stream::iter(replies)))
+    }
+
+    async fn serve_push(
+        &self,
+        request: Request<Streaming<proto::PushRequest>>,
+    ) -> Result<proto::PushReply, Status> {
+        require(request.extensions(), "Push", &[Role::Trainer, Role::Middleware])?;
+        let push = receive::push(&mut request.into_inner()).await?;
+        let turn = self.node.turn(push.token, Phase::Push).await.map_err(|e| to_status(&e))?;
+        let node = Arc::clone(&self.node);
+        let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;
+        metrics::pushed(&report);
+        let outcome = Some(server_push::Outcome::Applied(report.into()));
+        Ok(proto::PushReply {
+            servers: vec![proto::ServerPush { server: self.node.options().index, outcome }],
+        })
+    }
+
+    async fn serve_begin(&self, request: Request<proto::BeginRequest>) -> Result<proto::BeginReply, Status> {
+        admin(request.extensions(), "Begin")?;
+        let request = request.into_inner();
+        check_version(self.node.peer(), &request)?;
+        let run: Run = serde_json::from_str(&request.run).map_err(|error| {
+            to_status(&TablesError::BadRun { what: format!("what was sent describes no run: {error}") })
+        })?;
+        let node = Arc::clone(&self.node);
+        blocking(move || node.begin(request.servers, &run, request.check_only)).await?;
+        Ok(proto::BeginReply {})
+    }
+
+    async fn serve_snapshot(
+        &self,
+        request: Request<proto::SnapshotRequest>,
+    ) -> Result<proto::SnapshotReply, Status> {
+        admin(request.extensions(), "Snapshot")?;
+        let request = request.into_inner();
+        let fence = fence(request.fence)?;
+        let node = Arc::clone(&self.node);
+        Ok(blocking(move || node.snapshot(fence, &request.directory)).await?.into())
+    }
+
+    async fn serve_restore(
+        &self,
+        request: Request<proto::RestoreRequest>,
+    ) -> Result<proto::RestoreReply, Status> {
+        admin(request.extensions(), "Restore")?;
+        let request = request.into_inner();
+        let fence = fence(request.fence)?;
+        let node = Arc::clone(&self.node);
+        let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
+        blocking(move || node.restore(fence, &request.directory, &files, request.check_only)).await?;
+        Ok(proto::RestoreReply {})
+    }
+
+    async fn serve_stats(&self) -> Result<proto::StatsReply, Status> {
+        let node = Arc::clone(&self.node);
+        let stats = blocking(move || node.stats()).await?;
+        let stats = serde_json::to_string(&stats).map_err(|error| Status::internal(error.to_string()))?;
+        let options = self.node.options();
+        let answered =
+            vec![proto::ServerStats { server: options.index, address: options.address.clone(), stats }];
+        Ok(proto::StatsReply { servers: options.servers, answered })
+    }
+
+    async fn serve_clear(&self, request: Request<proto::ClearRequest>) -> Result<proto::ClearReply, Status> {
+        admin(request.extensions(), "Clear")?;
+        let fence = fence(request.into_inner().fence)?;
+        let node = Arc::clone(&self.node);
+        blocking(move || node.clear(fence)).await?;
+        Ok(proto::ClearReply {})
+    }
+}
+
+#[tonic::async_trait]
+impl EmbeddingServer for EmbeddingService {
+    type LookupStream = LookupStream;
+
+    async fn begin(
+        &self,
+        request: Request<proto::BeginRequest>,
+    ) -> Result<Response<proto::BeginReply>, Status> {
+        Timer::start("begin").end(self.serve_begin(request).await).map(Response::new)
+    }
+
+    async fn lookup(
+        &self,
+        request: Request<Streaming<proto::LookupRequest>>,
+    ) -> Result<Response<LookupStream>, Status> {
+        Timer::start("lookup").end(self.serve_lookup(request).await).map(Response::new)
+    }
+
+    async fn push(
+        &self,
+        request: Request<Streaming<proto::PushRequest>>,
+    ) -> Result<Response<proto::PushReply>, Status> {
+        Timer::start("push").end(self.serve_push(request).await).map(Response::new)
+    }
+
+    async fn snapshot(
+        &self,
+        request: Request<proto::SnapshotRequest>,
+    ) -> Result<Response<proto::SnapshotReply>, Status> {
+        Timer::start("snapshot").end(self.serve_snapshot(request).await).map(Response::new)
+    }
+
+    async fn restore(
+        &self,
+        request: Request<proto::RestoreRequest>,
+    ) -> Result<Response<proto::RestoreReply>, Status> {
+        Timer::start("restore").end(self.serve_restore(request).await).map(Response::new)
+    }
+
+    async fn stats(
+        &self,
+        _request: Request<proto::StatsRequest>,
+    ) -> Result<Response<proto::StatsReply>, Status> {
+        Timer::start("stats").end(self.serve_stats().await).map(Response::new)
+    }
+
+    async fn clear(
+        &self,
+        request: Request<proto::ClearRequest>,
+    ) -> Result<Response<proto::ClearReply>, Status> {
+        Timer::start("clear").end(self.serve_clear(request).await).map(Response::new)
+    }
+}
