@@ -52,10 +52,8 @@ case $slot in
     name=$(getent -s dns hosts "${address%% *}" | awk '{ print $2; exit }')
     name=${name%%.*}
     slot=${name##*[-_]}
-    case $name in
-    *[-_]run[-_]*) slot= ;; # a container of `compose run` belongs to no service's replicas
-    *[-_]*) ;;
-    *) slot= ;;
+    case ${name%"$slot"} in
+    '' | *[-_]run[-_]) slot= ;; # a container of `compose run` is no replica, and its name may end in digits
     esac
     asked="the container's name, ${name:-which Docker's DNS does not tell}"
     ;;

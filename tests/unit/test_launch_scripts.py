@@ -122,6 +122,7 @@ def test_third_party_is_first_for_python(run: Run, tmp_path: Path) -> None:
         ("3", "", "2"),
         ("{{.Task.Slot}}", "persia-middleware-2.persia_default", "1"),
         ("{{.Task.Slot}}", "persia_middleware_3.persia_default", "2"),
+        ("{{.Task.Slot}}", "first-run-middleware-2.net", "1"),
     ],
 )
 def test_the_replica_is_found(run: Run, given: str, dns: str, index: str) -> None:
@@ -139,6 +140,7 @@ def test_the_replica_is_found(run: Run, given: str, dns: str, index: str) -> Non
         ("{{.Task.Slot}}", "", "which Docker's DNS does not tell"),
         ("{{.Task.Slot}}", "persia-emb_server-run-123456789012.net", "persia-emb_server-run-123456789012"),
         ("{{.Task.Slot}}", "host7.net", "the container's name, host7"),
+        ("{{.Task.Slot}}", "7.net", "the container's name, 7"),
         ("{{.Task.Slot}}", "persia-emb_server-4.net", "this is replica 4, but there are 3"),
     ],
 )
