@@ -28,6 +28,7 @@ START = 30.0
 END = 30.0
 """Seconds a part has to end after SIGTERM."""
 
+TESTS = str(Path(__file__).parent)
 SLOTS = "a: {dim: 4}\nb: {dim: 4}"
 
 
@@ -153,10 +154,15 @@ class Stack:
     def python(
         self, name: str, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> Part:
-        """Start ``python ARGUMENTS`` as part of the job."""
+        """Start ``python ARGUMENTS`` as part of the job; scripts find ``conftest``."""
         words = [sys.executable, *map(str, arguments)]
-        environment = {**self.job.client_env(self.nats_url), **(env or {})}
-        return self.run(Command(name, words, environment), cwd=cwd)
+        return self.run(Command(name, words, {**self.python_env, **(env or {})}), cwd=cwd)
+
+    @property
+    def python_env(self) -> dict[str, str]:
+        """The whole environment of a Python process of this job, which finds the modules of the tests."""
+        env = self.job.client_env(self.nats_url)
+        return env | {"PYTHONPATH": os.pathsep.join([TESTS, *filter(None, [env.get("PYTHONPATH")])])}
 
     def trainer(
         self,

@@ -21,12 +21,26 @@ def main() -> int:
 
 
 def _train() -> int:
-    code = run_script(sys.argv[1], sys.argv[2:])
+    try:
+        code = run_script(sys.argv[1], sys.argv[2:])
+    except Exception as error:
+        _tell(f"{type(error).__name__}: {error}")
+        raise
     if code == 0:
         from persia import distributed
 
         distributed.finish()
+    else:
+        _tell(f"its script ended with exit code {code}")
     return code
+
+
+def _tell(reason: str) -> None:
+    """Let the other ranks know why this one ends, if it ever met them."""
+    if "persia.distributed" in sys.modules:
+        from persia import distributed
+
+        distributed.fail(reason)
 
 
 def _end_on_sigterm() -> None:
