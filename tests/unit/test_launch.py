@@ -71,12 +71,16 @@ def gone(pids: list[int]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("order", ["options first", "file first"])
+@pytest.mark.parametrize("order", ["options first", "file first", "file last"])
 def test_ranks_know_their_place(launch: Launch, tmp_path: Path, order: str) -> None:
     (tmp_path / "train.py").write_text(PLACE)
     options = ["--nproc-per-node", 2, "--node-rank", 1, "--nnodes", 2]
-    words = [*options, "train.py"] if order == "options first" else ["train.py", *options]
-    code, output = result(launch("nn-worker", *words, "--", "--lr", "1"))
+    words = {
+        "options first": [*options, "train.py", "--"],
+        "file first": ["train.py", *options, "--"],
+        "file last": [*options, "--", "train.py"],
+    }
+    code, output = result(launch("nn-worker", *words[order], "--lr", "1"))
     assert code == 0, output
     assert "[rank 2] place 2 0 4 --lr 1" in output and "[rank 3] place 3 1 4 --lr 1" in output
 
