@@ -1,6 +1,6 @@
 //! Tokens, modes, reports and files as messages.
 
-use persia_types::tables::{FileEntry, LookupReport, PushReport, Snapshot};
+use persia_types::tables::{FileEntry, LookupReport, PushReport, Run, Snapshot};
 use persia_types::{JobId, Mode, TablesError, Token};
 
 use crate::proto;
@@ -112,6 +112,24 @@ impl From<proto::SnapshotReply> for Snapshot {
     fn from(reply: proto::SnapshotReply) -> Self {
         Self { files: reply.files.into_iter().map(Into::into).collect(), rows: reply.rows }
     }
+}
+
+/// A run as it travels in a `BeginRequest`.
+///
+/// # Errors
+/// `BadRun` for one that has no JSON.
+pub fn run_to_json(run: &Run) -> Result<String, TablesError> {
+    serde_json::to_string(run).map_err(|error| TablesError::BadRun { what: error.to_string() })
+}
+
+/// The run of a `BeginRequest`.
+///
+/// # Errors
+/// `BadRun` for a text that is none; a NaN or an infinity in it, which JSON does not have, is one.
+pub fn run_from_json(text: &str) -> Result<Run, TablesError> {
+    serde_json::from_str(text).map_err(|error| TablesError::BadRun {
+        what: format!("{error} (a number that is NaN or infinite arrives as null)"),
+    })
 }
 
 #[cfg(test)]

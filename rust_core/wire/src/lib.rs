@@ -9,6 +9,7 @@
 //! * [`auth`], [`tls`]: who may call what
 //! * [`backoff`]: pauses between tries
 //! * [`discovery`]: where the processes of a job are, through NATS
+//! * [`client`]: [`client::WireTables`], rows behind the network
 //! * [`settings`], [`listen`]: endpoints, channels and servers, all with the same limits
 
 #[cfg(target_endian = "big")]
@@ -17,6 +18,7 @@ compile_error!("numbers travel as they lie in memory, little-endian");
 pub mod auth;
 pub mod backoff;
 pub mod chunk;
+pub mod client;
 pub mod convert;
 pub mod discovery;
 pub mod error;

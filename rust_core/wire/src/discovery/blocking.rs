@@ -31,7 +31,7 @@ impl BlockingDiscovery {
         Ok(Self { discovery, runtime: Some(runtime) })
     }
 
-    /// The connection, for clients that look for their peers; it ends with `self`.
+    /// The connection, for [`crate::client::Targets::Discovered`]; it ends with `self`.
     pub fn discovery(&self) -> &Discovery {
         &self.discovery
     }

@@ -1,0 +1,141 @@
+//! One call, tried until it succeeds, is refused, or time is up.
+
+use std::time::Duration;
+
+use persia_types::TablesError;
+use tokio::time::{Instant, sleep, timeout};
+use tonic::Status;
+
+use super::Inner;
+use super::pool::Remote;
+use crate::backoff;
+use crate::chunk::ChunkError;
+use crate::error::{from_failure, from_status, is_transient, is_transient_failure};
+use crate::proto::Failure;
+
+/// Why a try did not succeed.
+#[derive(Debug)]
+pub(super) enum Trouble {
+    /// Another try may: the peer was not reached, or did not reach a server.
+    Again(TablesError),
+    /// No other try will.
+    Final(TablesError),
+}
+
+impl Trouble {
+    pub(super) fn of_status(remote: &Remote, status: &Status) -> Self {
+        let error = from_status(&remote.name, status);
+        if is_transient(status) { Self::Again(error) } else { Self::Final(error) }
+    }
+
+    pub(super) fn of_failure(remote: &Remote, failure: &Failure) -> Self {
+        let error = from_failure(&remote.name, failure);
+        if is_transient_failure(failure) { Self::Again(error) } else { Self::Final(error) }
+    }
+
+    /// Trouble with a reply.
+    pub(super) fn of_chunk(remote: &Remote, error: ChunkError) -> Self {
+        let peer = remote.name.clone();
+        match error {
+            ChunkError::Malformed(error) => {
+                Self::Final(TablesError::Incompatible { peer, what: format!("its reply is {error}") })
+            }
+            damaged => {
+                Self::Again(TablesError::Unreachable { peer, what: format!("its reply was {damaged}") })
+            }
+        }
+    }
+
+    pub(super) fn unreachable(remote: &Remote, what: &str) -> Self {
+        Self::Again(TablesError::Unreachable { peer: remote.name.clone(), what: what.to_owned() })
+    }
+}
+
+/// How long one verb may take: all its tries, and each of them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Patience {
+    pub(super) all: Duration,
+    pub(super) each: Duration,
+}
+
+impl Inner {
+    pub(super) fn patience(&self) -> Patience {
+        Patience { all: self.options.rpc_timeout, each: self.options.try_timeout() }
+    }
+
+    /// For what may take long, and is tried again only where it was not begun.
+    pub(super) fn admin_patience(&self) -> Patience {
+        Patience { all: self.options.rpc_timeout, each: self.options.admin_timeout }
+    }
+
+    /// Try `attempt` with one peer after another. `what` names the call in messages. An administrative call that began
+    /// in time may use up what it is given.
+    pub(super) async fn call<T>(
+        &self,
+        what: &str,
+        patience: Patience,
+        mut attempt: impl AsyncFnMut(&Remote) -> Result<T, Trouble>,
+    ) -> Result<T, TablesError> {
+        let start = Instant::now();
+        let mut tries = 0;
+        loop {
+            let trouble = match self.pool.pick(&self.options).await {
+                Ok(remote) => {
+                    let left = patience.all.saturating_sub(start.elapsed());
+                    let each =
+                        if patience.each > patience.all { patience.each } else { patience.each.min(left) };
+                    let outcome = timeout(each, attempt(&remote)).await.unwrap_or_else(|_| {
+                        let silent = format!("no answer within {:.1} s", each.as_secs_f32());
+                        Err(Trouble::unreachable(&remote, &silent))
+                    });
+                    match outcome {
+                        Ok(value) => {
+                            remote.note_success();
+                            return Ok(value);
+                        }
+                        Err(Trouble::Final(error)) => return Err(self.judge(error)),
+                        Err(Trouble::Again(error)) => {
+                            remote.note_failure(&error);
+                            error
+                        }
+                    }
+                }
+                Err(error @ TablesError::Unreachable { .. }) => error,
+                Err(error) => return Err(error),
+            };
+            tries += 1;
+            let pause = backoff::pause(tries);
+            if start.elapsed() + pause >= patience.all {
+                return Err(self.judge(given_up(trouble, what, tries, start.elapsed())));
+            }
+            sleep(pause).await;
+        }
+    }
+
+    /// What an error means for a run that has begun. A middleware that cannot reach a server names it as
+    /// [`crate::discovery::Peer::describe`] does: "server 1 of 2 at host:8888".
+    fn judge(&self, error: TablesError) -> TablesError {
+        if self.fence.lock().is_none() {
+            return error;
+        }
+        match error {
+            TablesError::NotBegun => TablesError::Lost {
+                peer: "a server".into(),
+                what: "it was started again and knows nothing of the run".into(),
+            },
+            TablesError::Unreachable { peer, what } if peer.starts_with("server") => {
+                TablesError::Lost { peer, what }
+            }
+            other => other,
+        }
+    }
+}
+
+fn given_up(error: TablesError, what: &str, tries: u32, time: Duration) -> TablesError {
+    let say = |why: String| format!("{what} failed {tries} times in {:.1} s: {why}", time.as_secs_f32());
+    match error {
+        TablesError::Unreachable { peer, what } => TablesError::Unreachable { peer, what: say(what) },
+        TablesError::Timeout { peer, what } => TablesError::Timeout { peer, what: say(what) },
+        other => other,
+    }
+}
