@@ -40,7 +40,7 @@ def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) ->
     context = EmbeddedContext()
     optimizer = Adagrad(workload.LEARNING_RATE, vectorwise_shared=rowwise)
     context.begin(optimizer=optimizer, config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
-    pipeline = context.engine.pipeline(1, False, 2)
+    pipeline = context.open_loop(1, False, 2)
     batches = make_batches(per_sample, zipf)
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(workload.BATCH, dim, generator=generator) * 1e-3 for _ in range(workload.FEATURES)]

@@ -52,7 +52,7 @@ def config_check(
     ] = None,
 ) -> None:
     """Check both configuration files; every mistake is listed with its place."""
-    from persia.embedded import find_config, read_config
+    from persia.configs import find_config, read_config
     from persia_core import config
 
     embedding = embedding or find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")

@@ -129,11 +129,6 @@ def staleness(argument: int | None) -> int:
 
 
 def start_timeout() -> float:
-    """Return the seconds a process waits for others when it starts: ``PERSIA_START_TIMEOUT``, else 60."""
-    return float(_read("PERSIA_START_TIMEOUT", 60, least=1))
-
-
-def start_timeout() -> float:
     """Return how many seconds a trainer waits for its peers at its start: ``PERSIA_START_TIMEOUT``, else 60."""
     return _seconds("PERSIA_START_TIMEOUT", 60.0)
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from persia.common import CommonContext, Offender
 from persia.embedding.optim import Optimizer
 from persia.errors import NonFiniteError
 from persia.logger import get_logger
@@ -31,20 +32,22 @@ class Backward:
         batch: TrainingBatch,
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
+        common: CommonContext,
     ) -> None:
-        """Run one step.
+        """Run one step; with several ranks, all of them apply it or none.
 
         Args:
             loss: A scalar.
             batch: The batch the loss was made from.
             embeddings: Its embedding tensors, leaves of the loss's graph.
             embedding_optimizer: Gives the learning rate in force.
+            common: Knows the other ranks.
 
         Raises:
             NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
         try:
-            self._step(loss, batch, embeddings, embedding_optimizer)
+            self._step(loss, batch, embeddings, embedding_optimizer, common)
         finally:
             self._dense_optimizer.zero_grad()
 
@@ -54,10 +57,12 @@ class Backward:
         batch: TrainingBatch,
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
+        common: CommonContext,
     ) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        with common.collective():
+            loss.backward()  # type: ignore[no-untyped-call]
         gradients = [None if tensor.grad is None else tensor.grad.contiguous() for tensor in embeddings]
-        offender = self._first_nonfinite(loss, batch, gradients)
+        offender = common.first_offender(self._first_nonfinite(loss, batch, gradients))
         if offender is not None:
             batch.discard()
             self._skip(offender, batch.step)
@@ -76,17 +81,18 @@ class Backward:
 
     def _first_nonfinite(
         self, loss: torch.Tensor, batch: TrainingBatch, gradients: list[torch.Tensor | None]
-    ) -> str | None:
+    ) -> Offender | None:
         if not torch.isfinite(loss.detach()).all():
-            return f"the loss is {loss.detach().flatten()[0].item()}"
+            return Offender(f"the loss is {loss.detach().flatten()[0].item()}")
         for name, gradient in zip(batch.slots, gradients, strict=True):
             if gradient is not None and (place := _core.first_nonfinite(gradient)) is not None:
                 sample = place // gradient.shape[-1]
                 value = gradient.flatten()[place].item()
-                return f"the gradient of slot {name!r}, sample {sample}, is {value}"
+                return Offender(f"the gradient of slot {name!r}, sample {sample}, is {value}")
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
         if parameters and not torch.isfinite(torch.nn.utils.get_total_norm([p.grad for p in parameters])):
             for index, parameter in enumerate(parameters):
                 if not torch.isfinite(parameter.grad).all():
-                    return f"the gradient of dense parameter {index}, shape {tuple(parameter.shape)}, is not finite"
+                    shape = tuple(parameter.shape)
+                    return Offender(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
         return None

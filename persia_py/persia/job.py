@@ -56,7 +56,7 @@ def finished_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _configured_name() -> tuple[str, str]:
-    from persia.embedded import find_config, read_config
+    from persia.configs import find_config, read_config
     from persia_core import config
 
     path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")

@@ -6,6 +6,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from persia.common import CommonContext
 from persia.embedded import EmbeddedContext
 from persia.errors import UsageError
 from persia_core import forward as _forward
@@ -42,22 +43,20 @@ class BaseCtx:
         if device_id is not None:
             _forward.check_device(device_id)
         self.device_id = device_id
-        self.common_context: EmbeddedContext | None = None
+        self.common_context: CommonContext | None = None
         self._owner = False
 
     def __enter__(self) -> Self:
         """Make this the current context."""
         if self in _stack:
             raise UsageError("this context is already entered; make a new one to nest")
-        if os.environ.get("PERSIA_NATS_URL", "").strip():
-            raise UsageError("PERSIA_NATS_URL is set, but this version has the embedded mode only: unset it")
         self._owner = not _stack
-        self.common_context = EmbeddedContext() if self._owner else _stack[-1].common_context
+        self.common_context = self._open() if self._owner else _stack[-1].common_context
         _stack.append(self)
         try:
             self._enter()
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            self._leave(error)
             raise
         return self
 
@@ -67,8 +66,19 @@ class BaseCtx:
         """End the context; the outermost one ends the engine."""
         try:
             self._exit()
+        except BaseException as error:
+            value = value or error
+            raise
         finally:
-            self._leave()
+            self._leave(value)
+
+    def _open(self) -> CommonContext:
+        """What the outermost context holds for all inside it."""
+        if os.environ.get("PERSIA_NATS_URL", "").strip():
+            from persia.remote import RemoteContext
+
+            return RemoteContext(trains=False, device_id=self.device_id)
+        return EmbeddedContext()
 
     def _enter(self) -> None:
         """What a subclass does on entry."""
@@ -76,14 +86,14 @@ class BaseCtx:
     def _exit(self) -> None:
         """What a subclass does on exit."""
 
-    def _leave(self) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         _stack.remove(self)
-        if self._owner and self.common_context is not None:
-            self.common_context.close()
-        self.common_context = None
+        common, self.common_context = self.common_context, None
+        if self._owner and common is not None:
+            common.close(error)
 
     @property
-    def _common(self) -> EmbeddedContext:
+    def _common(self) -> CommonContext:
         if self.common_context is None:
             raise UsageError(f"{type(self).__name__} is used outside its `with` block")
         return self.common_context

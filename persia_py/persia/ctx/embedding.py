@@ -8,8 +8,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from persia import checkpoint
+from persia.common import Settings
 from persia.ctx.base import BaseCtx, PreprocessMode
-from persia.embedded import Settings
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.errors import UsageError
@@ -79,7 +79,10 @@ class EmbeddingCtx(BaseCtx):
         training = self.preprocess_mode is PreprocessMode.TRAIN
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
-            return self.model(non_id_tensors, embedding_tensors), labels
+            if not training:  # on one rank alone, so nothing that all ranks do together
+                return bare(self.model)(non_id_tensors, embedding_tensors), labels
+            with self._common.collective():
+                return self.model(non_id_tensors, embedding_tensors), labels
 
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
@@ -115,11 +118,11 @@ class EmbeddingCtx(BaseCtx):
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
         if device_id is not None:
             _forward.check_device(device_id)
-        return self.engine.lookup(batch)
+        return self._common.lookup(batch)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode."""
-        return [sum(self.engine.stats()["rows"].values())]
+        return self.engine.server_rows()
 
     def clear_embeddings(self) -> None:
         """Drop all rows."""
@@ -135,6 +138,8 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Save rows and model as one checkpoint in ``dst_dir``, which it replaces as a whole or not at all.
 
+        With several ranks, rank 0 saves and the others return; it does not matter whether they call this.
+
         Args:
             dst_dir: A directory; made if missing.
             dense_filename: The model's state dict inside it.
@@ -146,11 +151,14 @@ class EmbeddingCtx(BaseCtx):
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
         """
         del blocking
-        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step) as save:
+        if not self._common.writes:
+            return
+        directory = self._common.checkpoint_dir(dst_dir)
+        with checkpoint.Save(self.engine, directory, self._common.trained_step) as save:
             if self.model is not None:
-                save.add_state(dense_filename, self.model.state_dict())
+                save.add_state(dense_filename, bare(self.model).state_dict())
                 if with_jit_model:
-                    save.add_module(jit_dense_filename, self.model)
+                    save.add_module(jit_dense_filename, bare(self.model))
 
     def load_checkpoint(
         self,
@@ -165,14 +173,16 @@ class EmbeddingCtx(BaseCtx):
             CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
         """
         del blocking
-        loaded = checkpoint.Load(src_dir)
+        if not self._common.writes:
+            return
+        loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
         if self.model is None:
             self._restore(loaded)
             return
         state = loaded.state(dense_filename, map_location)
-        checkpoint.check_module(self.model, state, loaded.path)
+        checkpoint.check_module(bare(self.model), state, loaded.path)
         self._restore(loaded)
-        self.model.load_state_dict(state)
+        bare(self.model).load_state_dict(state)
 
     def _restore(self, loaded: checkpoint.Load) -> None:
         common = self._common
@@ -182,13 +192,15 @@ class EmbeddingCtx(BaseCtx):
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files."""
         del blocking
-        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step):
-            pass
+        if self._common.writes:
+            with checkpoint.Save(self.engine, self._common.checkpoint_dir(dst_dir), self._common.trained_step):
+                pass
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Replace the rows by those of a checkpoint, whatever dense files it has."""
         del blocking
-        self._restore(checkpoint.Load(src_dir))
+        if self._common.writes:
+            self._restore(checkpoint.Load(self._common.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
         """Return when the last dump is complete: at once, because dumps are when they return."""
@@ -242,6 +254,14 @@ class InferCtx(EmbeddingCtx):
             "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx after "
             "load_checkpoint"
         )
+
+
+def bare(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's own module, without what trains it on several ranks."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        module: torch.nn.Module = model.module
+        return module
+    return model
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from persia import checkpoint
+from persia.common import CommonContext
 from persia.ctx.base import PreprocessMode
-from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.embedding import EmbeddingCtx, bare
+from persia.distributed import DistributedBaseOption
 from persia.embedding.optim import Optimizer
 from persia.errors import UsageError
 from persia.gradients import Backward
 from persia.logger import get_logger
+from persia_core.forward import Pipeline
 
 if TYPE_CHECKING:
     from persia.data import DataLoader
@@ -34,8 +37,11 @@ class TrainCtx(EmbeddingCtx):
         grad_update_buffer_size: PersiaML's; the staleness bounds what is in flight.
         lookup_emb_directly: PersiaML's; look-ups always start when a batch is there.
         mixed_precision: Scale the loss for float16; without a GPU it means nothing, and a log line says so once.
-        distributed_option: For several ranks; the embedded mode has one, and refuses it.
+        distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
+            effect where there is one rank.
         *args: For :class:`EmbeddingCtx`, after its mode.
+        embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by their number, as DDP does
+            the dense ones; ``none`` sums them, as PersiaML does.
         **kwargs: For :class:`EmbeddingCtx`.
 
     Raises:
@@ -52,8 +58,9 @@ class TrainCtx(EmbeddingCtx):
         grad_update_buffer_size: int = 60,
         lookup_emb_directly: bool = True,
         mixed_precision: bool = True,
-        distributed_option: Any = None,
+        distributed_option: DistributedBaseOption | None = None,
         *args: Any,
+        embedding_gradient_scale: str = "mean",
         **kwargs: Any,
     ) -> None:
         del backward_buffer_size, backward_workers_size, grad_update_buffer_size, lookup_emb_directly
@@ -67,21 +74,74 @@ class TrainCtx(EmbeddingCtx):
             raise UsageError(
                 f"TrainCtx(dense_optimizer=...): want a torch.optim.Optimizer, got {type(dense_optimizer).__name__}"
             )
-        if distributed_option is not None:
-            raise UsageError("TrainCtx(distributed_option=...): the embedded mode trains with one rank; leave it out")
+        if distributed_option is not None and not isinstance(distributed_option, DistributedBaseOption):
+            raise UsageError(
+                f"TrainCtx(distributed_option=...): want one of persia.distributed, got "
+                f"{type(distributed_option).__name__}"
+            )
+        if embedding_gradient_scale not in {"mean", "none"}:
+            raise UsageError(f"TrainCtx(embedding_gradient_scale={embedding_gradient_scale!r}): want 'mean' or 'none'")
         if grad_scalar_update_factor < 1:
             raise UsageError(f"TrainCtx(grad_scalar_update_factor={grad_scalar_update_factor}): want at least 1")
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer = dense_optimizer
         if mixed_precision and self.device_id is None:
             _logger.info("mixed_precision: no GPU, so the loss is not scaled")
+        self._option = distributed_option
+        self._gradient_scale = embedding_gradient_scale
+        self._bare: torch.nn.Module | None = None
         self._backward = Backward(dense_optimizer)
         self._cursor: dict[str, Any] | None = None
         self._loader: DataLoader | None = None
 
+    def _open(self) -> CommonContext:
+        if os.environ.get("PERSIA_NATS_URL", "").strip():
+            from persia.remote import RemoteContext
+
+            return RemoteContext(
+                trains=True, device_id=self.device_id, option=self._option, gradient_scale=self._gradient_scale
+            )
+        return super()._open()
+
     def _enter(self) -> None:
         self._outer = None if self._owner else self._common.settings
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
+        if self.model is not None and bare(self.model) is self.model:
+            self._bare, self.model = self.model, self._common.wrap(self.model)
+
+    def _exit(self) -> None:
+        if self._bare is not None:
+            self._bare, self.model = None, self._bare
+        super()._exit()
+
+    def open_loop(self, loader: "DataLoader", buffer: int) -> Pipeline:
+        """Start a training loop over ``loader``; every rank calls this. For :class:`persia.data.DataLoader`."""
+        pipeline = self._common.open_loop(loader.staleness, loader.reproducible, buffer)
+        self._spread()
+        return pipeline
+
+    def close_loop(self, pipeline: Pipeline) -> None:
+        """End a training loop, whole or left early."""
+        self._common.close_loop(pipeline)
+
+    def _spread(self) -> None:
+        """Give the other ranks what rank 0 has loaded from a checkpoint."""
+        module = None if self.model is None else bare(self.model)
+        state = self._common.spread(
+            lambda: {
+                "dense": None if module is None else module.state_dict(),
+                "optimizer": self.dense_optimizer.state_dict(),
+                "embedding_lr": self._optimizer.lr,
+                "cursor": self._cursor,
+            }
+        )
+        if state is None:
+            return
+        if module is not None:
+            module.load_state_dict(state["dense"])
+        self.dense_optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.update_lr(state["embedding_lr"])
+        self._loader, self._cursor = None, state["cursor"]
 
     @property
     def step(self) -> int:
@@ -115,7 +175,7 @@ class TrainCtx(EmbeddingCtx):
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
         embeddings, self._embeddings = self._embeddings, []
-        self._backward(loss, batch, embeddings, self._optimizer)
+        self._backward(loss, batch, embeddings, self._optimizer, self._common)
         self._common.trained_step = batch.step
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
@@ -128,7 +188,7 @@ class TrainCtx(EmbeddingCtx):
 
     def wait_servers_ready(self) -> None:
         """Return when the embedding servers can be used: at once in the embedded mode."""
-        del self.engine.stats()["rows"]
+        self._common.wait_ready()
 
     def dump_checkpoint(  # type: ignore[override]  # PersiaML's signature
         self,
@@ -144,6 +204,10 @@ class TrainCtx(EmbeddingCtx):
         Rows with their optimizer state, the model, the dense optimizer, the random state and the data loader's
         position go into one checkpoint, which replaces what ``dst_dir`` held as a whole or not at all.
 
+        With several ranks, rank 0 saves and the others return; it does not matter whether they call this. The rows are
+        cut where rank 0 stands, after its own pushes; those that other ranks have on their way may be in it or not.
+        In the distributed mode ``dst_dir`` is below ``PERSIA_CKPT_DIR``.
+
         Args:
             dst_dir: A directory; made if missing.
             dense_model_filename: The model's state dict inside it.
@@ -156,12 +220,15 @@ class TrainCtx(EmbeddingCtx):
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
         """
         del blocking
+        if not self._common.writes:
+            return
         cursor = self._cursor if self._loader is None else self._loader.cursor()
-        with checkpoint.Save(self.engine, dst_dir, self._common.trained_step, cursor) as save:
+        directory = self._common.checkpoint_dir(dst_dir)
+        with checkpoint.Save(self.engine, directory, self._common.trained_step, cursor) as save:
             if self.model is not None:
-                save.add_state(dense_model_filename, self.model.state_dict())
+                save.add_state(dense_model_filename, bare(self.model).state_dict())
                 if with_jit_model:
-                    save.add_module(jit_dense_model_filename, self.model)
+                    save.add_module(jit_dense_model_filename, bare(self.model))
             save.add_state(opt_filename, self.dense_optimizer.state_dict())
             save.add_state(RANK_STATE, checkpoint.random_state(self._optimizer))
 
@@ -177,23 +244,28 @@ class TrainCtx(EmbeddingCtx):
 
         The next data loader starts behind the last batch the checkpoint contains.
 
+        With several ranks, rank 0 loads and the others return; it does not matter whether they call this. They get
+        model, optimizer and data position from rank 0 when the next training loop starts.
+
         Raises:
             CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
             UsageError: A data loader of this context is being iterated.
         """
         del blocking
+        if not self._common.writes:
+            return
         if self.engine.iterating:
             raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
-        loaded = checkpoint.Load(src_dir)
+        loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
         dense = None if self.model is None else loaded.state(dense_model_filename, map_location)
         optimizer = loaded.state(opt_filename, map_location)
         rank = loaded.state(RANK_STATE)
         if self.model is not None and dense is not None:
-            checkpoint.check_module(self.model, dense, loaded.path)
+            checkpoint.check_module(bare(self.model), dense, loaded.path)
         checkpoint.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
         self._restore(loaded)
         if self.model is not None and dense is not None:
-            self.model.load_state_dict(dense)
+            bare(self.model).load_state_dict(dense)
         self.dense_optimizer.load_state_dict(optimizer)
         checkpoint.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor = None, loaded.cursor

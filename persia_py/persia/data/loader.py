@@ -82,7 +82,7 @@ class DataLoader:
         return self._evaluate(context)
 
     def _train(self, context: TrainCtx) -> Iterator[TrainingBatch]:
-        pipeline = context.engine.pipeline(self.staleness, self.reproducible, self.dataset.buffer_size)
+        pipeline = context.open_loop(self, self.dataset.buffer_size)
         positions: deque[str] = deque()
         feeder = threading.Thread(target=self._feed, args=(pipeline, positions), name="persia-feed", daemon=True)
         whole = False
@@ -95,7 +95,7 @@ class DataLoader:
                 self._cursor = json.loads(positions.popleft())
                 whole = True
         finally:
-            pipeline.close()
+            context.close_loop(pipeline)
             if isinstance(self.dataset, StreamingDataset):
                 self.dataset.interrupt()
             if _join(feeder) and not whole:

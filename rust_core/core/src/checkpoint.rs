@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
-use persia_types::{Optimizer, Tables, TablesError};
+use persia_types::{Optimizer, TablesError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use serde_json::value::RawValue;
@@ -29,10 +29,10 @@ impl Saver {
     fn new(py: Python<'_>, engine: &Engine, directory: PathBuf, step: u64) -> PyResult<Self> {
         engine.drain(py)?;
         let (run, _) = engine.running(py)?;
-        let store = engine.store();
+        let tables = engine.tables();
         let written = py.detach(|| -> Result<_, TablesError> {
             let mut saver = files::Saver::begin(&directory)?;
-            let snapshot = store.snapshot(saver.staging())?;
+            let snapshot = tables.snapshot(saver.staging())?;
             for entry in snapshot.files {
                 saver.add(entry)?;
             }
@@ -42,9 +42,9 @@ impl Saver {
         let names = run.schema.tables.iter().map(|table| table.name.clone());
         let head = Head {
             step,
-            world_size: 1,
+            world_size: run.world_size,
             rows: names.zip(rows).collect(),
-            tokens: BTreeMap::from([(0, step)]),
+            tokens: (0..run.world_size).map(|rank| (rank, step)).collect(),
             cursors: BTreeMap::new(),
             build: BTreeMap::from([("persia_core".to_owned(), crate::version().to_owned())]),
             created_at: String::new(),
@@ -134,8 +134,8 @@ impl Checkpoint {
                 ),
             ));
         }
-        let (store, shards) = (engine.store(), self.manifest.shards());
-        py.detach(|| store.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
+        let (tables, shards) = (engine.tables(), self.manifest.shards());
+        py.detach(|| tables.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
     }
 
     /// The step it was cut at.

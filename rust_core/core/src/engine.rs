@@ -1,34 +1,45 @@
-//! `persia_core.engine`: one engine over one in-process store.
+//! `persia_core.engine`: one rank's engine, over rows in this process or on embedding servers.
 
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use persia_engine::{Drained, Engine as RankEngine, EngineOptions, EngineStats, StageTime};
+use persia_engine::{Drained, Engine as RankEngine, EngineOptions};
 use persia_store::{Store, StoreOptions};
-use persia_types::tables::{Mode, Run, Stats};
+use persia_types::tables::{Mode, Run};
 use persia_types::{Schema, Tables};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::config::{EmbeddingConfig, GlobalConfig};
 use crate::data::Batch;
+use crate::discovery::Discovery;
 use crate::forward::{Open, Pipeline, TrainingBatch};
 use crate::optim::{InitializerSpec, OptimizerSpec};
-use crate::{errors, wait};
+use crate::remote::{Remote, RemoteOptions};
+use crate::{errors, stats, wait};
 
-/// The run in force, and the rank engine that works on it. Each data loader gets a rank engine of its own, in a new
-/// epoch, so that no token of look-ups it left unused is met again.
+/// The run in force, and the rank engine that works on it.
 struct Current {
-    run: Run,
+    epoch: u64,
+    /// `None` where another process began it.
+    run: Option<Run>,
     engine: RankEngine,
 }
 
-/// Embedding rows in this process, and the look-ups and pushes on them.
+/// Where the rows are.
+enum Rows {
+    Here(Arc<Store>),
+    There(Remote),
+}
+
+/// Embedding rows in this process or on servers, and the look-ups and pushes on them.
 #[pyclass(module = "persia_core.engine", frozen)]
 pub(crate) struct Engine {
-    store: Arc<Store>,
+    rows: Rows,
     schema: Schema,
     job: String,
+    rank: u32,
+    world_size: u32,
     current: Mutex<Option<Current>>,
     /// The pipeline opened last.
     open: Mutex<Weak<Open>>,
@@ -44,7 +55,7 @@ impl Drop for Engine {
 
 #[pymethods]
 impl Engine {
-    /// An empty store of the configured tables and capacity.
+    /// Rows in this process: an empty store of the configured tables and capacity.
     #[new]
     fn new(py: Python<'_>, embedding: &EmbeddingConfig, general: &GlobalConfig) -> PyResult<Self> {
         let schema = embedding.parsed.schema.clone();
@@ -55,12 +66,35 @@ impl Engine {
         };
         let store = Store::new(schema.clone(), options).map_err(|error| errors::tables(py, &error))?;
         let job = general.parsed.job_name.clone();
-        Ok(Self { store: Arc::new(store), schema, job, current: Mutex::new(None), open: Mutex::default() })
+        Ok(Self::over(Rows::Here(Arc::new(store)), schema, job, 0, 1))
     }
 
-    /// Start an epoch after `after_epoch` and every one before it; the next step is `step` + 1.
+    /// Rows on the job's servers, reached through its middlewares; both are found by `discovery`, now or later.
+    #[staticmethod]
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (*, seed, optimizer, initializer, admit_probability, weight_bound, after_epoch, step))]
+    #[pyo3(signature = (embedding, discovery, *, rank, world_size, token_file, checkpoint_root, rpc_timeout_s))]
+    fn connect(
+        py: Python<'_>,
+        embedding: &EmbeddingConfig,
+        discovery: &Discovery,
+        rank: u32,
+        world_size: u32,
+        token_file: Option<std::path::PathBuf>,
+        checkpoint_root: Option<std::path::PathBuf>,
+        rpc_timeout_s: f64,
+    ) -> PyResult<Self> {
+        let options = RemoteOptions { rank, token_file, checkpoint_root, rpc_timeout_s };
+        let remote = Remote::connect(py, discovery, options)?;
+        let schema = embedding.parsed.schema.clone();
+        Ok(Self::over(Rows::There(remote), schema, discovery.job().to_owned(), rank, world_size))
+    }
+
+    /// Start an epoch after `after_epoch` and every one before it; the next step is `step` + 1. `fresh` drops the rows
+    /// that are held. Returns the epoch.
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (
+        *, seed, optimizer, initializer, admit_probability, weight_bound, after_epoch, step, fresh=false
+    ))]
     fn begin(
         &self,
         py: Python<'_>,
@@ -71,26 +105,59 @@ impl Engine {
         weight_bound: f32,
         after_epoch: u64,
         step: u64,
-    ) -> PyResult<()> {
+        fresh: bool,
+    ) -> PyResult<u64> {
         self.settle(py)?;
-        let epoch = self.current.lock().as_ref().map_or(0, |current| current.run.epoch).max(after_epoch);
         let run = Run {
             job: self.job.clone(),
-            epoch,
+            epoch: after_epoch,
             schema: self.schema.clone(),
             seed,
             optimizer: optimizer.map(|spec| spec.0),
             initializer: initializer.0,
             admit_probability,
             weight_bound,
-            fresh: false,
-            world_size: 1,
+            fresh,
+            world_size: self.world_size,
             reproducible: false,
         };
-        let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
-        let next = self.next_epoch(py, run, options)?;
-        self.replace(py, next);
-        Ok(())
+        self.next_epoch(py, run, step)
+    }
+
+    /// Start another epoch of the same run, so that no token of look-ups that were left unused is met again. Returns it.
+    fn renew(&self, py: Python<'_>, reproducible: bool) -> PyResult<u64> {
+        self.settle(py)?;
+        let (run, step) = self.running(py)?;
+        self.next_epoch(py, Run { fresh: false, reproducible, ..run }, step)
+    }
+
+    /// Take part in an epoch that another process began; the next step is `step` + 1.
+    fn join(&self, py: Python<'_>, epoch: u64, step: u64) -> PyResult<()> {
+        self.settle(py)?;
+        self.remote(py)?.join(&self.job, epoch);
+        self.adopt(py, epoch, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
+    }
+
+    /// Wait until every server of the job answers, at most `timeout_s`; what is missing is named.
+    fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+        match &self.rows {
+            Rows::Here(_) => Ok(()),
+            Rows::There(remote) => remote.wait_ready(py, timeout_s),
+        }
+    }
+
+    /// The highest epoch that any holder of rows knows; 0 before the first.
+    fn highest_epoch(&self, py: Python<'_>) -> PyResult<u64> {
+        match &self.rows {
+            Rows::Here(_) => Ok(self.epoch()),
+            Rows::There(remote) => remote.highest_epoch(py),
+        }
+    }
+
+    /// The epoch this engine works in; 0 before any.
+    #[getter]
+    fn epoch(&self) -> u64 {
+        self.current.lock().as_ref().map_or(0, |current| current.epoch)
     }
 
     /// Whether a data loader's training loop is under way.
@@ -105,28 +172,34 @@ impl Engine {
         self.current.lock().as_ref().map_or(0, |current| current.engine.step())
     }
 
-    /// Open a pipeline: batches fed to it are looked up ahead, at most `buffer` of them waiting.
-    fn pipeline(
+    /// Open a pipeline in the current epoch, its first since that began: batches fed to it are looked up ahead, at most
+    /// `buffer` of them waiting. Every summed gradient is multiplied by `gradient_scale`.
+    fn open(
         &self,
         py: Python<'_>,
         staleness: usize,
         reproducible: bool,
         buffer: usize,
+        gradient_scale: f32,
     ) -> PyResult<Pipeline> {
         self.settle(py)?;
-        let (run, step) = self.running(py)?;
+        let (epoch, run, step) = {
+            let current = self.current.lock();
+            let current = current.as_ref().ok_or_else(|| not_begun(py))?;
+            (current.epoch, current.run.clone(), current.engine.step())
+        };
         let options = EngineOptions {
             staleness,
             reproducible,
             forward_buffer: buffer,
             first_seq: step + 1,
+            gradient_scale,
             ..EngineOptions::default()
         };
-        let next = self.next_epoch(py, run, options)?;
-        let pipeline = next.engine.pipeline().map_err(|error| errors::engine(py, &error))?;
+        self.adopt(py, epoch, run, options)?;
+        let pipeline = self.rank_engine(py)?.pipeline().map_err(|error| errors::engine(py, &error))?;
         let pipeline = Pipeline::new(pipeline);
         *self.open.lock() = Arc::downgrade(pipeline.open());
-        self.replace(py, next);
         Ok(pipeline)
     }
 
@@ -154,44 +227,86 @@ impl Engine {
         if self.current.lock().is_some() {
             self.drain(py)?;
         }
-        py.detach(|| self.store.clear()).map_err(|error| errors::tables(py, &error))
+        let tables = self.tables();
+        py.detach(|| tables.clear()).map_err(|error| errors::tables(py, &error))
     }
 
     /// Counters, gauges and times: rows and bytes held, look-ups, pushes, seconds per stage.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = py.detach(|| self.store.stats()).map_err(|error| errors::tables(py, &error))?;
+        let tables = self.tables();
+        let held = py.detach(|| tables.stats()).map_err(|error| errors::tables(py, &error))?;
         let engine = self.current.lock().as_ref().map(|current| current.engine.stats());
-        describe(py, &self.schema, &stats, &engine.unwrap_or_default())
+        stats::describe(py, &self.schema, &held, &engine.unwrap_or_default())
     }
 
-    /// End the engine's threads and give the rows' memory back.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
+    /// Rows that each server holds; one number where they are in this process.
+    fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        match &self.rows {
+            Rows::Here(store) => {
+                let stats = py.detach(|| store.stats()).map_err(|error| errors::tables(py, &error))?;
+                Ok(vec![stats.rows.iter().sum()])
+            }
+            Rows::There(remote) => remote.server_rows(py),
+        }
+    }
+
+    /// End the engine's threads. Rows in this process give their memory back; those on servers stay. With `abandon`
+    /// nothing is waited for: gradients that are on their way may be lost.
+    #[pyo3(signature = (abandon=false))]
+    fn close(&self, py: Python<'_>, abandon: bool) -> PyResult<()> {
         let current = self.current.lock().take();
         let open = self.open.lock().upgrade();
-        py.detach(|| {
+        let end = move || {
             if let Some(open) = open {
                 open.close();
             }
             drop(current);
-            self.store.clear()
-        })
-        .map_err(|error| errors::tables(py, &error))
+        };
+        if abandon {
+            // A thread that waits for a server ends with its time-out, or with the process.
+            let _ = std::thread::Builder::new().name("persia-abandon".into()).spawn(end);
+            return Ok(());
+        }
+        py.detach(end);
+        match &self.rows {
+            Rows::Here(store) => py.detach(|| store.clear()).map_err(|error| errors::tables(py, &error)),
+            Rows::There(_) => Ok(()),
+        }
     }
 }
 
 impl Engine {
-    pub(crate) fn store(&self) -> Arc<Store> {
-        Arc::clone(&self.store)
+    fn over(rows: Rows, schema: Schema, job: String, rank: u32, world_size: u32) -> Self {
+        let (current, open) = (Mutex::default(), Mutex::default());
+        Self { rows, schema, job, rank, world_size, current, open }
+    }
+
+    pub(crate) fn tables(&self) -> Arc<dyn Tables> {
+        match &self.rows {
+            Rows::Here(store) => Arc::clone(store) as Arc<dyn Tables>,
+            Rows::There(remote) => remote.tables(),
+        }
+    }
+
+    fn remote(&self, py: Python<'_>) -> PyResult<&Remote> {
+        match &self.rows {
+            Rows::There(remote) => Ok(remote),
+            Rows::Here(_) => Err(errors::raise(py, "UsageError", "rows in this process belong to one rank")),
+        }
     }
 
     /// The run, and the step of the last batch handed out.
     pub(crate) fn running(&self, py: Python<'_>) -> PyResult<(Run, u64)> {
-        let running =
-            self.current.lock().as_ref().map(|current| (current.run.clone(), current.engine.step()));
-        running.ok_or_else(|| not_begun(py))
+        let current = self.current.lock();
+        let current = current.as_ref().ok_or_else(|| not_begun(py))?;
+        let run = current.run.clone().ok_or_else(|| {
+            let text = format!("epoch {} was begun by rank 0 of the training: do this there", current.epoch);
+            errors::raise(py, "UsageError", text)
+        })?;
+        Ok((run, current.engine.step()))
     }
 
-    /// Wait for pushes in flight, and refuse to go on inside a training loop: what follows begins a new epoch.
+    /// Wait for pushes in flight, and refuse to go on inside a training loop: what follows changes the epoch.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
         if self.iterating() {
             let text = "a data loader is being iterated for training: leave its loop first";
@@ -206,82 +321,34 @@ impl Engine {
         engine.ok_or_else(|| not_begun(py))
     }
 
-    /// Put `next` into force; the engine before it ends its threads without the GIL.
-    fn replace(&self, py: Python<'_>, next: Current) {
-        let before = self.current.lock().replace(next);
-        py.detach(move || drop(before));
+    /// Begin `run` as the epoch after its own and every one that is known.
+    fn next_epoch(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
+        run.epoch = run.epoch.max(self.epoch()).max(self.highest_epoch(py)?) + 1;
+        let tables = self.tables();
+        py.detach(|| tables.begin(&run)).map_err(|error| errors::tables(py, &error))?;
+        let epoch = run.epoch;
+        let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
+        self.adopt(py, epoch, Some(run), options)?;
+        Ok(epoch)
     }
 
-    /// Begin the epoch after `run`'s, with an engine of its own.
-    fn next_epoch(&self, py: Python<'_>, mut run: Run, options: EngineOptions) -> PyResult<Current> {
-        run.epoch += 1;
-        let options = EngineOptions { job: run.job.clone(), epoch: run.epoch, ..options };
-        py.detach(|| self.store.begin(&run)).map_err(|error| errors::tables(py, &error))?;
-        let tables: Arc<dyn Tables> = Arc::clone(&self.store) as Arc<dyn Tables>;
-        let engine = RankEngine::new(tables, self.schema.clone(), options);
+    /// Work in `epoch` from now on; the engine before ends its threads without the GIL.
+    fn adopt(&self, py: Python<'_>, epoch: u64, run: Option<Run>, options: EngineOptions) -> PyResult<()> {
+        let options = EngineOptions {
+            job: self.job.clone(),
+            epoch,
+            rank: self.rank,
+            world_size: self.world_size,
+            ..options
+        };
+        let engine = RankEngine::new(self.tables(), self.schema.clone(), options);
         let engine = engine.map_err(|error| errors::engine(py, &error))?;
-        Ok(Current { run, engine })
+        let before = self.current.lock().replace(Current { epoch, run, engine });
+        py.detach(move || drop(before));
+        Ok(())
     }
 }
 
 fn not_begun(py: Python<'_>) -> PyErr {
     errors::raise(py, "UsageError", "no run has begun: enter a context first")
-}
-
-fn describe<'py>(
-    py: Python<'py>,
-    schema: &Schema,
-    stats: &Stats,
-    engine: &EngineStats,
-) -> PyResult<Bound<'py, PyDict>> {
-    let rows = PyDict::new(py);
-    for (table, count) in schema.tables.iter().zip(&stats.rows) {
-        rows.set_item(&table.name, count)?;
-    }
-    let (found, pushed) = (&stats.lookups, &stats.pushes);
-    let lookups = PyDict::new(py);
-    for (name, value) in [
-        ("hits", found.hits),
-        ("inserted", found.inserted),
-        ("missing", found.missing),
-        ("evicted", found.evicted),
-    ] {
-        lookups.set_item(name, value)?;
-    }
-    let pushes = PyDict::new(py);
-    for (name, value) in [
-        ("rows_pushed", pushed.rows_pushed),
-        ("rows_applied", pushed.rows_applied),
-        ("rows_missing", pushed.rows_missing),
-        ("rows_nonfinite", pushed.rows_nonfinite),
-        ("rows_duplicate", pushed.rows_duplicate),
-    ] {
-        pushes.set_item(name, value)?;
-    }
-    let seconds = PyDict::new(py);
-    for (name, stage) in stages(engine) {
-        seconds.set_item(name, stage.total.as_secs_f64())?;
-    }
-    let all = PyDict::new(py);
-    all.set_item("rows", rows)?;
-    all.set_item("payload_bytes", stats.payload_bytes)?;
-    all.set_item("memory_bytes", stats.memory_bytes)?;
-    all.set_item("lookups", lookups)?;
-    all.set_item("pushes", pushes)?;
-    all.set_item("staleness", engine.staleness)?;
-    all.set_item("max_staleness", engine.max_staleness)?;
-    all.set_item("seconds", seconds)?;
-    Ok(all)
-}
-
-fn stages(engine: &EngineStats) -> [(&'static str, StageTime); 7] {
-    [
-        ("deduplicate", engine.deduplicate),
-        ("plan", engine.plan),
-        ("permit_wait", engine.permit_wait),
-        ("lookup", engine.lookup),
-        ("pool", engine.pool),
-        ("segment_sum", engine.segment_sum),
-        ("push", engine.push),
-    ]
 }

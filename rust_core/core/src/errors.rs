@@ -38,7 +38,7 @@ pub(crate) fn tables(py: Python<'_>, error: &TablesError) -> PyErr {
     raise(py, tables_class(error), error.to_string())
 }
 
-fn tables_class(error: &TablesError) -> &'static str {
+pub(crate) fn tables_class(error: &TablesError) -> &'static str {
     match error {
         TablesError::StaleEpoch { .. } => "StaleEpochError",
         TablesError::NotBegun | TablesError::NoOptimizer | TablesError::BadRun { .. } => "UsageError",

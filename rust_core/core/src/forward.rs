@@ -138,6 +138,20 @@ impl Pipeline {
         })
     }
 
+    /// Whether `next` has a batch to give, now or after its look-up, which this does not ask for. Waiting for the source
+    /// has no limit and is logged.
+    fn has_next(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(line) = self.line() else {
+            return Err(errors::raise(py, "UsageError", "the data loader's loop has ended"));
+        };
+        let mut patience = Patience::new(f64::INFINITY);
+        wait::until(py, |slice| match line.has_next(slice) {
+            Ok(Some(known)) => Ok(Some(known)),
+            Ok(None) => patience.check(Wait::Batch).map(|()| None),
+            Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
+        })
+    }
+
     /// Drop what is queued and end the look-up thread.
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.open.close());

@@ -1,9 +1,10 @@
-//! `persia_core`: the Python extension over Persia's engine and store.
+//! `persia_core`: the Python extension over Persia's engine, store and network client.
 //!
 //! * `config`: the two YAML files
 //! * `data`: batches
 //! * `optim`: how rows start and are updated
-//! * `engine`: one engine over one in-process store
+//! * `engine`: one rank's engine, over rows in this process or on servers
+//! * `discovery`: where the processes of a job are
 //! * `forward`, `backward`: what a training loop takes from it and gives back
 //! * `checkpoint`: saving, loading, inspecting
 //! * `errors`: everything raised on purpose
@@ -15,11 +16,15 @@ mod checkpoint;
 mod config;
 mod data;
 mod device;
+mod discovery;
 mod dlpack;
 mod engine;
 mod errors;
 mod forward;
+mod logs;
 mod optim;
+mod remote;
+mod stats;
 mod wait;
 
 use pyo3::prelude::*;
@@ -80,6 +85,11 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     optim.add_class::<optim::OptimizerSpec>()?;
     optim.add_class::<optim::InitializerSpec>()?;
     submodule(m, "engine")?.add_class::<engine::Engine>()?;
+
+    let discovery = submodule(m, "discovery")?;
+    discovery.add_class::<discovery::Discovery>()?;
+    discovery.add_class::<discovery::Announcement>()?;
+    discovery.add_function(wrap_pyfunction!(discovery::advertised_host, &discovery)?)?;
 
     let forward = submodule(m, "forward")?;
     forward.add_class::<forward::Pipeline>()?;

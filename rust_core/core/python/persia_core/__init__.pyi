@@ -4,6 +4,7 @@ from . import backward as backward
 from . import checkpoint as checkpoint
 from . import config as config
 from . import data as data
+from . import discovery as discovery
 from . import engine as engine
 from . import errors as errors
 from . import forward as forward

@@ -1,0 +1,178 @@
+"""What nested contexts share, in the embedded mode and in the distributed one."""
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from persia.configs import find_config, read_config
+from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.errors import ConfigError
+from persia.logger import get_logger
+from persia_core import config as _config
+from persia_core.data import Batch
+from persia_core.engine import Engine
+from persia_core.forward import Pipeline, TrainingBatch
+
+if TYPE_CHECKING:
+    from persia.embedding.optim import Optimizer
+
+_logger = get_logger("common")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows start and are updated.
+
+    Attributes:
+        optimizer: None while only evaluating.
+        config: How rows start, and how far they may go.
+    """
+
+    optimizer: "Optimizer | None"
+    config: EmbeddingConfig
+
+
+@dataclass(frozen=True)
+class Offender:
+    """The first tensor of a step that has NaN or infinity.
+
+    Attributes:
+        text: Which, and where.
+        averaged: It was averaged over all ranks, so that another rank may have spoilt it.
+    """
+
+    text: str
+    averaged: bool = False
+
+
+class CommonContext(ABC):
+    """One engine, shared by all nested contexts, and what differs between the modes.
+
+    Attributes:
+        engine: The engine.
+        embedding_config_path: The file that defines the slots.
+        settings: What the run's epoch began with.
+        trained_step: The last step whose gradients were pushed, or given up.
+        feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
+    """
+
+    engine: Engine
+
+    def __init__(self) -> None:
+        path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
+        if path is None:
+            raise ConfigError(
+                "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into a folder config/ "
+                "beside the script"
+            )
+        self.embedding_config_path: Path = path
+        global_path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
+        self._embedding = _config.parse_embedding_config(*read_config(path))
+        self._general = (
+            _config.parse_global_config(*read_config(global_path)) if global_path else _config.GlobalConfig()
+        )
+        for warning in (*self._embedding.warnings, *self._general.warnings):
+            _logger.warning("%s", warning)
+        self.settings = Settings(None, get_default_embedding_config())
+        self.trained_step = 0
+        self.feed: Any = None
+        self._seed: int | None = None
+
+    def begin(
+        self,
+        *,
+        optimizer: "Optimizer | None" = None,
+        config: EmbeddingConfig | None = None,
+        resume: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Start a new epoch of the run.
+
+        Args:
+            optimizer: None keeps the one in force.
+            config: None keeps the one in force.
+            resume: Epoch, step and seed of the checkpoint whose rows were just loaded.
+
+        Raises:
+            UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
+                changed then.
+        """
+        self.apply(Settings(optimizer or self.settings.optimizer, config or self.settings.config), resume)
+
+    def apply(self, settings: Settings, resume: tuple[int, int, int] | None = None) -> None:
+        """As :meth:`begin`, with exactly these settings."""
+        after_epoch, step, seed = resume or (0, self.trained_step, self._seed)
+        seed = torch.initial_seed() % 2**64 if seed is None else seed
+        self._begin(settings, after_epoch, step, seed)
+        self.settings, self._seed, self.trained_step = settings, seed, step
+
+    @abstractmethod
+    def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
+        """Have the rows' holders begin an epoch."""
+
+    def _begin_rows(self, settings: Settings, after_epoch: int, step: int, seed: int, *, fresh: bool = False) -> int:
+        return self.engine.begin(
+            seed=seed,
+            optimizer=None if settings.optimizer is None else settings.optimizer.spec,
+            initializer=settings.config.initializer,
+            admit_probability=settings.config.admit_probability,
+            weight_bound=settings.config.weight_bound,
+            after_epoch=after_epoch,
+            step=step,
+            fresh=fresh,
+        )
+
+    @abstractmethod
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
+        """Start a training loop, in an epoch of its own. Every rank calls this, with the same arguments."""
+
+    def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
+
+        Every rank calls this once after :meth:`open_loop`.
+        """
+        del state
+        return None
+
+    def close_loop(self, pipeline: Pipeline) -> None:
+        """End a training loop, whole or left early."""
+        pipeline.close()
+
+    def lookup(self, batch: Batch) -> TrainingBatch:
+        """Look a batch up for evaluation; no row is changed."""
+        return self.engine.lookup(batch)
+
+    def first_offender(self, mine: Offender | None) -> str | None:
+        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
+        return None if mine is None else mine.text
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module that training runs."""
+        return model
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around what torch does on all ranks together: a failure names the rank that is gone."""
+        yield
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
+        return True
+
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
+        """Return the directory of a checkpoint, checked to be where every holder of rows can write."""
+        return Path(directory)
+
+    def wait_ready(self) -> None:
+        """Return when the rows' holders can be used."""
+        del self.engine.stats()["rows"]
+
+    @abstractmethod
+    def close(self, error: BaseException | None) -> None:
+        """End the engine's threads; ``error`` is what the outermost context was left with."""

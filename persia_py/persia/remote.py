@@ -1,0 +1,403 @@
+"""The distributed mode: rows on embedding servers, several trainer ranks, data from data-compose."""
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as torch_distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+
+from persia import __version__, auth, distributed, env, interfaces, job, peers
+from persia.common import CommonContext, Offender, Settings
+from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
+from persia.logger import get_logger
+from persia_core.data import Batch
+from persia_core.discovery import Discovery, advertised_host
+from persia_core.engine import Engine
+from persia_core.forward import Pipeline, TrainingBatch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from persia.distributed import DistributedBaseOption
+    from persia.feed.server import FeedServer
+
+_logger = get_logger("remote")
+
+TRAINER = "persia-trainer"
+"""The name that ranks announce."""
+
+_ASK_S = 2.0
+
+
+def requested() -> bool:
+    """Whether the distributed mode is asked for: ``PERSIA_NATS_URL`` is set."""
+    return bool(os.environ.get("PERSIA_NATS_URL", "").strip())
+
+
+class RemoteContext(CommonContext):
+    """An engine over embedding servers.
+
+    A training process is one rank of the run: rank 0 begins epochs, the others join them. Any other process joins the
+    epoch that is current, for evaluation.
+
+    Args:
+        trains: This process is a rank.
+        device_id: The model's CUDA device, or None.
+        option: How the dense part is trained by several ranks; None is the default for the device.
+        gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
+            ``none`` sums them.
+
+    Raises:
+        UnreachableError: NATS, a server or another rank was not there in ``PERSIA_START_TIMEOUT`` seconds; it is named.
+        ConfigError: An interface that does not exist, or a rank that is running already.
+    """
+
+    def __init__(
+        self,
+        *,
+        trains: bool,
+        device_id: int | None = None,
+        option: "DistributedBaseOption | None" = None,
+        gradient_scale: str = "mean",
+    ) -> None:
+        super().__init__()
+        interfaces.check()
+        self.rank, self.world_size = (env.get_rank(), env.get_world_size()) if trains else (0, 1)
+        self._trains = trains
+        self._device_id = device_id
+        self._option = option or distributed.get_default_distributed_option(device_id)
+        self._scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
+        self._job = job.job_name()
+        self._url = os.environ["PERSIA_NATS_URL"].strip()
+        self._deadline = time.monotonic() + env.start_timeout()
+        self._peers: peers.Peers | None = None
+        self._begun = False
+        self._loops = 0
+        self._restored = False
+        self._announcement: Any = None
+        self.feed: FeedServer | None = None
+        token_file = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
+        self._discovery = Discovery(self._url, self._job, token_file)
+        try:
+            self._connect(token_file)
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def _connect(self, token_file: str | None) -> None:
+        self.engine = Engine.connect(
+            self._embedding,
+            self._discovery,
+            rank=self.rank,
+            world_size=self.world_size,
+            token_file=token_file,
+            checkpoint_root=os.environ.get("PERSIA_CKPT_DIR", "").strip() or None,
+            rpc_timeout_s=env.rpc_timeout(),
+        )
+        self._discovery.wait_connected(self._left())
+        if self._trains:
+            self._meet()
+        self.engine.wait_ready(self._left())
+        _logger.info("embedding slots from %s, rows on the servers of job %s", self.embedding_config_path, self._job)
+
+    def _left(self) -> float:
+        """Return the seconds left to start in."""
+        return max(1.0, self._deadline - time.monotonic())
+
+    def _meet(self) -> None:
+        """Announce this rank, and get in touch with the others."""
+        from persia import feed
+
+        address = advertised_host(self._url)
+        self.feed = feed.serve(self._job, host=address)
+        self._peers = distributed.peers()
+        again = self._peers is not None  # a second context of this process: the ranks know each other
+        listener, store = None, None
+        extra = dict(distributed.announced())
+        if self.world_size > 1 and self.rank == 0 and not again:
+            listener, store = _listen(address), _listen(address)
+            extra = {
+                name: f"{address}:{each.getsockname()[1]}" for name, each in (("peers", listener), ("store", store))
+            }
+        self._announcement = self._discovery.announce(
+            TRAINER, self.rank, self.world_size, self.feed.address, {"rank": str(self.rank), **extra}
+        )
+        self._refuse_twins()
+        if self.world_size == 1 or again:
+            return
+        me = peers.Introduction(
+            job=self._job,
+            rank=self.rank,
+            world_size=self.world_size,
+            version=__version__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=auth.token("trainer") or "",
+        )
+        if listener is not None and store is not None:
+            self._peers = peers.host(listener, me, self._left())
+            torch_store = _store(address, store.getsockname()[1], self._left(), descriptor=store.detach())
+        else:
+            self._peers, place = self._join_rank_0(me)
+            torch_store = _store(*place, self._left())
+        distributed.adopt(self._peers, torch_store, extra)
+        self._start_torch(torch_store)
+
+    def _refuse_twins(self) -> None:
+        """Refuse to be a rank that another live process is; the one that came first stays."""
+        mine = f"{socket.gethostname()} {os.getpid()}"
+        found = [peer for peer in self._discovery.find(TRAINER, _ASK_S) if peer["index"] == str(self.rank)]
+        own = next((peer["started"] for peer in found if f"{peer['host']} {peer['pid']}" == mine), None)
+        for peer in found:
+            other = f"{peer['host']} {peer['pid']}"
+            if other != mine and (own is None or (peer["started"], other) < (own, mine)):
+                raise ConfigError(
+                    f"rank {self.rank} of job {self._job!r} is running already: pid {peer['pid']} on {peer['host']}; "
+                    "stop it, or give this job another name (PERSIA_JOB)"
+                )
+
+    def _join_rank_0(self, me: peers.Introduction) -> tuple[peers.Peers, tuple[str, int]]:
+        """Find rank 0 and connect to it, until it is there or the time is up."""
+        why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to {self._url}"
+        while True:
+            found = [peer for peer in self._discovery.find(TRAINER, _ASK_S) if peer["index"] == "0"]
+            for peer in sorted(found, key=lambda peer: peer["started"]):
+                if "peers" not in peer:
+                    why = f"rank 0 of job {self._job!r} runs with WORLD_SIZE=1, rank {self.rank} with {self.world_size}"
+                    continue
+                try:
+                    return peers.join(_address(peer["peers"]), me, min(5.0, self._left())), _address(peer["store"])
+                except UnreachableError as error:
+                    why = str(error)
+            if time.monotonic() > self._deadline:
+                raise UnreachableError(f"{why}; waited {env.start_timeout():g} s (PERSIA_START_TIMEOUT)")
+
+    def _start_torch(self, store: "Store") -> None:
+        """Start torch's process group, on the interface that this process is reached by."""
+        name = interfaces.of_address(advertised_host(self._url))
+        if name is not None:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+        with self.collective():
+            self._option.initialize(store, self.rank, self.world_size, self._device_id)
+
+    def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
+        first, self._begun = not self._begun, True
+        if not self._trains:
+            self._observe(step)
+        elif self.engine.iterating:
+            raise UsageError("a data loader is being iterated for training: leave its loop first")
+        elif first:
+            self._begin_run(settings, after_epoch, step, seed)
+        elif self.rank == 0:
+            if self._peers is not None:
+                self._peers.wait_for_notes(self._loops, "to leave its training loop", env.rpc_timeout())
+            self._begin_rows(settings, after_epoch, step, seed)
+            self._restored = True
+
+    def _begin_run(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
+        """Rank 0 begins the run and drops what an earlier one left; the others join."""
+        digest = sha256(self.embedding_config_path.read_bytes()).hexdigest()[:16]
+        if self._peers is not None:
+            digests = self._peers.share("begin", digest)
+            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+            if different:
+                raise ConfigError(
+                    f"the ranks have different {self.embedding_config_path.name}: rank {different[0]} differs from "
+                    "rank 0; give every rank the same file"
+                )
+        epoch = 0
+        if self.rank == 0:
+            epoch = self._begin_rows(settings, after_epoch, step, seed, fresh=True)
+        if self._peers is not None:
+            epoch = self._peers.share("epoch", epoch)[0]
+            if self.rank != 0:
+                self.engine.join(epoch, step)
+        distributed.trained(step, epoch=epoch)
+        if self.feed is not None:
+            self.feed.welcome(epoch, self.rank, self.world_size)
+        _logger.info("epoch %d of job %s, rank %d of %d", epoch, self._job, self.rank, self.world_size)
+
+    def _observe(self, step: int) -> None:
+        """Join the epoch that is current."""
+        epoch = self.engine.highest_epoch()
+        if epoch == 0:
+            raise UsageError(
+                f"no training run of job {self._job!r} has begun on its servers: evaluation needs rows that a TrainCtx "
+                "made or loaded"
+            )
+        self.engine.join(epoch, step)
+
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
+        """Start a training loop, in an epoch of its own. Every rank calls this, with the same arguments."""
+        if self._peers is None:
+            self.engine.renew(reproducible)
+        else:
+            self._agree_on_loop({"staleness": staleness, "reproducible": reproducible})
+            epoch = self.engine.renew(reproducible) if self.rank == 0 else 0
+            given = [epoch, self.trained_step, self._restored]
+            epoch, step, self._restored = self._peers.share("epoch", given)[0]
+            if self.rank != 0:
+                self.engine.join(epoch, step)
+                self.trained_step = step
+        self._loops += 1
+        return self.engine.open(staleness, reproducible, buffer, self._scale)
+
+    def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
+        """Wait until every rank is at the start of a loop, each with its pushes acknowledged."""
+        assert self._peers is not None  # noqa: S101
+        if self._begun and self.engine.epoch:
+            self.engine.drain()
+        for rank, given in enumerate(self._peers.share("start of a loop", arguments)):
+            for name, value in given.items():
+                if value != arguments[name]:
+                    raise UsageError(
+                        f"DataLoader: {name} is {value} on rank {rank} and {arguments[name]} on rank {self.rank}; give "
+                        "every rank the same"
+                    )
+
+    def close_loop(self, pipeline: Pipeline) -> None:
+        """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied."""
+        pipeline.close()
+        if self._peers is None:
+            return
+        try:
+            self.engine.drain()
+            self._peers.note(self._loops)
+        except PersiaError as error:  # it is told again by whatever uses the engine next
+            _logger.warning("the training loop ends without its last pushes: %s", error)
+
+    def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None."""
+        restored, self._restored = self._restored, False
+        if not restored or self._peers is None:
+            return None
+        box = [state() if self.rank == 0 else None]
+        device = None if self._device_id is None else torch.device("cuda", self._device_id)
+        with self.collective():
+            torch_distributed.broadcast_object_list(box, src=0, device=device)
+        return None if self.rank == 0 else box[0]
+
+    def lookup(self, batch: Batch) -> TrainingBatch:
+        """Look a batch up for evaluation, in the epoch that is current by now."""
+        try:
+            return self.engine.lookup(batch)
+        except StaleEpochError:
+            epoch = self.engine.highest_epoch()
+            begins = self._trains and self.rank == 0
+            if begins or self.engine.iterating or epoch == self.engine.epoch:
+                raise
+            self.engine.join(epoch, self.trained_step)
+            return self.engine.lookup(batch)
+
+    def first_offender(self, mine: Offender | None) -> str | None:
+        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step.
+
+        What DDP averages is spoilt on all ranks by one of them; what only one rank has comes first, because it is the
+        cause.
+        """
+        if self._peers is None:
+            return super().first_offender(mine)
+        given = None if mine is None else [mine.averaged, mine.text]
+        found = self._peers.share("gradients", given)
+        told = [
+            (averaged, rank, text) for rank, each in enumerate(found) if each is not None for averaged, text in [each]
+        ]
+        if not told:
+            return None
+        _, rank, text = min(told)
+        return f"rank {rank}: {text}"
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module whose gradients are averaged over all ranks."""
+        if self._peers is None:
+            return model
+        with self.collective():
+            return self._option.wrap(model, self._device_id)
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around what torch does on all ranks together: a failure names the rank that is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._peers is not None and not isinstance(error, PersiaError):
+                self._peers.blame(error)
+            raise
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
+        return self.rank == 0
+
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
+        """Return the directory of a checkpoint, checked to be below ``PERSIA_CKPT_DIR``.
+
+        Raises:
+            UsageError: It is not; the servers write there and nowhere else.
+        """
+        root = os.environ.get("PERSIA_CKPT_DIR", "").strip()
+        path = Path(directory).absolute()
+        if not root:
+            raise UsageError(f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share")
+        if not path.resolve().is_relative_to(Path(root).resolve()):
+            raise UsageError(
+                f"checkpoint {directory}: want a folder below PERSIA_CKPT_DIR={root}, which all servers share"
+            )
+        return path
+
+    def wait_ready(self) -> None:
+        """Return when every server answers."""
+        self.engine.wait_ready(env.start_timeout())
+
+    def close(self, error: BaseException | None) -> None:
+        """End the engine's threads, and tell everybody who counts on this process."""
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            distributed.trained(self.trained_step)
+            engine.close(abandon=error is not None)
+        if error is not None and self._trains:
+            distributed.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
+        if self.feed is not None:
+            self.feed.close()
+        if self._announcement is not None:
+            self._announcement.close()
+        self._discovery.close()
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a socket on a free port of ``address``; of every interface when that is not this host's own."""
+    try:
+        return peers.listen(address)
+    except OSError as error:
+        if auth.token("trainer") is None:
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
+        return peers.listen("0.0.0.0")  # noqa: S104  # PERSIA_ADVERTISE is an address that others translate
+
+
+def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None) -> "Store":
+    """Return torch's store; with a listening socket's ``descriptor`` this rank serves it."""
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=descriptor is not None,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except RuntimeError as error:
+        raise UnreachableError(f"torch's store of rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

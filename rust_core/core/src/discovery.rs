@@ -1,0 +1,175 @@
+//! `persia_core.discovery`: where the processes of a job are.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use persia_wire::auth::{Role, Secret};
+use persia_wire::discovery::{
+    self as wire, Announced, Announcement as Said, BlockingDiscovery, DiscoveryError, DiscoveryOptions, Peer,
+    Service,
+};
+use pyo3::prelude::*;
+
+use crate::{errors, logs, wait};
+
+/// A connection to NATS that comes back by itself.
+#[pyclass(module = "persia_core.discovery", frozen)]
+pub(crate) struct Discovery {
+    job: String,
+    /// Some until it is closed.
+    connection: Mutex<Option<Arc<BlockingDiscovery>>>,
+}
+
+#[pymethods]
+impl Discovery {
+    /// Connect in the background to NATS at `url`; only processes of `job` are seen.
+    #[new]
+    #[pyo3(signature = (url, job, token_file=None))]
+    fn new(py: Python<'_>, url: String, job: String, token_file: Option<PathBuf>) -> PyResult<Self> {
+        logs::begin(py)?;
+        let secret = secret(py, token_file)?;
+        let token = secret.map(|secret| secret.token(Role::Nats));
+        let options = DiscoveryOptions { url, job: job.clone(), token };
+        let connection =
+            py.detach(|| BlockingDiscovery::connect(options)).map_err(|error| raise(py, &error))?;
+        Ok(Self { job, connection: Mutex::new(Some(Arc::new(connection))) })
+    }
+
+    /// Whether NATS answers now.
+    #[getter]
+    fn connected(&self) -> bool {
+        self.connection.lock().as_ref().is_some_and(|connection| connection.discovery().is_connected())
+    }
+
+    /// Wait until NATS answers.
+    pub(crate) fn wait_connected(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+        let connection = self.open(py)?;
+        let end = end(timeout_s);
+        wait::until(py, |slice| match connection.wait_connected(Some(slice)) {
+            Ok(()) => Ok(Some(())),
+            Err(DiscoveryError::NotConnected { .. }) if Instant::now() < end => Ok(None),
+            Err(DiscoveryError::NotConnected { url, what }) => {
+                let what = what.split(" (waited").next().unwrap_or_default().to_owned();
+                let text = format!("{what}; waited {timeout_s} s");
+                Err(Python::attach(|py| raise(py, &DiscoveryError::NotConnected { url, what: text })))
+            }
+            Err(error) => Err(Python::attach(|py| raise(py, &error))),
+        })
+    }
+
+    /// Answer for this process until the announcement is closed, also after NATS was away.
+    fn announce(
+        &self,
+        py: Python<'_>,
+        service: &str,
+        index: u32,
+        replicas: u32,
+        address: &str,
+        extra: BTreeMap<String, String>,
+    ) -> PyResult<Announcement> {
+        let connection = self.open(py)?;
+        let address = if address.is_empty() { None } else { Some(address.parse()) };
+        let address = address
+            .transpose()
+            .map_err(|error| errors::raise(py, "UsageError", format!("announce: {error}")))?;
+        let said =
+            Said { service: known(py, service)?, index, replicas, address, metrics: None, more: extra };
+        let announced = py.detach(|| connection.announce(said)).map_err(|error| raise(py, &error))?;
+        Ok(Announcement { announced: Mutex::new(Some(announced)) })
+    }
+
+    /// The processes of the job that offer `service`, by index; waits for NATS and for answers, at most `timeout_s`.
+    fn find(&self, py: Python<'_>, service: &str, timeout_s: f64) -> PyResult<Vec<BTreeMap<String, String>>> {
+        let service = known(py, service)?;
+        let start = Instant::now();
+        self.wait_connected(py, timeout_s)?;
+        let connection = self.open(py)?;
+        let left = duration(timeout_s).saturating_sub(start.elapsed()).max(Duration::from_millis(200));
+        let found = py.detach(|| connection.find(service, left)).map_err(|error| raise(py, &error))?;
+        Ok(found.into_iter().map(described).collect())
+    }
+
+    /// End the connection; what was announced over it is withdrawn.
+    fn close(&self, py: Python<'_>) {
+        let connection = self.connection.lock().take();
+        py.detach(|| drop(connection));
+    }
+}
+
+impl Discovery {
+    pub(crate) fn job(&self) -> &str {
+        &self.job
+    }
+
+    /// The connection, for a client that looks for its peers.
+    pub(crate) fn open(&self, py: Python<'_>) -> PyResult<Arc<BlockingDiscovery>> {
+        let connection = self.connection.lock().clone();
+        connection.ok_or_else(|| errors::raise(py, "UsageError", "this Discovery was closed"))
+    }
+}
+
+/// Says where this process is, until it is closed.
+#[pyclass(module = "persia_core.discovery", frozen)]
+pub(crate) struct Announcement {
+    announced: Mutex<Option<Announced>>,
+}
+
+#[pymethods]
+impl Announcement {
+    /// Withdraw it.
+    fn close(&self) {
+        self.announced.lock().take();
+    }
+}
+
+/// The address at which others reach this process: `PERSIA_ADVERTISE`, else that of the interface
+/// `PERSIA_SOCKET_IFNAME`, else the one this host uses towards NATS.
+#[pyfunction]
+pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str) -> PyResult<String> {
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+    if let Some(given) = variable("PERSIA_ADVERTISE") {
+        return Ok(given.trim().to_owned());
+    }
+    let interface = variable("PERSIA_SOCKET_IFNAME");
+    py.detach(|| wire::advertised_host(nats_url, interface.as_deref())).map_err(|error| raise(py, &error))
+}
+
+/// The secret in the token file, if one is given.
+pub(crate) fn secret(py: Python<'_>, token_file: Option<PathBuf>) -> PyResult<Option<Secret>> {
+    Secret::read_if_given(token_file.as_deref())
+        .map_err(|error| errors::raise(py, "AuthError", error.to_string()))
+}
+
+pub(crate) fn duration(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::from_secs(24 * 3600))
+}
+
+fn end(timeout_s: f64) -> Instant {
+    Instant::now() + duration(timeout_s)
+}
+
+fn known(py: Python<'_>, service: &str) -> PyResult<Service> {
+    Service::from_name(service)
+        .ok_or_else(|| errors::raise(py, "UsageError", format!("{service:?} is no service of persia")))
+}
+
+fn described(peer: Peer) -> BTreeMap<String, String> {
+    let mut all = peer.metadata;
+    all.insert("id".into(), peer.id);
+    all
+}
+
+fn raise(py: Python<'_>, error: &DiscoveryError) -> PyErr {
+    let class = match error {
+        DiscoveryError::BadJob { .. }
+        | DiscoveryError::BadUrl { .. }
+        | DiscoveryError::NoInterface { .. }
+        | DiscoveryError::NoAddress { .. } => "ConfigError",
+        DiscoveryError::NotConnected { .. } => "UnreachableError",
+        DiscoveryError::Refused { .. } => "AuthError",
+    };
+    errors::raise(py, class, error.to_string())
+}

@@ -1,0 +1,33 @@
+//! What the Rust side logs, as lines on standard error like those of `persia.logger`.
+
+use std::sync::Once;
+
+use pyo3::prelude::*;
+use tracing_subscriber::EnvFilter;
+
+use crate::errors;
+
+static BEGUN: Once = Once::new();
+
+/// Begin to log, at `LOG_LEVEL`; once per process.
+pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
+    let level = std::env::var("LOG_LEVEL").unwrap_or_default().trim().to_lowercase();
+    let level = match level.as_str() {
+        "" | "notset" => "info",
+        "warning" => "warn",
+        "critical" | "fatal" => "error",
+        other => other,
+    };
+    let filter = EnvFilter::try_new(format!("off,persia_wire={level},persia_engine={level}"))
+        .map_err(|error| errors::raise(py, "ConfigError", format!("LOG_LEVEL={level:?}: {error}")))?;
+    BEGUN.call_once(|| {
+        let lines = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .with_ansi(false)
+            .finish();
+        // Another extension of this process may have been first; its lines are as good.
+        let _ = tracing::subscriber::set_global_default(lines);
+    });
+    Ok(())
+}

@@ -1,0 +1,85 @@
+//! Rows on embedding servers, reached through the job's middlewares.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use persia_types::{Tables, TablesError};
+use persia_wire::client::{ClientOptions, Targets, WireTables};
+use persia_wire::discovery::BlockingDiscovery;
+use persia_wire::tls::TlsFiles;
+use pyo3::prelude::*;
+
+use crate::discovery::{Discovery, duration, secret};
+use crate::{errors, wait};
+
+/// How long a signal may have to wait while servers are asked whether they are ready.
+const ASK: Duration = Duration::from_secs(1);
+
+/// What differs between the ranks of a job, and between jobs.
+pub(crate) struct RemoteOptions {
+    pub(crate) rank: u32,
+    pub(crate) token_file: Option<PathBuf>,
+    pub(crate) checkpoint_root: Option<PathBuf>,
+    pub(crate) rpc_timeout_s: f64,
+}
+
+/// A client, and the connection by which it finds its peers.
+pub(crate) struct Remote {
+    tables: Arc<WireTables>,
+    _discovery: Arc<BlockingDiscovery>,
+}
+
+impl Remote {
+    /// Nothing is connected yet.
+    pub(crate) fn connect(py: Python<'_>, discovery: &Discovery, options: RemoteOptions) -> PyResult<Self> {
+        let discovery = discovery.open(py)?;
+        let tls = TlsFiles::from_env()
+            .client()
+            .map_err(|error| errors::raise(py, "ConfigError", error.to_string()))?;
+        let options = ClientOptions {
+            rank: options.rank,
+            secret: secret(py, options.token_file)?,
+            tls,
+            rpc_timeout: duration(options.rpc_timeout_s),
+            checkpoint_root: options.checkpoint_root,
+            ..ClientOptions::new(Targets::Discovered(discovery.discovery().clone()))
+        };
+        let tables =
+            py.detach(|| WireTables::connect(options)).map_err(|error| errors::tables(py, &error))?;
+        Ok(Self { tables: Arc::new(tables), _discovery: discovery })
+    }
+
+    pub(crate) fn tables(&self) -> Arc<dyn Tables> {
+        Arc::clone(&self.tables) as Arc<dyn Tables>
+    }
+
+    /// Use the epoch that rank 0 began.
+    pub(crate) fn join(&self, job: &str, epoch: u64) {
+        self.tables.join(job, epoch);
+    }
+
+    pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
+        let end = Instant::now() + duration(timeout_s);
+        wait::until(py, |_| match self.tables.wait_ready(ASK) {
+            Ok(()) => Ok(Some(())),
+            Err(TablesError::Unreachable { .. }) if Instant::now() < end => Ok(None),
+            Err(error) => {
+                let waited = format!("{error} (waited {timeout_s:.0} s)");
+                let text = if Instant::now() < end { error.to_string() } else { waited };
+                Err(Python::attach(|py| errors::raise(py, errors::tables_class(&error), text)))
+            }
+        })
+    }
+
+    pub(crate) fn highest_epoch(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.tables.highest_epoch()).map_err(|error| errors::tables(py, &error))
+    }
+
+    /// Rows that each server holds, in the order of their indexes.
+    pub(crate) fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        let servers =
+            py.detach(|| self.tables.stats_by_server()).map_err(|error| errors::tables(py, &error))?;
+        Ok(servers.iter().map(|stats| stats.rows.iter().sum()).collect())
+    }
+}

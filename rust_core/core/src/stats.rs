@@ -1,0 +1,65 @@
+//! Counters, gauges and times as a dictionary.
+
+use persia_engine::{EngineStats, StageTime};
+use persia_types::Schema;
+use persia_types::tables::Stats;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+pub(crate) fn describe<'py>(
+    py: Python<'py>,
+    schema: &Schema,
+    stats: &Stats,
+    engine: &EngineStats,
+) -> PyResult<Bound<'py, PyDict>> {
+    let rows = PyDict::new(py);
+    for (table, count) in schema.tables.iter().zip(&stats.rows) {
+        rows.set_item(&table.name, count)?;
+    }
+    let (found, pushed) = (&stats.lookups, &stats.pushes);
+    let lookups = PyDict::new(py);
+    for (name, value) in [
+        ("hits", found.hits),
+        ("inserted", found.inserted),
+        ("missing", found.missing),
+        ("evicted", found.evicted),
+    ] {
+        lookups.set_item(name, value)?;
+    }
+    let pushes = PyDict::new(py);
+    for (name, value) in [
+        ("rows_pushed", pushed.rows_pushed),
+        ("rows_applied", pushed.rows_applied),
+        ("rows_missing", pushed.rows_missing),
+        ("rows_nonfinite", pushed.rows_nonfinite),
+        ("rows_duplicate", pushed.rows_duplicate),
+    ] {
+        pushes.set_item(name, value)?;
+    }
+    let seconds = PyDict::new(py);
+    for (name, stage) in stages(engine) {
+        seconds.set_item(name, stage.total.as_secs_f64())?;
+    }
+    let all = PyDict::new(py);
+    all.set_item("rows", rows)?;
+    all.set_item("payload_bytes", stats.payload_bytes)?;
+    all.set_item("memory_bytes", stats.memory_bytes)?;
+    all.set_item("lookups", lookups)?;
+    all.set_item("pushes", pushes)?;
+    all.set_item("staleness", engine.staleness)?;
+    all.set_item("max_staleness", engine.max_staleness)?;
+    all.set_item("seconds", seconds)?;
+    Ok(all)
+}
+
+fn stages(engine: &EngineStats) -> [(&'static str, StageTime); 7] {
+    [
+        ("deduplicate", engine.deduplicate),
+        ("plan", engine.plan),
+        ("permit_wait", engine.permit_wait),
+        ("lookup", engine.lookup),
+        ("pool", engine.pool),
+        ("segment_sum", engine.segment_sum),
+        ("push", engine.push),
+    ]
+}
