@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from conftest import ROOT
 
 from persia import auth, feed
+from persia.data import StreamingDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, DataError, IncompatibleError, UsageError
 from persia.feed import RunRestarted, Stopped
@@ -246,6 +248,24 @@ def test_a_resumed_run_skips_what_it_has_trained_on(ranks: Callable[..., Ranks])
         assert run.rest(1) == [5, 7]
 
 
+@pytest.mark.parametrize(("of_second", "rest"), [(3, [5, 6]), (2, [6])])
+def test_a_resumed_run_counts_in_the_order_of_training(
+    ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, of_second: int, rest: list[int]
+) -> None:
+    """Replica 1 ended early, perhaps with one batch less for this rank than for rank 0, which wrote the checkpoint."""
+    run = ranks(1)
+    run.servers[0].close()
+    run.servers = [feed.serve(JOB, host="127.0.0.1")]
+    run.servers[0].welcome(2, 0, 1)
+    context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
+    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    data = StreamingDataset()
+    data.load_state_dict({"taken": [5, 3], "world_size": 1})
+    with sending(run, 7, 0, 2), sending(run, of_second, 1, 2, first=100):
+        assert [number((0, each.data)) for each in data] == rest
+        assert sum(data.state_dict()["taken"]) == 8 + len(rest)
+
+
 def test_two_processes_cannot_be_one_replica(ranks: Callable[..., Ranks]) -> None:
     run = ranks(1)
     first = connect(run)
@@ -291,11 +311,11 @@ def test_a_script_that_sends_other_batches_than_before_is_told(ranks: Callable[.
     first = connect(run)
     for each in range(5):
         first.send(batch(each))
-    assert run.take() == 0
+    assert [run.take(), run.take()] == [0, 1]
     first.close()
     second = connect(run)
     second.send(batch(0))
-    with pytest.raises(UsageError, match="ended after 1 batches for this rank, and [1-5] have come"):
+    with pytest.raises(UsageError, match="ended after 1 batches for this rank, and [2-5] have come"):
         second.end()
     second.close()
     with pytest.raises(DataError, match="same batches"):

@@ -42,8 +42,9 @@ class FeedServer:
         self._closed = False
         open_to_network = auth.token("data") is not None
         credentials = channel.server_credentials()
+        self._threads = ThreadPoolExecutor(MAX_REPLICAS, thread_name_prefix="persia-feed")
         self._server = grpc.server(
-            ThreadPoolExecutor(MAX_REPLICAS, thread_name_prefix="persia-feed"),
+            self._threads,
             interceptors=[channel.RoleCheck("data")],
             options=channel.SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_REPLICAS,
@@ -86,6 +87,7 @@ class FeedServer:
             if error is None:
                 self.stop("training is over")
             self._server.stop(_GRACE_S if error is None else None).wait()
+            self._threads.shutdown()
 
 
 class _Feed(services.TrainerServicer):

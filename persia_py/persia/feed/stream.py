@@ -147,6 +147,8 @@ class Stream:
     def _judge(self, error: grpc.RpcError, address: str, refused_s: float) -> float:
         """Tell what another attempt may cure from what it may not; return for how long the place was taken."""
         code, details = error.code(), error.details()
+        if self._shared.over:
+            return 0.0
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             self._fail(channel.auth_error(address, details))
         elif code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED):

@@ -1,0 +1,227 @@
+"""StreamingDataset in the embedded mode: the data script runs in a thread of this process."""
+
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Batches, Configure
+from test_loops import persia_threads
+from test_training import SLOTS, everything, loss_fn, make, train
+
+from persia.ctx import DataCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.errors import ConfigError, DataError, UsageError
+
+Script = Callable[[str], Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure) -> Script:
+    """Write a data script and name it as the entry; ``COUNT`` and the like are in its scope."""
+    configure(SLOTS)
+
+    def write(body: str) -> Path:
+        path = tmp_path / "script with space.py"
+        head = (
+            "import sys\n"
+            "from conftest import Batches\n"
+            "from test_loops import Numbered\n"
+            "from persia.ctx import DataCtx\n"
+        )
+        path.write_text(head + textwrap.dedent(body))
+        monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(path))
+        return path
+
+    return write
+
+
+SENDS = """
+with DataCtx() as ctx:
+    assert (ctx.world_size, ctx.epoch) == (1, 1)
+    for batch in Batches(30):
+        ctx.send_data(batch)
+"""
+
+
+def test_a_streamed_run_equals_an_iterated_one(script: Script) -> None:
+    script(SENDS)
+    with make() as ctx:
+        streamed = train(ctx, DataLoader(StreamingDataset(), reproducible=True))
+        assert len(streamed) == 30
+        rows = everything(ctx)
+    with make() as ctx:
+        assert train(ctx, DataLoader(Batches(30), reproducible=True)) == streamed
+        assert everything(ctx) == rows
+    assert not persia_threads()
+
+
+def test_batches_wait_in_the_script_while_training_is_behind(script: Script, tmp_path: Path) -> None:
+    log = tmp_path / "sent"
+    script(f"""
+    with DataCtx() as ctx:
+        for number, batch in enumerate(Batches(200)):
+            ctx.send_data(batch)
+            open({str(log)!r}, "a").write(f"{{number}}\\n")
+    """)
+    with make() as ctx:
+        loader = DataLoader(StreamingDataset(buffer_size=3), embedding_staleness=2)
+        for taken, batch in enumerate(loader):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+            sent = len(log.read_text().splitlines())
+            assert sent <= taken + 20  # the buffer, the pipeline's and what is looked up ahead
+            if taken == 40:
+                break
+        assert len(log.read_text().splitlines()) < 70
+    assert not persia_threads()
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_loop_left_early_goes_on_behind_the_last_trained_batch(script: Script, reproducible: bool) -> None:
+    script("""
+    with DataCtx() as ctx:
+        for batch in Numbered(9):
+            ctx.send_data(batch)
+    """)
+    trained = []
+    with make() as ctx:
+        loader = DataLoader(StreamingDataset(), reproducible=reproducible)
+        for _ in range(3):
+            for taken, batch in enumerate(loader):
+                if taken == 3:
+                    break  # the fourth was taken and not trained on
+                output, labels = ctx.forward(batch)
+                ctx.backward(output.sum())
+                trained.append(int(labels[0][0]))
+        assert train(ctx, loader) == []  # one stream, one end
+    assert trained == list(range(9))
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(script: Script, tmp_path: Path) -> None:
+    script(SENDS)
+    with make() as ctx:
+        whole = train(ctx, DataLoader(StreamingDataset(), reproducible=True))
+        rows = everything(ctx)
+    with make() as ctx:
+        first = train(ctx, DataLoader(StreamingDataset(), reproducible=True), 11)
+        ctx.dump_checkpoint(tmp_path / "checkpoint")
+    with make(seed=5) as ctx:
+        ctx.load_checkpoint(tmp_path / "checkpoint")
+        data = StreamingDataset()
+        rest = train(ctx, DataLoader(data, reproducible=True))
+        assert first + rest == whole
+        assert everything(ctx) == rows
+        with pytest.raises(UsageError, match="the stream cannot go back"):
+            ctx.load_checkpoint(tmp_path / "checkpoint")
+            train(ctx, DataLoader(data, reproducible=True))
+
+
+def test_a_checkpoint_of_other_ranks_is_refused(script: Script) -> None:
+    data = StreamingDataset()
+    with pytest.raises(DataError, match="split over 2 ranks, this run has 1; start as many"):
+        data.load_state_dict({"taken": [3], "world_size": 2})
+
+
+def test_an_error_of_the_script_reaches_the_loop_in_its_place(script: Script) -> None:
+    script("""
+    with DataCtx() as ctx:
+        for batch in Batches(2):
+            ctx.send_data(batch)
+        raise ZeroDivisionError("row 17 of part-3")
+    """)
+    with make() as ctx:
+        seen = 0
+        with pytest.raises(ZeroDivisionError, match="row 17 of part-3"):
+            for batch in DataLoader(StreamingDataset()):
+                output, _ = ctx.forward(batch)
+                ctx.backward(output.sum())
+                seen += 1
+        assert seen == 2
+    assert not persia_threads()
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "text"),
+    [
+        ("sys.exit('no data today')", UsageError, "exited: no data today"),
+        ("x = 1", UsageError, "ended without a `with DataCtx"),
+        ("import no_such_module", ModuleNotFoundError, "no_such_module"),
+        ("def f(:", SyntaxError, "script with space.py"),
+    ],
+)
+def test_a_script_that_sends_nothing_is_told(script: Script, body: str, error: type[Exception], text: str) -> None:
+    script(body)
+    with make(), pytest.raises(error, match=text):
+        next(iter(DataLoader(StreamingDataset())))
+
+
+def test_no_script_is_told(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(tmp_path / "gone.py"))
+    with make(), pytest.raises(ConfigError, match=r"PERSIA_DATALOADER_ENTRY=.*no file .*gone.py"):
+        next(iter(DataLoader(StreamingDataset())))
+    monkeypatch.delenv("PERSIA_DATALOADER_ENTRY")
+    with (
+        make(),
+        pytest.raises(ConfigError, match=r"no data script; set PERSIA_DATALOADER_ENTRY.*data_loader.py or"),
+    ):
+        next(iter(DataLoader(StreamingDataset())))
+
+
+def test_a_data_context_of_its_own_needs_a_training_script(script: Script) -> None:
+    with pytest.raises(UsageError, match="no training script runs this one"), DataCtx():
+        pass
+    with pytest.raises(UsageError, match="outside its `with` block"):
+        DataCtx().send_data(Batches(1).batch(0))
+
+
+def test_a_script_has_its_own_arguments(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script("""
+    count, = sys.argv[1:]
+    with DataCtx() as ctx:
+        for batch in Batches(int(count)):
+            ctx.send_data(batch)
+    """)
+    plain = path.rename(path.with_name("plain.py"))
+    monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", f"{plain} 4")
+    before = sys.argv
+    with make() as ctx:
+        assert len(train(ctx, DataLoader(StreamingDataset()))) == 4
+    assert sys.argv is before
+
+
+def test_a_script_that_does_not_end_is_left_behind(
+    script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("persia.feed.script._LEAVE_S", 0.1)
+    release = threading.Event()
+    monkeypatch.setattr(sys, "release_for_test", release, raising=False)
+    script("""
+    with DataCtx() as ctx:
+        for batch in Batches(1000):
+            ctx.send_data(batch)
+    sys.release_for_test.wait()
+    """)
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
+    with make() as ctx:
+        train(ctx, DataLoader(StreamingDataset()), 2)
+    assert "is still busy 0.1 s after training ended" in caplog.text
+    release.set()
+
+
+PAIR = ROOT / "tests" / "persiaml_style"
+
+
+def test_a_pair_of_scripts_of_persiaml_runs_in_one_process(tmp_path: Path) -> None:
+    """The very scripts that tests/integration runs on a stack."""
+    done = subprocess.run(
+        [sys.executable, str(PAIR / "train.py")],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "REPRODUCIBLE": "1", "EMBEDDING_STALENESS": "1"},
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split("test auc: ")[1].split()[0]) > 0.8
