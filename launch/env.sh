@@ -92,7 +92,10 @@ if [ -n "$file" ]; then
     printf 'running %s: %s sha256=%s build=%s\n' "$file" "$kind" "$sum" "${build:-unknown}" >&2
 fi
 
-# The tests lie beside the package, not in the user's folder.
-[ "$command" != pytest ] || cd /opt/persia
+# The tests lie beside the package, not in the user's folder, and use the stack around them.
+if [ "$command" = pytest ]; then
+    cd /opt/persia
+    export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}" PYTEST_ADDOPTS="-p no:cacheprovider ${PYTEST_ADDOPTS-}"
+fi
 
 exec "$@"

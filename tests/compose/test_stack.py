@@ -152,7 +152,7 @@ def test_containers_have_no_rights(stacks: Stacks) -> None:
 def test_pytest_passes_in_the_trainer(stacks: Stacks) -> None:
     project = stacks(EXAMPLE, SERVER_REPLICA="2", MIDDLEWARE_REPLICA="1")
     project.up("persia_nats_service", "emb_server", "middleware")
-    result = project.run("pytest", options=("--env", "PERSIA_TEST_LIVE=1"), timeout=480, check=False)
+    result = project.run("pytest", timeout=480, check=False)
     assert result.returncode == 0, result.stdout[-6000:]
     assert re.search(r"^[1-9]\d+ ran, \d+ skipped", result.stdout, re.MULTILINE)
 
