@@ -7,14 +7,12 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser};
 use persia_types::config::{ConfigErrors, EmbeddingConfig, GlobalConfig, Parsed};
 use persia_types::limits::MAX_SERVERS;
 use persia_wire::auth::Secret;
+use persia_wire::discovery::check_job_name;
 use persia_wire::settings::Endpoint;
 use persia_wire::tls::TlsFiles;
 
 use crate::exit::Exit;
 use crate::logs::LogFormat;
-
-/// Longest job name.
-const MAX_JOB_BYTES: usize = 64;
 
 /// What both binaries are told.
 #[derive(Debug, Clone, Args)]
@@ -237,13 +235,8 @@ impl CommonArgs {
     /// `Usage` for a name that is not allowed.
     pub fn job(&self, global: &GlobalConfig) -> Result<String, Exit> {
         let job = self.job.as_ref().unwrap_or(&global.job_name);
-        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-        if (1..=MAX_JOB_BYTES).contains(&job.len()) && job.bytes().all(allowed) {
-            return Ok(job.clone());
-        }
-        Err(Exit::Usage(format!(
-            "job name {job:?}: it must be 1 to {MAX_JOB_BYTES} letters, digits, dots, underscores or hyphens"
-        )))
+        check_job_name(job).map_err(|error| Exit::Usage(error.to_string()))?;
+        Ok(job.clone())
     }
 }
 

@@ -5,14 +5,17 @@
 //! * [`middleware`]: requests divided among servers, and their answers put together
 //! * [`serve`]: connections, from the first to the last; health and reflection
 //! * [`process`]: what both binaries do at their start and end; [`args`], [`logs`], [`metrics`], [`watchdog`],
-//!   [`exit`]: the parts of it
+//!   [`probe`], [`exit`]: the parts of it
 
 pub mod args;
 mod connection;
 pub mod exit;
 pub mod logs;
 pub mod metrics;
+pub mod middleware;
 pub mod node;
+pub mod probe;
+pub mod process;
 pub mod serve;
 pub mod service;
 pub mod watchdog;

@@ -15,9 +15,10 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use metrics::{counter, gauge, histogram};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
-use persia_types::Schema;
-use persia_types::tables::{LookupReport, PushReport, Stats};
+use persia_types::tables::{LookupReport, PushReport};
 use tokio::net::TcpListener;
+
+use crate::node::Node;
 
 const REQUEST_SECONDS: &str = "persia_request_seconds";
 const REQUESTS_FAILED: &str = "persia_requests_failed_total";
@@ -118,11 +119,12 @@ impl Drop for Connected {
 }
 
 /// Set the gauges of a server.
-pub(crate) fn set_gauges(schema: &Schema, stats: &Stats) {
+pub fn set_gauges(node: &Node) {
+    let Ok(stats) = node.stats() else { return };
     gauge!(EPOCH).set(stats.epoch as f64);
     gauge!(PAYLOAD).set(stats.payload_bytes as f64);
     gauge!(MEMORY).set(stats.memory_bytes as f64);
-    for (table, rows) in schema.tables.iter().zip(&stats.rows) {
+    for (table, rows) in node.options().schema.tables.iter().zip(&stats.rows) {
         gauge!(ROWS, "table" => table.name.clone()).set(*rows as f64);
     }
 }

@@ -54,8 +54,9 @@ fn admin(extensions: &Extensions, verb: &str) -> Result<(), Status> {
     require(extensions, verb, &[Role::Admin])
 }
 
+/// Whoever names no run has not begun one.
 fn fence(fence: Option<proto::Fence>) -> Result<Fence, Status> {
-    let proto::Fence { job, epoch } = fence.ok_or_else(|| Status::invalid_argument("no fence was sent"))?;
+    let proto::Fence { job, epoch } = fence.ok_or_else(|| to_status(&TablesError::NotBegun))?;
     Ok(Fence { job: JobId(job), epoch })
 }
 

@@ -1,3 +1,47 @@
-//! See [`persia_server`].
+//! A middleware; see [`persia_server`].
 
-fn main() {}
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use persia_server::args::MiddlewareArgs;
+use persia_server::exit::Exit;
+use persia_server::middleware::{Link, MiddlewareService, Servers};
+use persia_server::process::{self, Kind, Process};
+use persia_server::serve::{HealthService, serve};
+use persia_wire::bounded;
+use persia_wire::discovery::Service;
+use persia_wire::proto::middleware_server::MiddlewareServer;
+
+const KIND: Kind = Kind { service: Service::Middleware, grpc: "persia.v1.Middleware", port: 7777 };
+
+fn main() -> ExitCode {
+    process::run(KIND, |args: &MiddlewareArgs| &args.common, run)
+}
+
+async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> Result<(), Exit> {
+    let stop = process::told_to_stop()?;
+    let link = Link { secret: process.secret.clone(), tls: process.client_tls.clone() };
+    let servers = match (&process.discovery, args.servers.as_slice()) {
+        (None, []) => {
+            return Err(Exit::Usage(
+                "no way to find the servers: set PERSIA_NATS_URL (or --nats-url), or give --servers".into(),
+            ));
+        }
+        (Some(discovery), []) => Servers::discovered(discovery.clone(), link),
+        (_, endpoints) => Servers::fixed(endpoints, &link)?,
+    };
+    let servers = Arc::new(servers);
+    let metrics = process.serve_metrics(|| {}).await?;
+    let found = Arc::clone(&servers);
+    let announced = process.announce(metrics, async move { found.found().await })?;
+    let peer = format!("middleware {} at {}", args.common.replica_index, process.listener.endpoint());
+    let timeout = Duration::from_secs(args.common.rpc_timeout);
+    let (listener, host) = process.into_serving();
+    let service = bounded!(MiddlewareServer::new(MiddlewareService::new(servers, timeout, peer)));
+    let stop = async move {
+        stop.await;
+        drop(announced);
+    };
+    serve(listener, service, host, health, stop).await
+}

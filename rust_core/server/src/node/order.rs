@@ -108,7 +108,12 @@ impl Order {
             match self.ask(token, place)? {
                 Answer::Repeat => return Ok(None),
                 Answer::Go => {
-                    return Ok(Some(Turn { order: Arc::clone(self), place, epoch: token.epoch, done: false }));
+                    return Ok(Some(Turn {
+                        order: Arc::clone(self),
+                        place,
+                        epoch: token.epoch,
+                        done: false,
+                    }));
                 }
                 Answer::Wait => {}
             }

@@ -1,0 +1,175 @@
+//! Begin, snapshot, restore, statistics and clear on all servers at once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{join_all, try_join_all};
+use persia_types::TablesError;
+use persia_types::tables::Snapshot;
+use persia_wire::auth::{Role, require};
+use persia_wire::error::to_status;
+use persia_wire::proto;
+use tokio::time::{Instant, timeout_at};
+use tonic::{Request, Response, Status};
+
+use super::{Client, Member, MiddlewareService, grpc_timeout, late, named};
+use crate::service::check_version;
+
+/// What a snapshot or a restore may take whose caller does not say.
+const LONG: Duration = Duration::from_secs(3600);
+/// What a server may take to say how it is.
+const STATS_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Call every server; the first error, in the order of servers, is the answer.
+async fn everywhere<T, F>(
+    members: &[Arc<Member>],
+    what: &str,
+    deadline: Instant,
+    call: impl Fn(Client) -> F,
+) -> Result<Vec<T>, Status>
+where
+    F: Future<Output = Result<Response<T>, Status>>,
+{
+    let call = &call;
+    let calls = members.iter().map(|member| async move {
+        let mut attempt = std::pin::pin!(call(member.admin()));
+        match timeout_at(deadline, &mut attempt).await {
+            Ok(reply) => reply.map(Response::into_inner).map_err(|status| named(member, &status)),
+            Err(_) => Err(to_status(&late(member, what))),
+        }
+    });
+    // All of them, also after an error: nothing goes on that nobody waits for.
+    join_all(calls).await.into_iter().collect()
+}
+
+impl MiddlewareService {
+    async fn all_servers<T>(
+        &self,
+        request: &Request<T>,
+        verb: &str,
+        timeout: Duration,
+    ) -> Result<(Vec<Arc<Member>>, Instant), Status> {
+        require(request.extensions(), verb, &[Role::Admin])?;
+        let deadline = Instant::now() + grpc_timeout(request.metadata()).unwrap_or(timeout);
+        Ok((self.servers.all().await.map_err(|error| to_status(&error))?, deadline))
+    }
+
+    /// Every server is asked whether it could before the first one does.
+    pub(super) async fn serve_begin(
+        &self,
+        request: Request<proto::BeginRequest>,
+    ) -> Result<proto::BeginReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Begin", self.timeout).await?;
+        let request = request.into_inner();
+        check_version(&self.peer, &request)?;
+        let begin = |check_only| {
+            let request = proto::BeginRequest { check_only, ..request.clone() };
+            everywhere(&members, "begin", deadline, move |mut client| {
+                let request = request.clone();
+                async move { client.begin(request).await }
+            })
+        };
+        if members.len() > 1 || request.check_only {
+            begin(true).await?;
+        }
+        if !request.check_only {
+            begin(false).await?;
+        }
+        Ok(proto::BeginReply {})
+    }
+
+    pub(super) async fn serve_snapshot(
+        &self,
+        request: Request<proto::SnapshotRequest>,
+    ) -> Result<proto::SnapshotReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Snapshot", LONG).await?;
+        let request = request.into_inner();
+        let parts = everywhere(&members, "snapshot", deadline, |mut client| {
+            let request = request.clone();
+            async move { client.snapshot(request).await }
+        })
+        .await?;
+        let mut whole = Snapshot::default();
+        for part in parts {
+            let part = Snapshot::from(part);
+            whole.files.extend(part.files);
+            whole.rows.resize(whole.rows.len().max(part.rows.len()), 0);
+            whole.rows.iter_mut().zip(part.rows).for_each(|(sum, rows)| *sum += rows);
+        }
+        Ok(whole.into())
+    }
+
+    /// Every server reads and checks its files before the first one replaces its rows.
+    pub(super) async fn serve_restore(
+        &self,
+        request: Request<proto::RestoreRequest>,
+    ) -> Result<proto::RestoreReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Restore", LONG).await?;
+        let request = request.into_inner();
+        let restore = |check_only| {
+            let request = proto::RestoreRequest { check_only, ..request.clone() };
+            everywhere(&members, "restore", deadline, move |mut client| {
+                let request = request.clone();
+                async move { client.restore(request).await }
+            })
+        };
+        if members.len() > 1 || request.check_only {
+            restore(true).await?;
+        }
+        if !request.check_only {
+            restore(false).await?;
+        }
+        Ok(proto::RestoreReply {})
+    }
+
+    pub(super) async fn serve_clear(
+        &self,
+        request: Request<proto::ClearRequest>,
+    ) -> Result<proto::ClearReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Clear", self.timeout).await?;
+        let request = request.into_inner();
+        let clear = |mut client: Client| async move { client.clear(request).await };
+        everywhere(&members, "clear", deadline, clear).await?;
+        Ok(proto::ClearReply {})
+    }
+
+    /// Of those that answer; a server that does not is missing in the reply.
+    pub(super) async fn serve_stats(
+        &self,
+        request: Request<proto::StatsRequest>,
+    ) -> Result<proto::StatsReply, Status> {
+        let timeout = grpc_timeout(request.metadata()).unwrap_or(STATS_TIMEOUT).min(STATS_TIMEOUT);
+        // Four fifths: the answer has to travel, too.
+        let deadline = Instant::now() + timeout.mul_f32(0.8);
+        let known = self.servers.known();
+        if known.is_empty() {
+            let error = self.servers.all().await.err().unwrap_or(TablesError::Unreachable {
+                peer: self.peer.clone(),
+                what: "its servers were found just now".into(),
+            });
+            return Err(to_status(&error));
+        }
+        let calls = known.iter().flatten().map(|member| async move {
+            match timeout_at(deadline, member.data().stats(proto::StatsRequest {})).await {
+                Ok(Ok(reply)) => Ok(reply.into_inner().answered),
+                // Wrong credentials do not get better by waiting.
+                Ok(Err(status)) if status.code() == tonic::Code::Unauthenticated => {
+                    Err(named(member, &status))
+                }
+                Ok(Err(status)) => {
+                    tracing::warn!("{}: {}", member.peer, status.message());
+                    Ok(Vec::new())
+                }
+                Err(_) => {
+                    tracing::warn!("{}", late(member, "question for statistics"));
+                    Ok(Vec::new())
+                }
+            }
+        });
+        let answered: Vec<_> = try_join_all(calls).await?.into_iter().flatten().collect();
+        if answered.len() < known.len() {
+            self.servers.look_again();
+        }
+        Ok(proto::StatsReply { servers: known.len() as u32, answered })
+    }
+}

@@ -1,0 +1,129 @@
+//! One push: gradients to the servers, and what each of them did back to the caller.
+
+use std::sync::Arc;
+
+use futures_util::Stream;
+use persia_types::TablesError;
+use persia_wire::error::{from_failure, to_failure};
+use persia_wire::parts::Split;
+use persia_wire::{proto, receive};
+use proto::{push_request, server_push};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Status};
+
+use super::{INLET, Member, error_of, late};
+
+type Inlet = mpsc::Sender<proto::PushRequest>;
+
+/// See the module's documentation.
+pub(super) struct Push {
+    pub(super) members: Vec<Arc<Member>>,
+    pub(super) head: proto::PushHead,
+    pub(super) split: Arc<Split>,
+    pub(super) deadline: Instant,
+}
+
+impl Push {
+    /// One server's failure does not keep the others from applying their part; a caller's that breaks off does.
+    pub(super) async fn run(
+        self,
+        incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
+    ) -> Result<proto::PushReply, Status> {
+        let asked = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
+        // Dropped with the future: calls that have not ended are broken off, and apply nothing.
+        let mut calls = JoinSet::new();
+        let mut inlets = Vec::with_capacity(self.members.len());
+        for (server, member) in self.members.iter().enumerate() {
+            if !asked(server) {
+                inlets.push(None);
+                continue;
+            }
+            let (inlet, messages) = mpsc::channel(INLET);
+            let parts = self.split.parts_of(server);
+            let head = proto::PushHead { parts, only: Vec::new(), ..self.head.clone() };
+            // There is room for it: the channel is new.
+            let _ = inlet.try_send(proto::PushRequest { part: Some(push_request::Part::Head(head)) });
+            inlets.push(Some(inlet));
+            let (member, deadline) = (Arc::clone(member), self.deadline);
+            calls.spawn(async move { (server, call(&member, messages, deadline).await) });
+        }
+        let outcomes = async {
+            let mut servers = Vec::with_capacity(calls.len());
+            while let Some(done) = calls.join_next().await {
+                let (server, outcome) =
+                    done.map_err(|error| Status::internal(format!("a push failed: {error}")))?;
+                let outcome = Some(match outcome {
+                    Ok(report) => server_push::Outcome::Applied(report),
+                    Err(error) => {
+                        tracing::warn!(server, "push not applied: {error}");
+                        server_push::Outcome::Failed(to_failure(&error))
+                    }
+                });
+                servers.push(proto::ServerPush { server: server as u32, outcome });
+            }
+            servers.sort_unstable_by_key(|server| server.server);
+            Ok(servers)
+        };
+        let ((), servers) = tokio::try_join!(self.feed(incoming, inlets), outcomes)?;
+        Ok(proto::PushReply { servers })
+    }
+
+    async fn feed(
+        &self,
+        mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
+        inlets: Vec<Option<Inlet>>,
+    ) -> Result<(), Status> {
+        loop {
+            let next = timeout_at(self.deadline, receive::next(&mut incoming)).await;
+            let late = |_| Status::deadline_exceeded("the push did not come whole before its deadline");
+            let Some(message) = next.map_err(late)?? else { return Ok(()) };
+            let pieces = match message.part {
+                Some(push_request::Part::Ids(chunk)) => {
+                    let pieces = self.split.ids(chunk)?.into_iter();
+                    pieces.map(|(server, piece)| (server, push_request::Part::Ids(piece))).collect()
+                }
+                Some(push_request::Part::Gradients(chunk)) => {
+                    let pieces = self.split.gradients(chunk)?.into_iter();
+                    pieces.map(|(server, piece)| (server, push_request::Part::Gradients(piece))).collect()
+                }
+                _ => Vec::new(),
+            };
+            if pieces.is_empty() {
+                return Err(Status::invalid_argument(
+                    "after the head of a push only ids and gradients may come",
+                ));
+            }
+            for (server, piece) in pieces {
+                if let Some(inlet) = &inlets[server] {
+                    // One that takes no more has failed: its call says why.
+                    let _ = inlet.send(proto::PushRequest { part: Some(piece) }).await;
+                }
+            }
+        }
+    }
+}
+
+async fn call(
+    member: &Member,
+    messages: mpsc::Receiver<proto::PushRequest>,
+    deadline: Instant,
+) -> Result<proto::PushReport, TablesError> {
+    let mut request = Request::new(ReceiverStream::new(messages));
+    request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+    let mut client = member.data();
+    let Ok(reply) = timeout_at(deadline, client.push(request)).await else {
+        return Err(late(member, "push"));
+    };
+    let reply = reply.map_err(|status| error_of(member, &status))?.into_inner();
+    match reply.servers.into_iter().next().and_then(|server| server.outcome) {
+        Some(server_push::Outcome::Applied(report)) => Ok(report),
+        Some(server_push::Outcome::Failed(failure)) => Err(from_failure(&member.peer, &failure)),
+        None => Err(TablesError::Incompatible {
+            peer: member.peer.clone(),
+            what: "it acknowledged a push without saying what it did".into(),
+        }),
+    }
+}

@@ -1,0 +1,56 @@
+//! `--health`: ask the process at `--listen` whether it serves.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use persia_wire::settings::Endpoint;
+use tonic::Status;
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use crate::args::CommonArgs;
+use crate::exit::Exit;
+use crate::process::Kind;
+
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Exit code 0 when the process serves, 1 when it does not.
+///
+/// # Errors
+/// `Usage` for an address that can't be asked.
+#[allow(clippy::print_stderr, reason = "the probe's answer to a person; the exit code is that to the engine")]
+pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
+    let endpoint = match args.listen(kind.port)? {
+        Endpoint::Tcp { host, port } if matches!(host.as_str(), "0.0.0.0" | "::") => {
+            let host = if host == "::" { "::1" } else { "127.0.0.1" };
+            Endpoint::Tcp { host: host.into(), port }
+        }
+        other => other,
+    };
+    if matches!(endpoint, Endpoint::Tcp { port: 0, .. }) {
+        return Err(Exit::Usage("--health needs the port: --listen has port 0".into()));
+    }
+    let mut tls = args.tls();
+    if tls.cert.is_none() {
+        tls.ca = None;
+    } else if tls.ca.is_none() {
+        // Of a certificate that nobody else signed.
+        tls.ca.clone_from(&tls.cert);
+    }
+    let tls = tls.client().map_err(|error| Exit::Usage(error.to_string()))?;
+    let answer = async {
+        let channel =
+            endpoint.channel(tls.as_ref()).map_err(|error| Status::unavailable(error.to_string()))?;
+        let request = HealthCheckRequest { service: kind.grpc.into() };
+        HealthClient::new(channel).check(request).await
+    };
+    let what = match tokio::time::timeout(TIMEOUT, answer).await {
+        Ok(Ok(reply)) if reply.get_ref().status() == ServingStatus::Serving => return Ok(ExitCode::SUCCESS),
+        Ok(Ok(reply)) => format!("{:?}", reply.get_ref().status()),
+        Ok(Err(status)) => persia_wire::error::describe(&status),
+        Err(_) => format!("no answer within {} s", TIMEOUT.as_secs()),
+    };
+    eprintln!("{endpoint}: {what}");
+    Ok(ExitCode::FAILURE)
+}

@@ -1,0 +1,320 @@
+//! What both binaries do: read flags, start logs and metrics, listen, announce, and stop when told to.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use clap::{CommandFactory, FromArgMatches};
+use persia_types::config::GlobalConfig;
+use persia_wire::auth::{AuthError, Guard, Role, Secret};
+use persia_wire::backoff::pause;
+use persia_wire::discovery::{
+    Announced, Announcement, Discovery, DiscoveryOptions, Service, advertised_host,
+};
+use persia_wire::listen::Listener;
+use persia_wire::settings::Endpoint;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tonic::transport::ClientTlsConfig;
+
+use crate::args::{self, CommonArgs};
+use crate::exit::Exit;
+use crate::serve::{Health, HealthService, Host};
+use crate::{logs, metrics, probe, watchdog};
+
+/// The usual port of metrics.
+const METRICS_PORT: u16 = 9464;
+/// How often histograms are put in order, also when nobody reads them.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
+
+/// One of the two kinds of process.
+#[derive(Debug, Clone, Copy)]
+pub struct Kind {
+    /// As discovery knows it.
+    pub service: Service,
+    /// As gRPC knows it.
+    pub grpc: &'static str,
+    /// The usual port.
+    pub port: u16,
+}
+
+/// Everything a process has before it knows what it serves.
+pub struct Process {
+    /// Its flags.
+    pub args: CommonArgs,
+    /// What it is.
+    pub kind: Kind,
+    /// The job it works for.
+    pub job: String,
+    /// The global configuration.
+    pub global: GlobalConfig,
+    /// The secret of the cluster.
+    pub secret: Option<Secret>,
+    /// For calling others.
+    pub client_tls: Option<ClientTlsConfig>,
+    /// NATS, if there is one.
+    pub discovery: Option<Discovery>,
+    /// Set when it serves.
+    pub ready: Arc<AtomicBool>,
+    /// Where it listens.
+    pub listener: Listener,
+    host: Host,
+    health: Health,
+}
+
+/// Run a binary: `main` is the rest of it, `common` finds the common flags. Ends with its exit code.
+pub fn run<A, F>(
+    kind: Kind,
+    common: impl Fn(&A) -> &CommonArgs,
+    main: impl FnOnce(Process, HealthService, A) -> F,
+) -> ExitCode
+where
+    A: CommandFactory + FromArgMatches,
+    F: Future<Output = Result<(), Exit>>,
+{
+    let ended = args::parse::<A>().and_then(|args| {
+        let common = common(&args).clone();
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| Exit::Again(format!("cannot start threads: {error}")))?;
+        let ended = runtime.block_on(async {
+            common.check()?;
+            if common.health {
+                return probe::ask(&common, kind).await;
+            }
+            let (process, health) = Process::start(common, kind).await?;
+            main(process, health, args).await.map(|()| ExitCode::SUCCESS)
+        });
+        // A request whose thread still works must not hold up the end.
+        runtime.shutdown_timeout(Duration::from_secs(1));
+        ended
+    });
+    ended.unwrap_or_else(|exit| {
+        report(&exit);
+        ExitCode::from(exit.code())
+    })
+}
+
+/// The one line that says why.
+#[allow(clippy::print_stderr, reason = "the last word of a process, also when there are no logs yet")]
+fn report(exit: &Exit) {
+    eprintln!("error: {}", exit.to_string().replace('\n', "; "));
+}
+
+impl Process {
+    async fn start(args: CommonArgs, kind: Kind) -> Result<(Self, HealthService), Exit> {
+        logs::start(args.log_format, &args.log_level, kind.service.name(), args.replica_index)?;
+        watchdog::start().map_err(|error| Exit::Again(format!("cannot start a thread: {error}")))?;
+        let global = args.global()?;
+        let job = args.job(&global)?;
+        let secret = args.secret()?;
+        let tls = args.tls();
+        let unusable = |error: persia_wire::tls::TlsError| Exit::Usage(error.to_string());
+        let (server_tls, client_tls) = (tls.server().map_err(unusable)?, tls.client().map_err(unusable)?);
+        let listen = args.listen(kind.port)?;
+        let guard = Guard::new(secret.clone(), &listen).map_err(|error| Exit::Auth(error.to_string()))?;
+        let listener =
+            Listener::bind(&listen).await.map_err(|error| cannot_bind("--listen", &listen, &error))?;
+        let discovery = match &args.nats_url {
+            None => None,
+            Some(url) => Some(connect(url, &job, secret.as_ref()).await?),
+        };
+        let (health, health_service) = Health::new(kind.grpc).await;
+        let grace = Duration::from_secs(args.stop_grace);
+        let host = Host { guard, tls: server_tls, grace, health: health.clone() };
+        let ready = Arc::new(AtomicBool::new(false));
+        let endpoint = listener.endpoint();
+        tracing::info!(%endpoint, job, version = args::version(), pid = std::process::id(), "listening");
+        Ok((
+            Self { args, kind, job, global, secret, client_tls, discovery, ready, listener, host, health },
+            health_service,
+        ))
+    }
+
+    /// Serve metrics; `refresh` sets gauges before each reading. The address, if there is one.
+    ///
+    /// # Errors
+    /// `Auth` for an address that is open to others without a token, `Usage` for one that is taken.
+    pub async fn serve_metrics(
+        &self,
+        refresh: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Option<Endpoint>, Exit> {
+        let render = metrics::start().map_err(|error| Exit::Usage(format!("metrics: {error}")))?;
+        let upkeep = render.clone();
+        tokio::spawn(async move {
+            let mut interval = tokio::time::interval(UPKEEP_INTERVAL);
+            loop {
+                interval.tick().await;
+                upkeep.run_upkeep();
+            }
+        });
+        let Some(listen) = self.args.metrics_listen(METRICS_PORT)? else { return Ok(None) };
+        if self.secret.is_none() && !listen.is_local() {
+            let error = AuthError::Unprotected { endpoint: listen };
+            return Err(Exit::Auth(format!("--metrics-listen: {error}")));
+        }
+        let Endpoint::Tcp { host, port } = &listen else {
+            return Err(Exit::Usage(format!("--metrics-listen {listen}: metrics are served over TCP only")));
+        };
+        let bound = TcpListener::bind((host.as_str(), *port)).await;
+        let bound = bound.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
+        let (port, listener) = bound.map_err(|error| cannot_bind("--metrics-listen", &listen, &error))?;
+        let page =
+            metrics::Page { metrics: render, ready: Arc::clone(&self.ready), refresh: Arc::new(refresh) };
+        tokio::spawn(metrics::serve(listener, page));
+        let endpoint = Endpoint::Tcp { host: host.clone(), port };
+        tracing::info!(%endpoint, "serving metrics");
+        Ok(Some(endpoint))
+    }
+
+    /// The host that others reach this process by, where that does not depend on NATS.
+    fn fixed_host(&self) -> Result<Option<String>, Exit> {
+        let interface = std::env::var("PERSIA_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
+        match (&self.args.advertise, interface) {
+            (Some(host), _) => Ok(Some(host.clone())),
+            (None, Some(name)) => advertised_host("", Some(&name))
+                .map(Some)
+                .map_err(|error| Exit::Usage(format!("PERSIA_SOCKET_IFNAME: {error}"))),
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// Announce the process, and tell once that it serves, when NATS knows and `others` are there. Dropping the
+    /// result withdraws both.
+    ///
+    /// # Errors
+    /// `Usage` for a network interface that does not exist.
+    pub fn announce(
+        &self,
+        metrics: Option<Endpoint>,
+        others: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<Announcing, Exit> {
+        let host = self.fixed_host()?;
+        let endpoint = self.listener.endpoint().clone();
+        let announcement = Announcement {
+            service: self.kind.service,
+            index: self.args.replica_index,
+            replicas: self.args.replica_size,
+            address: None,
+            metrics: None,
+            more: BTreeMap::from([("build".to_owned(), args::BUILD.to_owned())]),
+        };
+        let (discovery, health, ready) =
+            (self.discovery.clone(), self.health.clone(), Arc::clone(&self.ready));
+        let task = tokio::spawn(async move {
+            let _announced = match discovery {
+                None => None,
+                Some(discovery) => {
+                    let mut host = host;
+                    if host.is_none()
+                        && [Some(&endpoint), metrics.as_ref()].into_iter().flatten().any(is_open)
+                    {
+                        host = Some(host_towards(discovery.url()).await);
+                    }
+                    let reached = |endpoint| reached_by(endpoint, host.as_deref());
+                    let metrics = metrics.map(|endpoint| reached(endpoint).to_string());
+                    let announcement =
+                        Announcement { address: Some(reached(endpoint)), metrics, ..announcement };
+                    announce(&discovery, announcement).await
+                }
+            };
+            others.await;
+            health.set(true).await;
+            ready.store(true, Ordering::Relaxed);
+            tracing::info!("ready");
+            std::future::pending::<()>().await;
+        });
+        Ok(Announcing { task, ready: Arc::clone(&self.ready) })
+    }
+
+    /// Listener and host, to serve with.
+    pub fn into_serving(self) -> (Listener, Host) {
+        (self.listener, self.host)
+    }
+}
+
+async fn announce(discovery: &Discovery, announcement: Announcement) -> Option<Announced> {
+    // For ever: who waits for NATS says so in its log, once.
+    let announced = match discovery.wait_connected(None).await {
+        Ok(()) => discovery.announce(announcement).await,
+        Err(error) => Err(error),
+    };
+    announced.map_err(|error| tracing::error!("cannot announce this process: {error}")).ok()
+}
+
+/// The announcement of a process that serves.
+pub struct Announcing {
+    task: tokio::task::JoinHandle<()>,
+    ready: Arc<AtomicBool>,
+}
+
+impl Drop for Announcing {
+    fn drop(&mut self) {
+        self.ready.store(false, Ordering::Relaxed);
+        self.task.abort();
+    }
+}
+
+async fn connect(url: &str, job: &str, secret: Option<&Secret>) -> Result<Discovery, Exit> {
+    let token = secret.map(|secret| secret.token(Role::Nats));
+    let options = DiscoveryOptions { url: url.to_owned(), job: job.to_owned(), token };
+    Discovery::connect(options).await.map_err(|error| Exit::Usage(error.to_string()))
+}
+
+/// Whether an endpoint stands for all addresses of this host.
+fn is_open(endpoint: &Endpoint) -> bool {
+    let Endpoint::Tcp { host, .. } = endpoint else { return false };
+    host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())
+}
+
+/// `endpoint` as others reach it: by `host`, unless it is for this host only.
+fn reached_by(endpoint: Endpoint, host: Option<&str>) -> Endpoint {
+    match (endpoint, host) {
+        (Endpoint::Tcp { port, .. }, Some(host)) => Endpoint::Tcp { host: host.to_owned(), port },
+        (endpoint, _) => endpoint,
+    }
+}
+
+/// The address of this host, as soon as NATS's name is known.
+async fn host_towards(url: &str) -> String {
+    let mut failures = 0;
+    loop {
+        let nats = url.to_owned();
+        let found = tokio::task::spawn_blocking(move || advertised_host(&nats, None)).await;
+        match found {
+            Ok(Ok(host)) => return host,
+            Ok(Err(error)) if failures == 0 => tracing::warn!("waiting for NATS: {error}"),
+            Ok(Err(_)) => {}
+            Err(error) => tracing::error!(%error, "cannot look an address up"),
+        }
+        failures += 1;
+        tokio::time::sleep(pause(failures)).await;
+    }
+}
+
+fn cannot_bind(flag: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
+    let why = match error.kind() {
+        io::ErrorKind::AddrInUse => "something else listens there; stop it, or choose another port".into(),
+        io::ErrorKind::PermissionDenied => format!("{error}; ports below 1024 need privileges"),
+        _ => error.to_string(),
+    };
+    Exit::Usage(format!("cannot listen on {endpoint} ({flag}): {why}"))
+}
+
+/// Ends at SIGTERM or SIGINT.
+///
+/// # Errors
+/// `Again` when signals can't be heard.
+pub fn told_to_stop() -> Result<impl Future<Output = ()> + Send, Exit> {
+    let deaf = |error: io::Error| Exit::Again(format!("cannot listen for signals: {error}"));
+    let mut terminate = signal(SignalKind::terminate()).map_err(deaf)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(deaf)?;
+    Ok(async move {
+        tokio::select! {
+            _ = terminate.recv() => tracing::info!("SIGTERM"),
+            _ = interrupt.recv() => tracing::info!("SIGINT"),
+        }
+    })
+}
