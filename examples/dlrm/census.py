@@ -9,17 +9,32 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import typer
 
 from persia.data import IterableDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import ConfigError, DataError, StorageError
+
+EPOCHS = 3
+BATCH_SIZE = 1024
+DATA = Path(__file__).parent / "data"
+VALIDATION_SHARE = 0.05
+"""Of the training file; every choice of the recipe was made on such a part."""
+
+# Options of train.py and data_compose.py, which have to agree; the variables set them for both.
+Seed = Annotated[
+    int, typer.Option(min=0, envvar="DLRM_SEED", help="Of dense weights, new rows and the order of samples.")
+]
+Epochs = Annotated[int, typer.Option(min=1, envvar="DLRM_EPOCHS", help="Passes over the training samples.")]
+BatchSize = Annotated[int, typer.Option(min=1, envvar="DLRM_BATCH_SIZE", help="Samples of a step, of all ranks.")]
+Data = Annotated[Path, typer.Option(envvar="DLRM_DATA", help="The two parquet files.")]
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.uint64]
@@ -133,6 +148,11 @@ def read(path: Path) -> Samples:
     )
 
 
+def training_data(folder: Path) -> tuple[Samples, Samples]:
+    """Return the samples to train on, and those to validate with."""
+    return read(folder / "census_income_train.parquet").split(VALIDATION_SHARE)
+
+
 def _check_columns(path: Path, table: pa.Table) -> None:
     wanted = (*CATEGORICAL, *DENSE, LABEL)
     missing = [name for name in wanted if name not in table.column_names]
@@ -215,9 +235,24 @@ class Batches(IterableDataset):
             if index == 0:
                 order = self._order(epoch)
             self._next = number + 1
-            rows = order[index * self.batch_size : (index + 1) * self.batch_size]
-            yield self.samples.take(rows).batch()
+            yield self.samples.take(self._rows(order, index)).batch()
         self._next = 0
+
+    def pieces(self, count: int) -> Iterator[PersiaBatch]:
+        """Yield every batch in ``count`` pieces of nearly equal size, one for each rank of a job.
+
+        A batch of fewer samples than that, which only an epoch's last can be, is left out.
+        """
+        for epoch in range(self.epochs):
+            order = self._order(epoch)
+            for index in range(self._per_epoch):
+                rows = self._rows(order, index)
+                if len(rows) >= count:
+                    for piece in np.array_split(rows, count):
+                        yield self.samples.take(piece).batch()
+
+    def _rows(self, order: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
+        return order[index * self.batch_size : (index + 1) * self.batch_size]
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self.seed is None:

@@ -1,5 +1,10 @@
-"""Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help."""
+"""Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help.
 
+With PERSIA_NATS_URL set, this is one rank of a job: data_compose.py sends the batches, and rank 0 alone reports.
+"""
+
+import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,14 +14,14 @@ import report
 import torch
 import typer
 
+from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.optim import Adam
 from persia.errors import PersiaError
 from persia.models import DLRM
 
 EMBEDDING_DIM = 16  # of every slot in config/embedding_config.yml
-VALIDATION_SHARE = 0.05  # of the training file; every choice of the recipe was made on such a part
 VALIDATE_EVERY = 50  # steps
 EVALUATION_BATCH = 4096
 
@@ -36,9 +41,9 @@ def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality
 
 @app.command()
 def main(
-    seed: Annotated[int, typer.Option(min=0, help="Of dense weights, new rows and the order of samples.")] = 0,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training samples.")] = 3,
-    batch_size: Annotated[int, typer.Option(min=1)] = 1024,
+    seed: census.Seed = 0,
+    epochs: census.Epochs = census.EPOCHS,
+    batch_size: census.BatchSize = census.BATCH_SIZE,
     lr: Annotated[float, typer.Option(min=0, help="Of model and rows, falling to 0 in a straight line.")] = 3e-3,
     staleness: Annotated[
         int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="Pushes a look-up may miss, plus one.")
@@ -46,14 +51,16 @@ def main(
     reproducible: Annotated[
         bool, typer.Option(envvar="REPRODUCIBLE", help="Equal runs give equal bits; staleness 1.")
     ] = False,
-    data: Annotated[Path, typer.Option(help="The two parquet files.")] = Path(__file__).parent / "data",
-    out: Annotated[Path, typer.Option(help="A folder for this run is made in it.")] = Path("runs"),
+    data: census.Data = census.DATA,
+    out: Annotated[Path, typer.Option(envvar="PERSIA_RUN_DIR", help="A folder for this run is made in it.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """Train a DLRM on Census-Income, then judge it once on the test split."""
     torch.set_num_threads(1)  # so small a model gains little from more, and loses much on a busy machine
     torch.manual_seed(seed)
     staleness = 1 if reproducible else staleness
-    train, validation = census.read(data / "census_income_train.parquet").split(VALIDATION_SHARE)
+    train, validation = census.training_data(data)
     test_set = census.Batches(census.read(data / "census_income_test.parquet"), EVALUATION_BATCH)
     validation_set = census.Batches(validation, EVALUATION_BATCH)
     train_set = census.Batches(train, batch_size, epochs, seed)
@@ -70,21 +77,31 @@ def main(
     embedding_optimizer = Adam(lr=lr)
     decay = torch.optim.lr_scheduler.LambdaLR(dense_optimizer, lambda step: 1 - step / len(train_set))
 
-    with report.Run(out, f"seed{seed}", steps=len(train_set)) as run:
+    in_job = bool(os.environ.get("PERSIA_NATS_URL"))
+    run = report.Run(out, f"seed{seed}", steps=len(train_set)) if env.get_rank() == 0 else None
+    with run or contextlib.nullcontext():
         with TrainCtx(embedding_optimizer, dense_optimizer, mixed_precision=False, model=model) as ctx:
-            loader = DataLoader(train_set, reproducible=reproducible, embedding_staleness=staleness)
+            source = StreamingDataset() if in_job else train_set
+            loader = DataLoader(source, reproducible=reproducible, embedding_staleness=staleness)
             for step, batch in enumerate(loader, start=1):
                 output, labels = ctx.forward(batch)
                 loss = loss_fn(output, labels[0])
                 ctx.backward(loss)
                 decay.step()
                 embedding_optimizer.update_lr(float(decay.get_last_lr()[0]))
-                run.step(loss.item(), samples=len(output))
+                if run is None:
+                    continue
+                run.step(loss.item(), samples=len(output) * env.get_world_size())
                 if step % VALIDATE_EVERY == 0 or step == len(train_set):
                     run.validated(evaluate(model, validation_set))
-            ctx.dump_checkpoint(run.folder / "checkpoint")
-            test, rows = evaluate(model, test_set), sum(ctx.get_embedding_size())
-        run.finish(test, rows)
+            if run is not None:
+                shared = os.environ.get("PERSIA_CKPT_DIR", "")  # where the servers of a job write their part
+                if shared or not in_job:
+                    ctx.dump_checkpoint((Path(shared, run.folder.name) if in_job else run.folder) / "checkpoint")
+                test, rows = evaluate(model, test_set), sum(ctx.get_embedding_size())
+        if run is not None:
+            run.finish(test, rows)
+            distributed.report({"auc": test.auc, "log_loss": test.log_loss, "rows": rows})
 
 
 if __name__ == "__main__":

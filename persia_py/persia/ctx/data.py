@@ -8,15 +8,14 @@ from typing_extensions import Self
 
 from persia import env
 from persia.embedding.data import PersiaBatch
-from persia.errors import FeatureTypeError, UsageError
+from persia.errors import FeatureTypeError, UnreachableError, UsageError
 from persia.feed import Stopped
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
-    from persia_core.discovery import Announcement, Discovery
-
     from persia.feed.script import ScriptSender
     from persia.feed.sender import Sender
+    from persia_core.discovery import Announcement, Discovery
 
 _logger = get_logger("feed")
 
@@ -65,20 +64,23 @@ class DataCtx:
         return self
 
     def _connect(self) -> "Sender":
-        from persia_core.discovery import Discovery
-
         from persia.feed.sender import Sender
         from persia.job import job_name
+        from persia_core.discovery import Discovery
 
         job, index, size = job_name(), env.get_replica_index(), env.get_replica_size()
         token_file = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
         discovery = self._discovery = Discovery(os.environ["PERSIA_NATS_URL"], job, token_file=token_file)
+
+        def find() -> list[dict[str, str]]:
+            try:
+                return discovery.find("persia-trainer", _ASK_S)
+            except UnreachableError:  # NATS is away, which discovery logs; trainers may be there later
+                return []
+
         try:
             self._announcement = discovery.announce("persia-data", index, size, "", {})
-            return Sender(
-                job, index, size,
-                find=lambda: discovery.find("persia-trainer", _ASK_S), start_timeout=env.start_timeout(),
-            )  # fmt: skip
+            return Sender(job, index, size, find=find, start_timeout=env.start_timeout())
         except BaseException:
             self._leave()
             raise

@@ -206,9 +206,14 @@ class DataLoader:
                 if isinstance(item, BaseException):
                     raise item
                 yield context.get_embedding_from_data(item)
+                if isinstance(self.dataset, StreamingDataset):
+                    self.dataset.used()
         finally:
             stop.set()
-            _join(reader)
+            if isinstance(self.dataset, StreamingDataset):
+                self.dataset.interrupt()
+            if _join(reader) and isinstance(self.dataset, StreamingDataset):
+                self.dataset.rewind()
 
 
 def _position(batches: int, source: Any) -> Cursor:

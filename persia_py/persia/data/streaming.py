@@ -131,8 +131,12 @@ class StreamingDataset(IterableDataset):
         while self._held and sum(self._held[0].state) <= sum(self._trained):
             self._held.popleft()
 
+    def used(self) -> None:
+        """Forget the batch that was yielded first: it was evaluated."""
+        self._trained = self._held.popleft().state
+
     def rewind(self) -> None:
-        """Yield what was not trained on again; no other thread may be iterating."""
+        """Yield what was not trained on, or evaluated, again; no other thread may be iterating."""
         if self._held and (gone := sum(self._held[0].state) - 1 - sum(self._trained)):
             _logger.warning("%d batches were iterated without training and do not come again", gone)
         self._again.extendleft(reversed(self._held))

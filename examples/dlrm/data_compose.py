@@ -1,0 +1,33 @@
+"""Send the training batches to the trainers of a job; train.py reads them. Options: the same as train.py's."""
+
+import sys
+
+import census
+import typer
+
+from persia.ctx import DataCtx
+from persia.errors import PersiaError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    seed: census.Seed = 0,
+    epochs: census.Epochs = census.EPOCHS,
+    batch_size: census.BatchSize = census.BATCH_SIZE,
+    data: census.Data = census.DATA,
+) -> None:
+    """Send every epoch's samples, in the order of the embedded mode; each rank gets its share of every batch."""
+    train, _ = census.training_data(data)
+    with DataCtx() as ctx:
+        for batch in census.Batches(train, batch_size, epochs, seed).pieces(ctx.world_size):
+            ctx.send_data(batch)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except PersiaError as error:
+        typer.echo(f"error: {error}" + (f"\nnext:  {error.hint}" if error.hint else ""), err=True)
+        sys.exit(error.exit_code)
