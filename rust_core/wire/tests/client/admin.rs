@@ -1,0 +1,119 @@
+//! Begin, statistics, snapshot, restore, clear.
+
+use std::time::Duration;
+
+use persia_types::schema::{Initializer, Schema};
+use persia_types::tables::Run;
+use persia_types::{Tables, TablesError};
+use persia_wire::client::{ClientOptions, Targets, WireTables};
+use persia_wire::{PROTOCOL, VERSION};
+
+use crate::mock::{EPOCH, Fault, JOB, SERVERS, start};
+
+fn run(epoch: u64) -> Run {
+    Run {
+        job: JOB.into(),
+        epoch,
+        schema: Schema::default(),
+        seed: 7,
+        optimizer: None,
+        initializer: Initializer::Zero,
+        admit_probability: 1.0,
+        weight_bound: 0.1,
+        fresh: true,
+        world_size: 2,
+        reproducible: true,
+    }
+}
+
+#[test]
+fn statistics_of_all_servers_become_one() {
+    let running = start(&[]);
+    let client = running.client();
+    client.wait_ready(Duration::from_secs(20)).unwrap();
+    assert_eq!(client.servers().unwrap(), SERVERS as usize);
+    let stats = client.stats().unwrap();
+    assert_eq!((stats.rows, stats.payload_bytes), (vec![12, 4], 200));
+    assert_eq!(stats.tokens, [(0, 9), (1, 9)].into());
+    let rows: Vec<_> = client.stats_by_server().unwrap().into_iter().map(|stats| stats.rows).collect();
+    assert_eq!(rows, [[1, 2], [11, 2]]);
+}
+
+#[test]
+fn what_is_missing_at_the_start_is_named() {
+    let running = start(&[]);
+    running.mock.seen.lock().silent = vec![1];
+    let error = running.client().wait_ready(Duration::from_secs(1)).unwrap_err();
+    assert!(matches!(&error, TablesError::Unreachable { peer, .. } if peer == "server 1 of 2"), "{error}");
+
+    let nobody = Targets::Fixed(vec!["127.0.0.1:1".parse().unwrap()]);
+    let client = WireTables::connect(ClientOptions::new(nobody)).unwrap();
+    let error = client.wait_ready(Duration::from_secs(1)).unwrap_err().to_string();
+    assert!(error.contains("middleware at 127.0.0.1:1") && error.contains("refused"), "{error}");
+}
+
+#[test]
+fn a_run_begins_with_everything_it_is() {
+    let running = start(&[]);
+    let client = running.client();
+    assert_eq!(client.highest_epoch().unwrap(), 0);
+    client.begin(&run(EPOCH)).unwrap();
+    let begun = running.mock.seen.lock().begun.pop().unwrap();
+    assert_eq!((begun.protocol, begun.version.as_str(), begun.servers), (PROTOCOL, VERSION, SERVERS));
+    assert_eq!(persia_wire::convert::run_from_json(&begun.run).unwrap(), run(EPOCH));
+    assert_eq!(client.highest_epoch().unwrap(), EPOCH);
+    let error = client.begin(&run(EPOCH)).unwrap_err();
+    assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
+    client.clear().unwrap();
+}
+
+#[test]
+fn a_begin_whose_reply_was_lost_has_begun() {
+    let running = start(&[Fault::LoseReply]);
+    running.client().begin(&run(EPOCH)).unwrap();
+    assert_eq!(running.mock.seen.lock().begun.len(), 1);
+}
+
+#[test]
+fn numbers_that_json_does_not_have_are_a_bad_run() {
+    let text = persia_wire::convert::run_to_json(&Run { weight_bound: f32::NAN, ..run(1) }).unwrap();
+    let error = persia_wire::convert::run_from_json(&text).unwrap_err();
+    assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
+}
+
+#[test]
+fn checkpoints_lie_below_the_shared_root() {
+    let running = start(&[]);
+    let root = tempfile::tempdir().unwrap();
+    let options = ClientOptions { checkpoint_root: Some(root.path().to_owned()), ..running.options() };
+    let client = WireTables::connect(options).unwrap();
+    let dir = root.path().join("run/.saving-1");
+    std::fs::create_dir_all(&dir).unwrap();
+    let snapshot = client.snapshot(&dir).unwrap();
+    assert_eq!((snapshot.rows, snapshot.files.len()), (vec![1, 2], 1));
+    client.restore(&root.path().join("run/not-there-yet"), &snapshot.files).unwrap();
+    client.snapshot(root.path()).unwrap();
+    assert_eq!(running.mock.seen.lock().directories, ["run/.saving-1", "run/not-there-yet", ""]);
+
+    let outside = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(outside.path(), root.path().join("link")).unwrap();
+    let bad = [outside.path().to_owned(), root.path().join("link"), root.path().join("../x")];
+    for dir in bad {
+        let error = client.snapshot(&dir).unwrap_err();
+        assert!(matches!(error, TablesError::Io { .. }), "{error}");
+        assert!(error.to_string().contains("PERSIA_CKPT_DIR"), "{error}");
+    }
+    let error = running.client().snapshot(root.path()).unwrap_err().to_string();
+    assert!(error.contains("PERSIA_CKPT_DIR"), "{error}");
+}
+
+#[test]
+fn a_snapshot_is_not_made_twice_at_the_same_time() {
+    let running =
+        start(&[Fault::Fail(|| TablesError::Unreachable { peer: "server 0".into(), what: "x".into() })]);
+    let root = tempfile::tempdir().unwrap();
+    let options = ClientOptions { checkpoint_root: Some(root.path().to_owned()), ..running.options() };
+    let error = WireTables::connect(options).unwrap().snapshot(root.path()).unwrap_err();
+    assert!(matches!(error, TablesError::Unreachable { .. }), "{error}");
+    assert_eq!(running.calls(), ["snapshot"]);
+}
