@@ -95,12 +95,16 @@ class _Link:
         self.heard = time.monotonic()
         return message if isinstance(message, dict) else None
 
-    def close(self) -> None:
-        """End it; a reader that waits is woken."""
+    def hang_up(self) -> None:
+        """End the connection; whoever reads from it is woken."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._socket.close()
+
+    def close(self) -> None:
+        """Free what it holds; nobody may be reading."""
+        self.hang_up()
+        self._lines.close()
+        self._socket.close()
 
 
 class Peers:
@@ -212,7 +216,7 @@ class Peers:
             self._changed.notify_all()
         for link in self._links.values():
             link.send({"left": reason})
-            link.close()
+            link.hang_up()
 
     def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
         """Return what ``look`` finds, once it finds something."""
@@ -243,6 +247,7 @@ class Peers:
             with self._changed:
                 self._take(rank, message)
                 self._changed.notify_all()
+        link.close()
         self._lose(rank, "its connection ended without a word: the process died, was killed, or lost its network")
 
     def _take(self, rank: int, message: Message) -> None:

@@ -1,0 +1,143 @@
+"""What a rank runs in the tests of several ranks; a JSON text in its argument says what happens.
+
+Every rank trains on its part of the same global batches. At the end rank 0 writes the rows of all ids and the model's
+weights to ``out``.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from conftest import TinyModel
+
+from persia import distributed, env
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.optim import SGD, Adagrad, Adam
+
+PLAN: dict[str, Any] = {
+    "steps": 20,
+    "batch": 32,  # of all ranks together
+    "ids": 200,
+    "optimizer": "SGD",
+    "reproducible": True,
+    "more": {},  # steps more by rank
+    **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
+}
+RANK, WORLD = env.get_rank(), env.get_world_size()
+OPTIMIZERS = {"SGD": lambda: SGD(0.1), "Adagrad": lambda: Adagrad(0.1), "Adam": lambda: Adam(0.01)}
+
+
+class Part(IterableDataset):
+    """This rank's part of every global batch."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for number in range(PLAN["steps"] + PLAN["more"].get(str(RANK), 0)):
+            yield part(number)
+
+
+def part(number: int) -> PersiaBatch:
+    """Return this rank's part of batch ``number``."""
+    size, ids = PLAN["batch"], PLAN["ids"]
+    rng = np.random.default_rng([7, number])
+    single = rng.integers(0, ids, size, dtype=np.uint64)
+    lists = [rng.integers(0, ids, rng.integers(0, 4), dtype=np.uint64) for _ in range(size)]
+    dense = rng.standard_normal((size, 3), dtype=np.float32)
+    label = ((single % 3 == 0) | (dense[:, 0] > 1)).astype(np.float32)[:, None]
+    mine = slice(RANK * size // WORLD, (RANK + 1) * size // WORLD)
+    return PersiaBatch(
+        [IDTypeFeatureWithSingleID("a", single[mine]), IDTypeFeature("b", lists[mine])],
+        [NonIDTypeFeature(np.ascontiguousarray(dense[mine]))],
+        [Label(np.ascontiguousarray(label[mine]), binary=True)],
+    )
+
+
+def due(event: str, step: int) -> bool:
+    """Whether the plan wants ``event`` on this rank at ``step``."""
+    wanted = PLAN.get(event)
+    return wanted is not None and wanted["rank"] == RANK and wanted["step"] == step
+
+
+def wait_for(path: str) -> None:
+    """Wait until the test makes a file."""
+    deadline = time.monotonic() + 60
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(path)
+        time.sleep(0.02)
+
+
+def before(step: int) -> None:
+    """Do what the plan wants before a step."""
+    if due("kill", step):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if due("raise", step):
+        raise ValueError("as the plan wants")
+    if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
+        if RANK == 0:
+            Path(pause["reached"]).touch()
+        wait_for(pause["until"])
+
+
+def train(ctx: TrainCtx) -> None:
+    """Train on everything."""
+    loss_fn = torch.nn.BCEWithLogitsLoss()
+    for batch in DataLoader(Part(buffer_size=4), reproducible=PLAN["reproducible"]):
+        before(batch.step)
+        output, labels = ctx.forward(batch)
+        loss = loss_fn(output, labels[0])
+        if due("nan", batch.step):
+            loss = loss * float("nan")
+        ctx.backward(loss)
+        if RANK == 0:
+            sys.stderr.write(f"step {batch.step} done\n")
+
+
+def save(ctx: TrainCtx, out: str) -> None:
+    """Write rows and weights."""
+    ids = np.arange(PLAN["ids"], dtype=np.uint64)
+    wanted = PersiaBatch(
+        [IDTypeFeatureWithSingleID("a", ids), IDTypeFeatureWithSingleID("b", ids)], requires_grad=False
+    )
+    rows = [from_dlpack(tensor).numpy() for tensor in ctx.get_embedding_from_data(wanted).embeddings()]
+    assert ctx.model is not None
+    weights = [parameter.detach().numpy() for parameter in ctx.model.parameters()]
+    names = ["a", "b", *(f"dense{index}" for index in range(len(weights)))]
+    np.savez(out, **dict(zip(names, [*rows, *weights], strict=True)))
+
+
+def main() -> None:
+    """Train as planned."""
+    torch.manual_seed(1)
+    model = TinyModel()
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = EmbeddingConfig((-0.1, 0.1))
+    optimizer = OPTIMIZERS[PLAN["optimizer"]]()
+    with TrainCtx(optimizer, dense, mixed_precision=False, model=model, embedding_config=config) as ctx:
+        if (load := PLAN.get("load")) and (RANK == 0 or load["all"]):
+            ctx.load_checkpoint(load["dir"])
+        train(ctx)
+        if (dump := PLAN.get("dump")) and (RANK == 0 or dump["all"]):
+            ctx.dump_checkpoint(dump["dir"])
+        distributed.agree(True)  # every rank's pushes are applied
+        if RANK == 0 and (out := PLAN.get("out")):
+            save(ctx, out)
+        if RANK == 0:
+            distributed.report({"sizes": ctx.get_embedding_size(), "step": ctx.step})
+        distributed.agree(True)  # nobody leaves before rank 0 has read
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Several ranks through faults: they stop together, each knows why, and nothing else disturbs them."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from stack import MakeStack, Part, Stack
+
+from persia import job
+
+SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
+
+
+def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> list[Part]:
+    """Start one trainer replica for each rank, so that no launcher ends the others."""
+    return [stack.trainer(SCRIPT, json.dumps(plan), node=node, nodes=count, env=env) for node in range(count)]
+
+
+def test_a_step_with_nan_on_one_rank_is_skipped_on_all(make_stack: MakeStack) -> None:
+    stack = make_stack(servers=2)
+    first, second = nodes(stack, {"steps": 6, "nan": {"rank": 1, "step": 3}})
+    assert first.wait() == 0, first.output
+    assert second.wait() == 0, second.output
+    for part in (first, second):
+        part.says("step 3 skipped, model and rows unchanged: rank 1: the loss is nan")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_rank_that_is_killed_is_named_by_the_other(make_stack: MakeStack, victim: int, reproducible: bool) -> None:
+    stack = make_stack()
+    plan = {"steps": 1000, "kill": {"rank": victim, "step": 5}, "reproducible": reproducible}
+    parts = nodes(stack, plan)
+    parts[victim].wait()
+    killed = time.monotonic()
+    assert parts[1 - victim].wait(30) == 75, parts[1 - victim].output
+    assert time.monotonic() - killed < 20
+    parts[1 - victim].says(f"rank {victim} is gone")
+    assert job.finished_summary(stack.folder / "run") is None
+
+
+def test_a_rank_that_fails_says_why(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    first, second = nodes(stack, {"steps": 1000, "raise": {"rank": 1, "step": 4}})
+    assert second.wait() == 1, second.output
+    assert first.wait(30) == 75, first.output
+    first.says("rank 1 is gone: ValueError: as the plan wants")
+
+
+def test_nats_may_restart_in_mid_training(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack(servers=2)
+    pause = {"step": 5, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
+    trainer = stack.trainer(SCRIPT, json.dumps({"steps": 60, "pause": pause}), ranks=2)
+    trainer.says("step 4 done")
+    stack.kill("nats")
+    (tmp_path / "until").touch()
+    trainer.says("step 40 done")
+    stack.start_nats()
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["result"]["step"] == 60
+
+
+def test_uneven_data_stops_all_ranks_together(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    trainer = stack.trainer(SCRIPT, json.dumps({"steps": 8, "more": {"1": 3}}), ranks=2)
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and (summary["steps"], summary["world_size"]) == (8, 2)
+    trainer.says("all ranks stop after step 8: the data of rank 0 has ended")
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_checkpoints_need_no_other_rank(make_stack: MakeStack, tmp_path: Path, everybody: bool) -> None:
+    """Saved and loaded by rank 0 alone or by all; the run goes on with rows, model and step of the checkpoint."""
+    stack = make_stack(servers=2)
+    folder = Path(stack.settings["PERSIA_CKPT_DIR"]) / "first"
+    dump = {"dir": str(folder), "all": everybody}
+    first = stack.trainer(SCRIPT, json.dumps({"steps": 10, "dump": dump}), ranks=2)
+    assert first.wait() == 0, first.output
+    assert (folder / "MANIFEST.json").is_file()
+    run = stack.folder / "run"
+    (run / job.SUMMARY).unlink()
+    second = stack.trainer(SCRIPT, json.dumps({"steps": 5, "load": dump}), ranks=2)
+    assert second.wait() == 0, second.output
+    summary = job.finished_summary(run)
+    assert summary is not None and summary["steps"] == 15
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    assert sum(summary["result"]["sizes"]) >= sum(manifest["rows"].values())
+
+
+def test_a_second_rank_of_the_same_number_is_refused(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    pause = {"step": 3, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
+    first, second = nodes(stack, {"steps": 5, "pause": pause})
+    first.says("step 2 done")
+    for rank in (0, 1):
+        env = {"PERSIA_RUN_DIR": str(tmp_path / "twin")}
+        twin = stack.trainer(SCRIPT, json.dumps({"steps": 5}), node=rank, nodes=2, env=env)
+        assert twin.wait(30) == 2, twin.output
+        twin.says(f"rank {rank} of job 'test' is running already: pid ")
+    (tmp_path / "until").touch()
+    assert first.wait() == 0, first.output
+    assert second.wait() == 0, second.output
+
+
+def test_a_rank_that_does_not_come_is_named(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    first = stack.trainer(SCRIPT, "{}", node=0, nodes=3, env={"PERSIA_START_TIMEOUT": "4"})
+    assert first.wait(40) == 3, first.output
+    first.says("ranks 1, 2 of 3 did not come within")
+
+
+def test_rank_0_that_does_not_come_is_named(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    second = stack.trainer(SCRIPT, "{}", node=1, nodes=2, env={"PERSIA_START_TIMEOUT": "4"})
+    assert second.wait(40) == 3, second.output
+    second.says("rank 0 of job 'test' is not there")
+
+
+@pytest.mark.row("S0-19")
+@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PERSIA_SOCKET_IFNAME"])
+def test_an_interface_that_does_not_exist_is_named(make_stack: MakeStack, variable: str) -> None:
+    stack = make_stack()
+    trainer = stack.trainer(SCRIPT, "{}", ranks=2, env={variable: "eth9"})
+    assert trainer.wait(40) == 2, trainer.output
+    trainer.says(f"{variable}=eth9: interface eth9 does not exist; have ")
+
+
+@pytest.mark.row("S0-20")
+def test_ranks_may_start_in_any_order(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = json.dumps({"steps": 4})
+    second = stack.trainer(SCRIPT, plan, node=1, nodes=2)
+    time.sleep(3)  # longer than its first look for rank 0
+    first = stack.trainer(SCRIPT, plan, node=0, nodes=2)
+    assert first.wait() == 0, first.output
+    assert second.wait() == 0, second.output
+
+
+def test_a_second_job_on_the_same_nats_does_not_disturb_the_first(make_stack: MakeStack, tmp_path: Path) -> None:
+    one = make_stack(job="one")
+    two = make_stack(job="two", start=False, env={"PERSIA_TOKEN_FILE": str(one.job.token_file)})
+    two.nats_url = one.nats_url
+    two.start_part("server")
+    two.start_part("middleware")
+    parts = [stack.trainer(SCRIPT, json.dumps({"steps": 30}), ranks=2) for stack in (one, two)]
+    for part in parts:
+        assert part.wait() == 0, part.output
+    for stack in (one, two):
+        summary = job.finished_summary(stack.folder / "run")
+        assert summary is not None and summary["result"]["step"] == 30
+
+
+def test_a_server_that_dies_ends_the_run(make_stack: MakeStack) -> None:
+    stack = make_stack(servers=2)
+    trainer = stack.trainer(SCRIPT, json.dumps({"steps": 100_000}), ranks=2, env={"PERSIA_RPC_TIMEOUT": "5"})
+    trainer.says("step 5 done")
+    stack.kill("server-1")
+    assert trainer.wait(60) == 75, trainer.output
+    trainer.says("server 1")
+    assert job.finished_summary(stack.folder / "run") is None

@@ -1,0 +1,262 @@
+"""Ranks in touch with each other: agreement, names of those that are gone, and refusals."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia import distributed, interfaces, peers
+from persia.errors import AuthError, ConfigError, IncompatibleError, RunLostError, UnreachableError, UsageError
+from persia.job import finished_summary
+
+LONG = 20.0
+
+
+def me(rank: int, world_size: int = 2, **changes: Any) -> peers.Introduction:
+    known: dict[str, Any] = {"version": "1", "host": "here", "pid": 100 + rank, "token": "secret", **changes}
+    return peers.Introduction(job=known.pop("job", "j"), rank=rank, world_size=world_size, **known)
+
+
+Meet = Callable[[int], list[peers.Peers]]
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+@pytest.fixture
+def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
+    """Bring ranks together; they leave with the test."""
+    made: list[peers.Peers] = []
+    listeners: list[socket.socket] = []
+
+    def together(count: int) -> list[peers.Peers]:
+        listener = peers.listen("127.0.0.1")
+        listeners.append(listener)
+        first = pool.submit(peers.host, listener, me(0, count), LONG)
+        address = ("127.0.0.1", listener.getsockname()[1])
+        others = [pool.submit(peers.join, address, me(rank, count), LONG) for rank in range(1, count)]
+        made.extend(future.result(LONG) for future in (first, *others))
+        return made
+
+    yield together
+    for each in made:
+        each.leave(None)
+    for listener in listeners:
+        listener.close()
+
+
+def share(pool: ThreadPoolExecutor, ranks: list[peers.Peers], topic: str) -> list[Future[list[Any]]]:
+    return [pool.submit(each.share, topic, each.rank * 10) for each in ranks]
+
+
+def test_every_rank_gets_what_all_have(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    ranks = meet(3)
+    for number in range(50):
+        assert [future.result(LONG) for future in share(pool, ranks, f"step {number}")] == [[0, 10, 20]] * 3
+
+
+def test_ranks_at_different_places_are_told_so(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, second = meet(2)
+    futures = [pool.submit(first.share, "the loop", 0), pool.submit(second.share, "the end", 0)]
+    for future in futures:
+        with pytest.raises(ConfigError, match="rank [01] at 'the (loop|end)'"):
+            future.result(LONG)
+
+
+def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, second, third = meet(3)
+    waiting = [pool.submit(each.share, "step 1", 0) for each in (first, second)]
+    third._links[0].hang_up()  # as the kernel does for a process that is killed
+    for future in waiting:
+        with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a word"):
+            future.result(LONG)
+    with pytest.raises(RunLostError, match="rank 0 is gone"):
+        third.share("step 1", 0)
+
+
+def test_a_rank_that_fails_leaves_its_reason(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, second = meet(2)
+    waiting = pool.submit(first.share, "step 1", 0)
+    second.leave("ValueError: bad")
+    with pytest.raises(RunLostError, match="rank 1 is gone: ValueError: bad"):
+        waiting.result(LONG)
+
+
+def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, second, third = meet(3)
+    waiting = pool.submit(third.share, "step 1", 0)
+    second.leave(None)
+    with pytest.raises(RunLostError, match="rank 1 is gone: its script has ended"):
+        first.share("step 1", 0)
+    first.leave("RunLostError")
+    with pytest.raises(RunLostError):
+        waiting.result(LONG)
+
+
+def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, not dead: its connection stays open."""
+    monkeypatch.setattr(peers, "_ALIVE_S", 0.05)
+    monkeypatch.setattr(peers, "SILENCE_S", 0.5)
+    listener = peers.listen("127.0.0.1")
+    first = pool.submit(peers.host, listener, me(0), LONG)
+    with socket.create_connection(listener.getsockname()) as silent:
+        silent.sendall(json.dumps({"hello": me(1).__dict__}).encode() + b"\n")
+        alone = first.result(LONG)
+        with pytest.raises(RunLostError, match="rank 1 is gone: silent for .* s: stopped, frozen"):
+            alone.share("step 1", 0)
+        alone.leave(None)
+    listener.close()
+
+
+def test_waiting_for_a_rank_is_logged(
+    meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "_REMIND_S", 0.1)
+    first, second = meet(2)
+    logging.getLogger("persia").addHandler(caplog.handler)
+    try:
+        waiting = pool.submit(first.share, "a batch", 0)
+        end = time.monotonic() + LONG
+        while "waiting for rank 1 to say: a batch" not in caplog.text and time.monotonic() < end:
+            time.sleep(0.01)
+        second.share("a batch", 0)
+        waiting.result(LONG)
+    finally:
+        logging.getLogger("persia").removeHandler(caplog.handler)
+    assert "waiting for rank 1 to say: a batch since" in caplog.text
+
+
+def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
+    first, second, _ = meet(3)
+    second.note(1)
+    with pytest.raises(UnreachableError, match="waited 0.2 s for rank 2 to leave its loop"):
+        first.wait_for_notes(1, "to leave its loop", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"token": "other"}, AuthError, "does not accept the token of rank 1"),
+        ({"version": "2"}, IncompatibleError, "rank 0 is of version 1"),
+        ({"job": "k"}, ConfigError, "of job 'k'"),
+        ({"world_size": 3}, ConfigError, "WORLD_SIZE=3"),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused(
+    pool: ThreadPoolExecutor, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    listener = peers.listen("127.0.0.1")
+    first = pool.submit(peers.host, listener, me(0), LONG)
+    with pytest.raises(error, match=text):
+        peers.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
+    right = peers.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    alone = first.result(LONG)
+    with pytest.raises(ConfigError, match="rank 1 of job 'j' is running already: pid 101 on here"):
+        peers.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
+    for each in (right, alone):
+        each.leave(None)
+    listener.close()
+
+
+def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
+    listener = peers.listen("127.0.0.1")
+    first = pool.submit(peers.host, listener, me(0), LONG)
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 7}\n', b"[]\n", b'{"hello": {"rank": 1}}\n'):
+        with socket.create_connection(listener.getsockname()) as stranger:
+            stranger.sendall(data)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    right = peers.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    for each in (right, first.result(LONG)):
+        each.leave(None)
+    listener.close()
+
+
+def test_missing_ranks_are_named() -> None:
+    with peers.listen("127.0.0.1") as listener, pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"):
+        peers.host(listener, me(0, 3), 0.1)
+
+
+def test_a_token_is_in_no_text() -> None:
+    assert "secret" not in repr(me(1))
+
+
+@pytest.mark.row("S0-20")
+def test_a_rank_0_that_does_not_listen_is_told_with_name_and_port() -> None:
+    with peers.listen("127.0.0.1") as free:
+        port = free.getsockname()[1]
+    with pytest.raises(UnreachableError, match=rf"127.0.0.1:{port} not reachable \(DNS ok / TCP refused\)"):
+        peers.join(("127.0.0.1", port), me(1), 2.0)
+    with pytest.raises(UnreachableError, match=r"no\.such\.host\.invalid:1 not reachable \(DNS failed"):
+        peers.join(("no.such.host.invalid", 1), me(1), 2.0)
+
+
+@pytest.mark.row("S0-19")
+@pytest.mark.parametrize("variable", interfaces.VARIABLES)
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "eth9")
+    with pytest.raises(ConfigError, match=f"{variable}=eth9: interface eth9 does not exist; have .*lo"):
+        interfaces.check()
+    monkeypatch.setenv(variable, "lo")
+    interfaces.check()
+
+
+@pytest.mark.parametrize(("value", "good"), [("l", True), ("=l", False), ("=lo", True), ("^lo,e", True), ("^", True)])
+def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch, value: str, good: bool) -> None:
+    monkeypatch.setattr(interfaces.psutil, "net_if_addrs", lambda: {"lo": [], "veth1": []})
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    if good:
+        interfaces.check()
+    else:
+        with pytest.raises(ConfigError, match="NCCL_SOCKET_IFNAME"):
+            interfaces.check()
+
+
+@pytest.mark.row("S0-19")
+def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPU_NUM", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=0 shows 1 GPUs, GPU_NUM=2"):
+        interfaces.check()
+
+
+def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PERSIA_JOB", "j")
+    monkeypatch.setattr(distributed, "_process", distributed._Process())
+    distributed.trained(7, epoch=3)
+    distributed.report({"auc": 0.5})
+    distributed.report({"rows": [1, 2]})
+    assert finished_summary(tmp_path / "run") is None
+    distributed.finish()
+    summary = finished_summary(tmp_path / "run")
+    assert summary is not None
+    assert summary["result"] == {"auc": 0.5, "rows": [1, 2]}
+    assert (summary["job"], summary["epoch"], summary["steps"], summary["world_size"]) == ("j", 3, 7, 1)
+    with pytest.raises(UsageError, match="want numbers"):
+        distributed.report({"auc": float("nan")})
+
+
+def test_ddp_options_are_checked() -> None:
+    with pytest.raises(UsageError, match="initialization_method='file'"):
+        distributed.DDPOption("file")
+    with pytest.raises(UsageError, match="backend='mpi'"):
+        distributed.DDPOption(backend="mpi")
+    assert distributed.get_default_distributed_option().backend == "gloo"
+    assert distributed.get_default_distributed_option(0).backend == "nccl"
+
+
+def test_alone_everything_is_agreed() -> None:
+    assert distributed.agree(True)
+    assert not distributed.agree(False)
+    assert threading.active_count() >= 1
