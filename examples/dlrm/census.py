@@ -238,18 +238,24 @@ class Batches(IterableDataset):
             yield self.samples.take(self._rows(order, index)).batch()
         self._next = 0
 
-    def pieces(self, count: int) -> Iterator[PersiaBatch]:
-        """Yield every batch in ``count`` pieces of nearly equal size, one for each rank of a job.
+    def pieces(self, count: int, *, replica: int = 0, replicas: int = 1) -> Iterator[PersiaBatch]:
+        """Yield one replica's part of the batches, each in pieces of nearly equal size, one for each rank.
 
-        A batch of fewer samples than that, which only an epoch's last can be, is left out.
+        A batch of fewer samples than ranks, which only an epoch's last can be, is left out.
+
+        Args:
+            count: Number of ranks.
+            replica: This replica's index; replica ``r`` has the batches ``r``, ``r + replicas``, ...
+            replicas: Number of data-compose replicas.
         """
-        for epoch in range(self.epochs):
-            order = self._order(epoch)
-            for index in range(self._per_epoch):
-                rows = self._rows(order, index)
-                if len(rows) >= count:
-                    for piece in np.array_split(rows, count):
-                        yield self.samples.take(piece).batch()
+        for number in range(replica, len(self), replicas):
+            epoch, index = divmod(number, self._per_epoch)
+            if number == replica or index < replicas:
+                order = self._order(epoch)
+            rows = self._rows(order, index)
+            if len(rows) >= count:
+                for piece in np.array_split(rows, count):
+                    yield self.samples.take(piece).batch()
 
     def _rows(self, order: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
         return order[index * self.batch_size : (index + 1) * self.batch_size]

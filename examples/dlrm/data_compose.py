@@ -5,6 +5,7 @@ import sys
 import census
 import typer
 
+from persia import env
 from persia.ctx import DataCtx
 from persia.errors import PersiaError
 
@@ -18,11 +19,12 @@ def main(
     batch_size: census.BatchSize = census.BATCH_SIZE,
     data: census.Data = census.DATA,
 ) -> None:
-    """Send every epoch's samples, in the order of the embedded mode; each rank gets its share of every batch."""
+    """Send the samples of every epoch, in the order of the embedded mode; each rank gets its share of every batch."""
     train, _ = census.training_data(data)
     with DataCtx() as ctx:
-        for batch in census.Batches(train, batch_size, epochs, seed).pieces(ctx.world_size):
-            ctx.send_data(batch)
+        batches = census.Batches(train, batch_size, epochs, seed)
+        for piece in batches.pieces(ctx.world_size, replica=env.get_replica_index(), replicas=env.get_replica_size()):
+            ctx.send_data(piece)
 
 
 if __name__ == "__main__":

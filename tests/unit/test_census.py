@@ -162,6 +162,20 @@ def test_a_position_of_another_run_is_refused(file: Path) -> None:
         census.Batches(samples, 32, seed=3).load_state_dict(state)
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 3), (3, 2)])
+def test_a_job_trains_on_the_batches_of_the_embedded_mode(file: Path, ranks: int, replicas: int) -> None:
+    samples = census.read(file)
+    batches = census.Batches(samples, batch_size=64, epochs=2, seed=3)
+    parts = [list(batches.pieces(ranks, replica=replica, replicas=replicas)) for replica in range(replicas)]
+    assert sum(map(len, parts)) == ranks * len(batches)
+    for number in range(len(batches)):
+        epoch, index = divmod(number, len(batches) // 2)
+        order = np.random.default_rng([3, epoch]).permutation(len(samples))
+        rows = np.array_split(order[index * 64 : (index + 1) * 64], ranks)
+        pieces = parts[number % replicas][number // replicas * ranks :][:ranks]
+        assert [piece.to_bytes() for piece in pieces] == [samples.take(each).batch().to_bytes() for each in rows]
+
+
 def test_no_batches_are_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match="batch_size=0, epochs=0"):
         census.Batches(census.read(file), 0, epochs=0)

@@ -40,7 +40,7 @@ class FeedServer:
         self.inbox = Inbox()
         self._place: tuple[int, int, int] | None = None
         self._closed = False
-        open_to_network = auth.token("data") is not None
+        open_to_network = auth.token("data") is not None and not host.startswith("127.")
         credentials = channel.server_credentials()
         self._threads = ThreadPoolExecutor(MAX_REPLICAS, thread_name_prefix="persia-feed")
         self._server = grpc.server(

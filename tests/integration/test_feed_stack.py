@@ -1,0 +1,133 @@
+"""Data-compose and trainers as real processes: PersiaML's pair of scripts through whatever happens to either."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, MakeStack
+from stack import Part, Stack
+
+PAIR = ROOT / "tests" / "persiaml_style"
+SLOTS = "job: {dim: 8}\ntown: {dim: 8}\nvisits: {dim: 8, sqrt_scaling: true}"
+GROUPS = "places: [town, visits]"
+
+
+@pytest.fixture
+def pair(make_stack: MakeStack) -> Stack:
+    """A stack with the pair's slots."""
+    return make_stack(slots=SLOTS, groups=GROUPS, middlewares=1)
+
+
+def train(stack: Stack, ranks: int = 1, **env: object) -> Part:
+    return stack.trainer(PAIR / "train.py", ranks=ranks, env={name: str(value) for name, value in env.items()})
+
+
+def send(stack: Stack, index: int = 0, size: int = 1, **env: object) -> Part:
+    values = {name: str(value) for name, value in env.items()}
+    return stack.data(PAIR / "data_loader.py", index=index, size=size, env=values)
+
+
+def summary(stack: Stack) -> dict[str, object]:
+    content: dict[str, object] = json.loads((stack.folder / "run" / "summary.json").read_text())
+    return content
+
+
+def test_a_pair_of_scripts_of_persiaml_trains_on_a_stack(pair: Stack) -> None:
+    """The very scripts that run in one process in tests/unit; two replicas feed two ranks."""
+    senders = [send(pair, index, 2, BATCHES=100) for index in range(2)]
+    trainer = train(pair, ranks=2)
+    assert trainer.wait(90) == 0, trainer.output
+    assert summary(pair)["status"] == "finished"
+    assert summary(pair)["steps"] == 100
+    assert float(trainer.says("test auc").split("auc: ")[1].split()[0]) > 0.8
+    assert len(re.findall("rank [01]: 100 steps", trainer.output)) == 2
+    for sender in senders:
+        sender.says("every batch is sent")
+        assert sender.process.running  # it waits for the next run, as a service does
+        assert pair.stop(sender.process.name) == 0
+
+
+def test_a_trainer_that_leaves_its_loop_ends_the_data(pair: Stack) -> None:
+    sender = send(pair, BATCHES=100_000)
+    trainer = train(pair, ranks=2, STOP_AT=20)
+    assert trainer.wait(90) == 0, trainer.output
+    assert summary(pair)["steps"] == 20
+    sender.says("the trainers want no more batches: training is over")
+    assert pair.stop(sender.process.name) == 0
+
+
+def test_uneven_data_stops_all_ranks_together_and_says_so(pair: Stack) -> None:
+    send(pair, BATCHES=41)
+    trainer = train(pair, ranks=2)
+    assert trainer.wait(90) == 0, trainer.output
+    assert summary(pair)["steps"] == 20
+    line = trainer.says("all ranks stop after step 20")
+    assert "the data of rank 1 has ended" in line
+    assert "1 batches of rank 0" in line
+
+
+@pytest.mark.parametrize("reproducible", [0, 1])
+def test_uneven_data_of_reproducible_runs_too(pair: Stack, reproducible: int) -> None:
+    """Ranks that take turns at the servers agree before a look-up that nobody would answer."""
+    send(pair, 0, 2, BATCHES=31)
+    send(pair, 1, 2, BATCHES=8)
+    trainer = train(pair, ranks=2, REPRODUCIBLE=reproducible, EMBEDDING_STALENESS=1)
+    assert trainer.wait(90) == 0, trainer.output
+    assert summary(pair)["steps"] == 19
+    trainer.says("all ranks stop after step 19")
+
+
+def test_a_data_replica_that_is_killed_comes_back_without_loss(pair: Stack) -> None:
+    sender = send(pair, BATCHES=600)
+    trainer = train(pair, ranks=2)
+    trainer.says("batch 50,")
+    pair.kill(sender.process.name)
+    trainer.says("data-compose replica 0: connection lost before its end")
+    send(pair, BATCHES=600)
+    assert trainer.wait(90) == 0, trainer.output
+    assert summary(pair)["steps"] == 300
+
+
+def test_a_data_script_that_fails_stops_the_trainers_by_name(pair: Stack, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        f"import sys\nsys.path.insert(0, {str(PAIR)!r})\nfrom people import batches\nfrom persia.ctx import DataCtx\n"
+        "with DataCtx() as ctx:\n    for batch in batches(7, 64, seed=1):\n        ctx.send_data(batch)\n"
+        "    raise KeyError('column age')\n"
+    )
+    sender = pair.data(broken)
+    trainer = train(pair, ranks=2)
+    assert trainer.wait(90) == 2, trainer.output
+    trainer.says("data-compose replica 0: its script failed: KeyError: 'column age'")
+    assert sender.wait() == 1
+    assert not (pair.folder / "run" / "summary.json").exists()
+
+
+def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> None:
+    sender = send(pair, BATCHES=100_000)
+    trainer = train(pair)
+    trainer.says("batch 50,")
+    pair.kill("trainer-0")
+    sender.says("connection lost")
+    again = train(pair, STOP_AT=30)
+    assert again.wait(90) == 0, again.output
+    sender.says("running the script again")
+    assert summary(pair)["steps"] == 30
+    assert int(str(summary(pair)["epoch"])) > 1
+    sender.says("the trainers want no more batches")
+
+
+def test_data_for_another_job_or_with_another_token_is_kept_out(pair: Stack, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 40)
+    trainer = train(pair, STOP_AT=5)
+    trainer.says("epoch 1 of job")
+    wrong = send(pair, PERSIA_TOKEN_FILE=secret, BATCHES=100)
+    assert wrong.wait(30) == 5, wrong.output
+    other = send(pair, PERSIA_JOB="another", BATCHES=100)
+    other.says("waiting for the trainers of job another")
+    assert trainer.process.running
+    pair.stop(other.process.name)
+    send(pair, BATCHES=100)
+    assert trainer.wait(60) == 0, trainer.output
