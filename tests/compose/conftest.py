@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
-def docker(*arguments: str, timeout: float = 60.0, check: bool = True, **variables: str) -> Result:
-    """Run the docker command in the root of the clone, without what this shell has chosen for the stack."""
+def docker(*arguments: str, timeout: float = 60.0, check: bool = True, env: Mapping[str, str] | None = None) -> Result:
+    """Run the docker command in the root of the clone, with ``env`` in place of what this shell chose for the stack."""
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     result = subprocess.run(
-        ["docker", *arguments], cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=timeout
+        ["docker", *arguments],
+        cwd=ROOT,
+        env=environment | dict(env or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert not check or result.returncode == 0, f"docker {' '.join(arguments)}\n{result.stdout}\n{result.stderr}"
     return result
@@ -58,26 +63,28 @@ class Project:
             **variables,
         }
 
-    def __call__(self, *arguments: str, timeout: float = 120.0, check: bool = True, **variables: str) -> Result:
-        """Run ``docker compose ARGUMENTS``."""
-        return docker("compose", *arguments, timeout=timeout, check=check, **(self.variables | variables))
+    def __call__(
+        self, *arguments: str, timeout: float = 120.0, check: bool = True, env: Mapping[str, str] | None = None
+    ) -> Result:
+        """Run ``docker compose ARGUMENTS``; ``env`` comes on top of the project's variables."""
+        return docker("compose", *arguments, timeout=timeout, check=check, env=self.variables | dict(env or {}))
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration."""
         result: dict[str, Any] = json.loads(self("config", "--format", "json").stdout)
         return result
 
-    def up(self, *services: str, **variables: str) -> None:
+    def up(self, *options: str) -> None:
         """Start services in the background, without those they depend on."""
-        self("up", "--detach", "--no-build", "--no-deps", *services, **variables)
+        self("up", "--detach", "--no-build", "--no-deps", *options)
 
-    def train(self, *, timeout: float = 300.0, **variables: str) -> Result:
+    def train(self, *, timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Result:
         """Run the whole stack until the trainers end; the exit code is theirs."""
-        return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, **variables)
+        return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, env=env)
 
-    def run(self, *command: str, options: Sequence[str] = (), **keywords: Any) -> Result:
+    def run(self, *command: str, timeout: float = 120.0, check: bool = True) -> Result:
         """Run a command in a container of the trainer, with nothing else started."""
-        return self("run", "--rm", "--no-deps", "--no-TTY", *options, "trainer", *command, **keywords)
+        return self("run", "--rm", "--no-deps", "--no-TTY", "trainer", *command, timeout=timeout, check=check)
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's containers, running or not, in order of their numbers."""

@@ -79,7 +79,7 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
 
 def test_what_is_missing_is_named(stacks: Stacks) -> None:
     project = stacks(EXAMPLE, **SMALL)
-    result = project.train(timeout=120, PERSIA_EMBEDDING_CONFIG="/workspace/config/none.yml")
+    result = project.train(timeout=120, env={"PERSIA_EMBEDDING_CONFIG": "/workspace/config/none.yml"})
     assert result.returncode != 0
     assert "/workspace/config/none.yml" in result.stdout
     assert project.summary() is None
@@ -96,7 +96,7 @@ def test_counts_come_from_env(stacks: Stacks) -> None:
         assert len({line.split()[0] for line in addresses if line}) == 3
     served = project.run("persia", "status", "--json", check=False)
     assert served.stdout, served.stderr
-    project("up", "--detach", "--no-build", "--no-deps", "--scale", "middleware=2", "middleware")
+    project.up("--scale", "middleware=2", "middleware")
     project.wait("two middlewares", lambda: {state for state, _ in project.states("middleware")} == {"running"})
     assert len(project.containers("middleware")) == 2
 
@@ -104,7 +104,7 @@ def test_counts_come_from_env(stacks: Stacks) -> None:
 @pytest.mark.row("S0-12", "S0-14")
 def test_a_replica_beyond_the_count_is_refused(stacks: Stacks) -> None:
     project = stacks(EXAMPLE, SERVER_REPLICA="1")
-    project("up", "--detach", "--no-build", "--no-deps", "--scale", "emb_server=2", "emb_server")
+    project.up("--scale", "emb_server=2", "emb_server")
     project.wait("the second server to end", lambda: project.states("emb_server")[1][0] == "exited")
     assert project.states("emb_server")[1] == ("exited", 2)
     assert "this is replica 2, but there are 1" in project.logs("emb_server")

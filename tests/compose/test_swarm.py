@@ -50,7 +50,7 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
         path.chmod(0o777 if path.is_dir() else 0o666)
     docker(
         "stack", "deploy", "--resolve-image", "never", "--compose-file", "docker-compose.yaml", NAME,
-        CUR_DIR=str(folder), **SHORT,
+        env=SHORT | {"CUR_DIR": str(folder)},
     )  # fmt: skip
 
     def states() -> list[str]:

@@ -32,8 +32,8 @@ def clone(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         shutil.copy2(ROOT / name, target, follow_symlinks=False)
     run(copy, "make", "third-party", "PROFILE=dev")
     yield copy
-    docker("compose", "down", "--volumes", "--timeout", "5", **PROJECT)
-    docker("compose", "-f", "docker-compose.dev.yaml", "down", "--volumes", **PROJECT)
+    docker("compose", "down", "--volumes", "--timeout", "5", env=PROJECT)
+    docker("compose", "-f", "docker-compose.dev.yaml", "down", "--volumes", env=PROJECT)
 
 
 def run(clone: Path, *command: str) -> Result:
@@ -46,7 +46,7 @@ def run(clone: Path, *command: str) -> Result:
 
 def cargo(clone: Path, *arguments: str) -> Result:
     options = ("-f", "docker-compose.dev.yaml", "--project-directory", str(clone), "run", "--rm", "--no-TTY", "dev")
-    return docker("compose", *options, "cargo", *arguments, timeout=800, **PROJECT, **MINE)
+    return docker("compose", *options, "cargo", *arguments, timeout=800, env=PROJECT | MINE)
 
 
 @pytest.mark.row("S0-02", "S0-05")
