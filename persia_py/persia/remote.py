@@ -367,7 +367,7 @@ class RemoteContext(CommonContext):
         if error is not None and self._trains:
             distributed.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
         if self.feed is not None:
-            self.feed.close()
+            self.feed.close(error)
         if self._announcement is not None:
             self._announcement.close()
         self._discovery.close()

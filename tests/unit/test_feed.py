@@ -1,6 +1,7 @@
 """The feed over real sockets: what is sent arrives once and in order, whoever comes, goes or fails."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -304,6 +305,37 @@ def test_a_wrong_token_is_refused(ranks: Callable[..., Ranks], monkeypatch: pyte
             connect(run)
         assert caught.value.exit_code == 5
         assert "r" * auth.LEAST_SECRET not in str(caught.value)
+
+
+def certificate(folder: Path, name: str) -> tuple[str, str]:
+    """Make a certificate for ``persia`` that signs itself; return its path and its key's."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", key,
+         "-out", certificate, "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:persia"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return str(certificate), str(key)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_batches_travel_by_tls(ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, key = certificate(tmp_path, "right")
+    monkeypatch.setenv("PERSIA_TLS_CERT", path)
+    monkeypatch.setenv("PERSIA_TLS_KEY", key)
+    monkeypatch.setenv("PERSIA_TLS_CA", path)
+    run = ranks(1)
+    with sending(run, 3):
+        assert run.rest() == [0, 1, 2]
+    run.begin(epoch=2)
+    monkeypatch.setenv("PERSIA_TLS_CA", certificate(tmp_path, "wrong")[0])
+    with pytest.raises(AuthError, match=r"no TLS connection: .*CERTIFICATE_VERIFY_FAILED.*wrong.pem"):
+        connect(run)
+    for name in ("PERSIA_TLS_CERT", "PERSIA_TLS_KEY"):
+        monkeypatch.delenv(name)
+    run.begin(epoch=3)
+    with pytest.raises(AuthError, match="no TLS connection: .*WRONG_VERSION_NUMBER"):
+        connect(run)
 
 
 def test_a_script_that_sends_other_batches_than_before_is_told(ranks: Callable[..., Ranks]) -> None:

@@ -29,6 +29,9 @@ _SERVER_OPTIONS = [
 ]
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 
+BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""What details of a failed connection say when trying again is no use: another CA, or a peer without TLS."""
+
 SERVER_OPTIONS = _SERVER_OPTIONS
 """Of a server in this process."""
 
@@ -102,6 +105,12 @@ def auth_error(address: str, details: str | None) -> AuthError:
     """Return the error for a call that a peer refused for its role or token."""
     given = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or "not set"
     return AuthError(f"{address} refuses this process: {details} (PERSIA_TOKEN_FILE: {given})")
+
+
+def certificate_error(address: str, details: str | None) -> AuthError:
+    """Return the error for a peer whose certificate does not convince this process."""
+    given = os.environ.get("PERSIA_TLS_CA", "").strip() or "not set"
+    return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {given})")
 
 
 def _refusal(handler: Any, code: grpc.StatusCode, message: str) -> Any:

@@ -151,6 +151,8 @@ class Stream:
             return 0.0
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             self._fail(channel.auth_error(address, details))
+        elif any(sign in (details or "") for sign in channel.BAD_CERTIFICATE):
+            self._fail(channel.certificate_error(address, details))
         elif code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED):
             self._fail(IncompatibleError(f"rank {self.rank} at {address}: {details}"))
         elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
