@@ -311,8 +311,9 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
     """Make a certificate for ``persia`` that signs itself; return its path and its key's."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", key,
-         "-out", certificate, "-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:persia"],
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", key, "-out", certificate, "-days", "2", "-subj", f"/CN={name}",
+         "-addext", "subjectAltName=DNS:persia"],
         check=True, capture_output=True,
     )  # fmt: skip
     return str(certificate), str(key)
