@@ -178,3 +178,7 @@ pub async fn push(
 fn grouped(parts: &[Part], ids: Vec<Vec<u64>>) -> Result<Vec<ShardedIds>, ChunkError> {
     parts.iter().zip(ids).map(|(part, ids)| part.ids(ids).map_err(ChunkError::from)).collect()
 }
+
+#[cfg(test)]
+#[path = "receive_tests.rs"]
+mod tests;
