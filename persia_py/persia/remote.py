@@ -359,15 +359,29 @@ class RemoteContext(CommonContext):
         self.engine.wait_ready(env.start_timeout())
 
     def close(self, error: BaseException | None) -> None:
-        """End the engine's threads, and tell everybody who counts on this process."""
-        engine = getattr(self, "engine", None)
+        """End the engine's threads, and tell everybody who counts on this process.
+
+        Raises:
+            PersiaError: A push is not acknowledged: the run has not come to its end.
+        """
+        engine: Engine | None = getattr(self, "engine", None)
+        if error is None and engine is not None and engine.epoch:
+            try:
+                engine.drain()
+            except BaseException as failed:
+                self._end(engine, failed)
+                raise
+        self._end(engine, error)
+
+    def _end(self, engine: Engine | None, error: BaseException | None) -> None:
         if engine is not None:
-            distributed.trained(self.trained_step)
             engine.close(abandon=error is not None)
-        if error is not None and self._trains:
-            distributed.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
+        if self._trains:
+            distributed.trained(self.trained_step)
+            if error is not None:
+                distributed.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
         if self.feed is not None:
-            self.feed.close(error)
+            self.feed.close()
         if self._announcement is not None:
             self._announcement.close()
         self._discovery.close()

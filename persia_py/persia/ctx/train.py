@@ -121,8 +121,11 @@ class TrainCtx(EmbeddingCtx):
         return pipeline
 
     def close_loop(self, pipeline: Pipeline) -> None:
-        """End a training loop, whole or left early."""
-        self._common.close_loop(pipeline)
+        """End a training loop, whole or left early; one that outlives this context has no other ranks to tell."""
+        if self.common_context is None:
+            pipeline.close()
+        else:
+            self.common_context.close_loop(pipeline)
 
     def _spread(self) -> None:
         """Give the other ranks what rank 0 has loaded from a checkpoint."""

@@ -53,7 +53,7 @@ impl Discovery {
             Err(DiscoveryError::NotConnected { .. }) if Instant::now() < end => Ok(None),
             Err(DiscoveryError::NotConnected { url, what }) => {
                 let what = what.split(" (waited").next().unwrap_or_default().to_owned();
-                let text = format!("{what}; waited {timeout_s} s");
+                let text = format!("{what}; waited {timeout_s:.0} s");
                 Err(Python::attach(|py| raise(py, &DiscoveryError::NotConnected { url, what: text })))
             }
             Err(error) => Err(Python::attach(|py| raise(py, &error))),

@@ -62,6 +62,7 @@ class UnreachableError(PersiaError, ConnectionError):
     """A part of the system that does not answer."""
 
     exit_code = 3
+    hint = "look at what runs: persia status"
 
 
 class IncompatibleError(PersiaError, RuntimeError):
