@@ -62,11 +62,13 @@ def test_a_streamed_run_equals_an_iterated_one(script: Script) -> None:
 
 def test_batches_wait_in_the_script_while_training_is_behind(script: Script, tmp_path: Path) -> None:
     log = tmp_path / "sent"
+    log.touch()
     script(f"""
     with DataCtx() as ctx:
         for number, batch in enumerate(Batches(200)):
             ctx.send_data(batch)
-            open({str(log)!r}, "a").write(f"{{number}}\\n")
+            with open({str(log)!r}, "a") as file:
+                file.write(f"{{number}}\\n")
     """)
     with make() as ctx:
         loader = DataLoader(StreamingDataset(buffer_size=3), embedding_staleness=2)

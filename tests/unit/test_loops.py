@@ -22,7 +22,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.embedding.optim import SGD, Adam
-from persia.errors import DataError, DeviceError, FeatureTypeError, UsageError
+from persia.errors import DataError, DeviceError, FeatureTypeError, UnreachableError, UsageError
 
 
 def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
@@ -220,11 +220,11 @@ class Dicts(IterableDataset):
         yield {}  # type: ignore[misc]
 
 
-def test_an_environment_of_the_distributed_mode_is_refused(
-    configure: Configure, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_broker_is_not_there_is_named(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(SLOTS)
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:4222")
-    with pytest.raises(UsageError, match="PERSIA_NATS_URL"), make():
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:9")
+    monkeypatch.setenv("PERSIA_START_TIMEOUT", "1")
+    with pytest.raises(UnreachableError, match=r"nats://127.0.0.1:9 cannot be reached") as caught, make():
         pass
+    assert caught.value.exit_code == 3
     assert cnt_ctx() is None
