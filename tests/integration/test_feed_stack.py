@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, MakeStack
-from stack import Part, Stack
+from conftest import ROOT
+from stack import MakeStack, Part, Stack
 
 PAIR = ROOT / "tests" / "persiaml_style"
 SLOTS = "job: {dim: 8}\ntown: {dim: 8}\nvisits: {dim: 8, sqrt_scaling: true}"

@@ -13,7 +13,7 @@ from conftest import ROOT, Batches, Configure
 from test_loops import persia_threads
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia.ctx import DataCtx
+from persia.ctx import DataCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
 
@@ -227,3 +227,20 @@ def test_a_pair_of_scripts_of_persiaml_runs_in_one_process(tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split("test auc: ")[1].split()[0]) > 0.8
+
+
+def test_an_evaluation_over_a_stream_that_is_left_early_loses_nothing(script: Script) -> None:
+    script("""
+    with DataCtx() as ctx:
+        for batch in Numbered(9):
+            ctx.send_data(batch)
+    """)
+    seen = []
+    with make(), eval_ctx() as ctx:
+        loader = DataLoader(StreamingDataset())
+        for _ in range(3):
+            for taken, batch in enumerate(loader):
+                seen.append(int(ctx.prepare_features(batch)[2][0][0]))
+                if taken == 3:
+                    break
+    assert seen == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8]  # the one in hand at the break comes again

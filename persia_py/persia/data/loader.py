@@ -96,10 +96,7 @@ class DataLoader:
                 whole = True
         finally:
             context.close_loop(pipeline)
-            if isinstance(self.dataset, StreamingDataset):
-                self.dataset.interrupt()
-            if _join(feeder) and not whole:
-                self._rewind()
+            self._end_reading(feeder, whole=whole)
 
     def _all_go_on(self, pipeline: Pipeline, positions: deque[str], context: TrainCtx) -> bool:
         """Agree with the other ranks on the next step, before any of them looks its batch up.
@@ -141,11 +138,19 @@ class DataLoader:
         self._cursor = cursor
         return int(cursor["batches"]) if cursor is not None and cursor["source"] is None else 0
 
-    def _rewind(self) -> None:
-        """After a loop that was left early: the next one goes on behind the last batch that was trained on."""
-        if isinstance(self.dataset, StreamingDataset):
-            self.dataset.rewind()
+    def _end_reading(self, reader: threading.Thread, *, whole: bool) -> None:
+        """End the thread that reads ahead; the loop after one that was left early goes on behind its last step."""
+        streaming = self.dataset if isinstance(self.dataset, StreamingDataset) else None
+        if streaming is not None:
+            streaming.interrupt()
+        if not _join(reader):
             return
+        if streaming is not None:
+            streaming.settle(whole=whole)
+        elif not whole:
+            self._rewind()
+
+    def _rewind(self) -> None:
         if isinstance(self.dataset, Stateful) and self._cursor is not None and self._cursor["source"] is not None:
             self.dataset.load_state_dict(self._cursor["source"])
 
@@ -210,10 +215,7 @@ class DataLoader:
                     self.dataset.used()
         finally:
             stop.set()
-            if isinstance(self.dataset, StreamingDataset):
-                self.dataset.interrupt()
-            if _join(reader) and isinstance(self.dataset, StreamingDataset):
-                self.dataset.rewind()
+            self._end_reading(reader, whole=not isinstance(self.dataset, StreamingDataset))
 
 
 def _position(batches: int, source: Any) -> Cursor:

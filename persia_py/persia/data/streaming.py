@@ -61,7 +61,6 @@ class StreamingDataset(IterableDataset):
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield batches until every replica has ended."""
         inbox = self._open()
-        self._stop.clear()
         while (entry := self._next(inbox)) is not None:
             self._held.append(entry)
             self._state = entry.state
@@ -116,7 +115,7 @@ class StreamingDataset(IterableDataset):
         return common
 
     def interrupt(self) -> None:
-        """End an iteration in another thread."""
+        """End an iteration in another thread; :meth:`settle` is to follow."""
         self._stop.set()
         if self._inbox is not None:
             self._inbox.wake()
@@ -135,8 +134,17 @@ class StreamingDataset(IterableDataset):
         """Forget the batch that was yielded first: it was evaluated."""
         self._trained = self._held.popleft().state
 
-    def rewind(self) -> None:
-        """Yield what was not trained on, or evaluated, again; no other thread may be iterating."""
+    def settle(self, *, whole: bool) -> None:
+        """After a loop, when no thread iterates any more: make ready for the next one.
+
+        Args:
+            whole: The loop came to its end. After one that was left early, what was not trained on, or evaluated,
+                is yielded again.
+        """
+        self._stop.clear()
+        if whole:
+            self._held.clear()
+            return
         if self._held and (gone := sum(self._held[0].state) - 1 - sum(self._trained)):
             _logger.warning("%d batches were iterated without training and do not come again", gone)
         self._again.extendleft(reversed(self._held))

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class Stream:
         self._queued = 0  # batches the rank holds that an earlier connection brought
         self._call: grpc.Future[Any] | None = None
         self._state = ""
+        self._refused_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"persia-feed-rank-{rank}", daemon=True)
         self._thread.start()
 
@@ -117,7 +119,7 @@ class Stream:
     # The stream's own thread.
 
     def _run(self) -> None:
-        shared, pause, refused_s = self._shared, _FIRST_PAUSE_S, 0.0
+        shared, pause = self._shared, _FIRST_PAUSE_S
         while not self._done():
             before = self.skip
             address = self._locate(self.rank)
@@ -126,11 +128,10 @@ class Stream:
             else:
                 try:
                     self._talk(address)
-                    pause = _FIRST_PAUSE_S
                 except PersiaError as error:
                     self._fail(error)
                 except grpc.RpcError as error:
-                    refused_s = self._judge(error, address, refused_s)
+                    self._judge(error, address)
             pause = _FIRST_PAUSE_S if self.skip != before else min(_LAST_PAUSE_S, 2 * pause)
             with shared.changed:
                 shared.changed.wait_for(self._done, pause * random.uniform(0.5, 1))
@@ -144,11 +145,13 @@ class Stream:
             self._state = text
             _logger.info(text, *values)
 
-    def _judge(self, error: grpc.RpcError, address: str, refused_s: float) -> float:
-        """Tell what another attempt may cure from what it may not; return for how long the place was taken."""
+    def _judge(self, error: grpc.RpcError, address: str) -> None:
+        """Tell what another attempt may cure from what it may not."""
         code, details = error.code(), error.details()
         if self._shared.over:
-            return 0.0
+            return
+        if code != grpc.StatusCode.ALREADY_EXISTS:
+            self._refused_at = None
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             self._fail(channel.auth_error(address, details))
         elif any(sign in (details or "") for sign in channel.BAD_CERTIFICATE):
@@ -158,13 +161,12 @@ class Stream:
         elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
             self._fail(UsageError(f"rank {self.rank} at {address}: {details}"))
         elif code == grpc.StatusCode.ALREADY_EXISTS:
-            if refused_s >= self._shared.start_timeout:
+            self._refused_at = self._refused_at or time.monotonic()
+            if time.monotonic() - self._refused_at >= self._shared.start_timeout:
                 self._fail(UsageError(f"rank {self.rank} at {address}: {details}"))
             self._say("rank %d: %s; trying again", self.rank, details)
-            return refused_s + _LAST_PAUSE_S
         else:
             self._say("rank %d at %s: connection lost (%s); connecting again", self.rank, address, details)
-        return 0.0
 
     def _fail(self, error: PersiaError) -> None:
         with self._shared.changed:
