@@ -92,10 +92,12 @@ if [ -n "$file" ]; then
     printf 'running %s: %s sha256=%s build=%s\n' "$file" "$kind" "$sum" "${build:-unknown}" >&2
 fi
 
-# The tests lie beside the package, not in the user's folder, and use the stack around them.
+# The tests lie beside the package, not in the user's folder, and use the stack around them. Their own files go to a
+# volume: nothing can be executed in /tmp.
 if [ "$command" = pytest ]; then
     cd /opt/persia
-    export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}" PYTEST_ADDOPTS="-p no:cacheprovider ${PYTEST_ADDOPTS-}"
+    export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}"
+    export PYTEST_ADDOPTS="-p no:cacheprovider ${PERSIA_RUN_DIR:+--basetemp=$PERSIA_RUN_DIR/pytest} ${PYTEST_ADDOPTS-}"
 fi
 
 exec "$@"
