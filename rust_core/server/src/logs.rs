@@ -13,6 +13,9 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::exit::Exit;
 
+/// What libraries say of connections is said by us, once per change.
+const QUIET: &str = "async_nats=error,h2=warn,hyper=warn,rustls=warn,tonic=warn,tower=warn";
+
 /// How lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
@@ -27,7 +30,9 @@ pub enum LogFormat {
 /// # Errors
 /// `Usage` for a level that is none.
 pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32) -> Result<(), Exit> {
-    let filter = EnvFilter::builder().parse(level).map_err(|error| {
+    let ours = !level.contains(['=', ',']);
+    let directives = if ours { format!("{level},{QUIET}") } else { level.to_owned() };
+    let filter = EnvFilter::builder().parse(directives).map_err(|error| {
         Exit::Usage(format!("LOG_LEVEL={level}: {error}; use error, warn, info, debug or trace"))
     })?;
     let lines = Lines { format, service, replica };

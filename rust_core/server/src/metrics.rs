@@ -17,6 +17,7 @@ use metrics::{counter, gauge, histogram};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use persia_types::tables::{LookupReport, PushReport};
 use tokio::net::TcpListener;
+use tonic::Code;
 
 use crate::node::Node;
 
@@ -74,7 +75,12 @@ impl Timer {
             Err(status) => {
                 let code = format!("{:?}", status.code());
                 counter!(REQUESTS_FAILED, "verb" => self.verb, "code" => code).increment(1);
-                tracing::warn!(verb = self.verb, code = ?status.code(), "refused: {}", status.message());
+                let (verb, message) = (self.verb, status.message());
+                match status.code() {
+                    // Told by whoever misses the peer, once and not per request.
+                    Code::Unavailable | Code::Cancelled => tracing::debug!(verb, "failed: {message}"),
+                    code => tracing::warn!(verb, ?code, "refused: {message}"),
+                }
             }
         }
         result

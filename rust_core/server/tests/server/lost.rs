@@ -1,0 +1,81 @@
+//! Servers that die under a run.
+
+use std::time::Duration;
+
+use persia_types::{Mode, Tables, TablesError};
+use persia_wire::client::{ClientOptions, Targets, WireTables};
+use persia_wire::settings::Endpoint;
+
+use crate::processes::{PATIENCE, Process, Setting, plan};
+use crate::stack::{lookup, push, run_of, token};
+
+fn ids() -> Vec<Vec<u64>> {
+    vec![(0..200).collect()]
+}
+
+fn impatient(endpoint: Endpoint) -> WireTables {
+    let mut options = ClientOptions::new(Targets::Fixed(vec![endpoint]));
+    options.rpc_timeout = Duration::from_secs(4);
+    WireTables::connect(options).unwrap()
+}
+
+/// Two servers behind a middleware, and a run that has begun.
+fn begun() -> (Setting, [Process; 2], Process, WireTables) {
+    let setting = Setting::new();
+    let servers = [0, 1].map(|index| setting.server(index, 2, &[]));
+    let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
+    let middleware = setting.middleware(&["--servers", &addresses]);
+    let client = impatient(middleware.endpoint());
+    client.wait_ready(PATIENCE).unwrap();
+    client.begin(&run_of(&plan())).unwrap();
+    lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
+    (setting, servers, middleware, client)
+}
+
+#[test]
+fn a_server_that_was_killed_is_named_and_the_run_is_lost() {
+    let (_setting, mut servers, _middleware, client) = begun();
+    let address = servers[1].endpoint().to_string();
+    servers[1].kill();
+    for error in [
+        push(&client, token(0, 1), &[4], &ids()).unwrap_err(),
+        lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap_err(),
+    ] {
+        assert!(matches!(error, TablesError::Lost { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("server 1 of 2") && text.contains(&address), "{text}");
+    }
+    // The other one applied its part, once.
+    let stats = client.stats().unwrap_err();
+    assert!(stats.to_string().contains("server 1 of 2"), "{stats}");
+}
+
+#[test]
+fn a_server_that_came_back_without_the_run_is_lost_too() {
+    let (setting, mut servers, _middleware, client) = begun();
+    let listen = servers[1].endpoint().to_string();
+    servers[1].kill();
+    servers[1] = setting.server(1, 2, &["--listen", &listen]);
+    servers[1].logged("\"ready\"");
+    let error = lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap_err();
+    assert!(matches!(error, TablesError::Lost { .. }), "{error}");
+}
+
+#[test]
+fn a_middleware_that_was_killed_is_replaced_by_another_under_the_same_token() {
+    let setting = Setting::new();
+    let servers = [0, 1].map(|index| setting.server(index, 2, &[]));
+    let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
+    let mut middlewares = [0, 1].map(|_| setting.middleware(&["--servers", &addresses]));
+    let targets = Targets::Fixed(middlewares.iter().map(Process::endpoint).collect());
+    let client = WireTables::connect(ClientOptions::new(targets)).unwrap();
+    client.wait_ready(PATIENCE).unwrap();
+    client.begin(&run_of(&plan())).unwrap();
+    let first = lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
+    assert_eq!(first.0.inserted, 200);
+    middlewares[0].kill();
+    let report = push(&client, token(0, 1), &[4], &ids()).unwrap();
+    assert_eq!(report.rows_applied, 200);
+    let stats = client.stats().unwrap();
+    assert_eq!((stats.rows, stats.pushes.rows_applied, stats.pushes.rows_duplicate), (vec![200], 200, 0));
+}

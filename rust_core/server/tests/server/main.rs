@@ -1,0 +1,10 @@
+//! Servers and middlewares over real sockets: in this process, and as the binaries they are shipped as.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+
+mod auth;
+mod contract;
+mod equal;
+mod limits;
+mod lost;
+mod processes;
+mod stack;

@@ -1,0 +1,417 @@
+//! The binaries as they are shipped: real processes, real signals, a real nats-server.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use persia_types::Tables;
+use persia_types::config::EmbeddingConfig;
+use persia_wire::client::{ClientOptions, Targets, WireTables};
+use persia_wire::discovery::{Discovery, DiscoveryOptions, Service};
+use persia_wire::settings::Endpoint;
+
+use crate::stack::{JOB, Plan, run_of};
+
+const SERVER: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-server");
+const MIDDLEWARE: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-middleware");
+/// What a starved machine may need for anything that is to happen soon.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+const EMBEDDING: &str = "slots_config:\n  a: {dim: 4}\n";
+
+/// Wait for `done`.
+pub(crate) fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < PATIENCE, "waited {PATIENCE:?} for {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A process that ends with the test, and its log.
+pub(crate) struct Process {
+    child: Child,
+    log: Arc<Mutex<String>>,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Process {
+    pub(crate) fn start(binary: &str, arguments: &[&str]) -> Self {
+        let mut command = Command::new(binary);
+        for (name, _) in std::env::vars() {
+            if name.starts_with("PERSIA_") || name.starts_with("REPLICA_") || name.starts_with("LOG_") {
+                command.env_remove(name);
+            }
+        }
+        command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("{binary}: {error}"));
+        let log = Arc::new(Mutex::new(String::new()));
+        let (lines, sink) = (BufReader::new(child.stderr.take().unwrap()).lines(), Arc::clone(&log));
+        std::thread::spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                let mut log = sink.lock();
+                log.push_str(&line);
+                log.push('\n');
+            }
+        });
+        Self { child, log }
+    }
+
+    pub(crate) fn log(&self) -> String {
+        self.log.lock().clone()
+    }
+
+    /// Wait until the log has a line with `text`; that line.
+    pub(crate) fn logged(&self, text: &str) -> String {
+        let line = || self.log().lines().find(|line| line.contains(text)).map(str::to_owned);
+        wait_until(&format!("{text:?} in the log:\n{}", self.log()), || line().is_some());
+        line().unwrap()
+    }
+
+    /// Where it listens.
+    pub(crate) fn endpoint(&self) -> Endpoint {
+        let line: serde_json::Value = serde_json::from_str(&self.logged("\"listening\"")).unwrap();
+        line["endpoint"].as_str().unwrap().parse().unwrap()
+    }
+
+    fn metrics(&self) -> String {
+        let line: serde_json::Value = serde_json::from_str(&self.logged("\"serving metrics\"")).unwrap();
+        line["endpoint"].as_str().unwrap().to_owned()
+    }
+
+    fn signal(&self, signal: &str) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        let mut status = None;
+        wait_until("the process to end", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap()
+    }
+
+    /// Its exit code and last line; it has to end by itself.
+    fn fails(mut self) -> (i32, String) {
+        let code = self.ended().code().unwrap();
+        wait_until("its last line", || self.log().contains("error: "));
+        (code, self.log().lines().last().unwrap().to_owned())
+    }
+}
+
+/// A directory with the configuration, and the flags every process gets.
+pub(crate) struct Setting {
+    dir: tempfile::TempDir,
+}
+
+impl Setting {
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("embedding_config.yml"), EMBEDDING).unwrap();
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.dir.path().join(name).display().to_string()
+    }
+
+    pub(crate) fn start(&self, binary: &str, more: &[&str]) -> Process {
+        let config = self.path("embedding_config.yml");
+        let mut arguments = vec!["--embedding-config", &config, "--job", JOB];
+        let chosen = |flag| more.iter().any(|argument| argument == &flag);
+        for (flag, value) in [("--listen", "127.0.0.1:0"), ("--metrics-listen", "127.0.0.1:0")] {
+            if !chosen(flag) {
+                arguments.extend([flag, value]);
+            }
+        }
+        Process::start(binary, &[&arguments, more].concat())
+    }
+
+    pub(crate) fn server(&self, index: u32, of: u32, more: &[&str]) -> Process {
+        let (index, of) = (index.to_string(), of.to_string());
+        let place = ["--replica-index", index.as_str(), "--replica-size", of.as_str()];
+        self.start(SERVER, &[&place, more].concat())
+    }
+
+    pub(crate) fn middleware(&self, more: &[&str]) -> Process {
+        self.start(MIDDLEWARE, more)
+    }
+}
+
+/// A run of the configuration above.
+pub(crate) fn plan() -> Plan {
+    let parsed = EmbeddingConfig::parse(EMBEDDING, "embedding_config.yml").unwrap();
+    Plan { schema: parsed.config.schema, ..Plan::new(2) }
+}
+
+pub(crate) fn client_of(endpoint: Endpoint) -> WireTables {
+    WireTables::connect(ClientOptions::new(Targets::Fixed(vec![endpoint]))).unwrap()
+}
+
+struct Nats {
+    port: u16,
+    child: Option<Child>,
+}
+
+impl Drop for Nats {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Nats {
+    fn stopped() -> Self {
+        Self { port: free_port(), child: None }
+    }
+
+    fn start(&mut self) {
+        let mut command = Command::new("nats-server");
+        command.args(["-a", "127.0.0.1", "-p", &self.port.to_string()]);
+        self.child = Some(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    }
+
+    fn stop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+
+    fn url(&self) -> String {
+        format!("nats://127.0.0.1:{}", self.port)
+    }
+}
+
+fn http(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+fn probe(setting: &Setting, binary: &str, endpoint: &Endpoint) -> i32 {
+    let mut probe = setting.start(binary, &["--health", "--listen", &endpoint.to_string()]);
+    probe.ended().code().unwrap()
+}
+
+#[test]
+fn started_in_reverse_order_everything_finds_everything_and_nats_may_go() {
+    let setting = Setting::new();
+    let mut nats = Nats::stopped();
+    let url = nats.url();
+    let middleware = setting.middleware(&["--nats-url", &url]);
+    middleware.logged("waiting for NATS");
+    assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 1);
+    assert!(http(&middleware.metrics(), "/health").starts_with("HTTP/1.1 503"));
+    let servers = [1, 0].map(|index| setting.server(index, 2, &["--nats-url", &url]));
+    nats.start();
+    for process in servers.iter().chain([&middleware]) {
+        process.logged("\"ready\"");
+    }
+    assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 0);
+    assert_eq!(probe(&setting, SERVER, &servers[0].endpoint()), 0);
+    assert!(http(&middleware.metrics(), "/health").starts_with("HTTP/1.1 200"));
+
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let options = DiscoveryOptions { url, job: JOB.into(), token: None };
+    let discovery = runtime.block_on(Discovery::connect(options)).unwrap();
+    let found = |service| runtime.block_on(discovery.find(service, PATIENCE)).unwrap_or_default();
+    let peers = found(Service::Server);
+    let indexes: Vec<(u32, u32)> = peers.iter().map(|peer| (peer.index, peer.replicas)).collect();
+    assert_eq!(indexes, [(0, 2), (1, 2)]);
+    assert_eq!(peers[1].address, Some(servers[0].endpoint()));
+    assert_eq!(peers[1].metadata["metrics"], servers[0].metrics());
+
+    let client = WireTables::connect(ClientOptions::new(Targets::Discovered(discovery.clone()))).unwrap();
+    client.wait_ready(PATIENCE).unwrap();
+    client.begin(&run_of(&plan())).unwrap();
+    let train = |seq| {
+        let ids = vec![(0..100).collect::<Vec<u64>>()];
+        let token = crate::stack::token(0, seq);
+        crate::stack::lookup(&client, token, persia_types::Mode::Train, &[4], &ids).unwrap();
+        crate::stack::push(&client, token, &[4], &ids).unwrap();
+    };
+    train(1);
+    nats.stop();
+    train(2);
+    nats.start();
+    train(3);
+    wait_until("new announcements", || {
+        found(Service::Server).len() == 2 && found(Service::Middleware).len() == 1
+    });
+
+    let metrics = http(&servers[0].metrics(), "/metrics");
+    for series in [
+        "persia_request_seconds_bucket{verb=\"lookup\"",
+        "persia_lookup_rows_total{outcome=\"inserted\"}",
+        "persia_push_rows_total{outcome=\"applied\"}",
+        "persia_rows{table=\"a\"}",
+        "persia_epoch 1",
+        "persia_connections",
+        "persia_memory_bytes",
+    ] {
+        assert!(metrics.contains(series), "{series} is missing in\n{metrics}");
+    }
+}
+
+#[test]
+fn sigterm_lets_connections_finish_and_ends_with_zero() {
+    let setting = Setting::new();
+    let mut server = setting.server(0, 1, &["--data-dir", &setting.path("data")]);
+    let mut middleware = setting.middleware(&["--servers", &server.endpoint().to_string()]);
+    let client = client_of(middleware.endpoint());
+    client.wait_ready(PATIENCE).unwrap();
+    client.begin(&run_of(&Plan { servers: 1, ..plan() })).unwrap();
+    for process in [&middleware, &server] {
+        process.signal("-TERM");
+        process.logged("waiting for open connections");
+    }
+    // The connections of a run go on, new ones do not come about.
+    let ids = vec![vec![1, 2, 3]];
+    crate::stack::lookup(&client, crate::stack::token(0, 1), persia_types::Mode::Train, &[4], &ids).unwrap();
+    assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 1);
+    drop(client);
+    assert_eq!(middleware.ended().code(), Some(0), "{}", middleware.log());
+    assert_eq!(server.ended().code(), Some(0), "{}", server.log());
+    // The next one on the same directory knows which epoch was.
+    let server = setting.server(0, 1, &["--data-dir", &setting.path("data")]);
+    let options = ClientOptions {
+        service: Service::Server,
+        ..ClientOptions::new(Targets::Fixed(vec![server.endpoint()]))
+    };
+    let client = WireTables::connect(options).unwrap();
+    assert_eq!(client.highest_epoch().unwrap(), 1);
+    assert!(client.begin(&run_of(&Plan { servers: 1, ..plan() })).is_err());
+}
+
+#[test]
+fn the_grace_period_ends_the_wait_for_connections() {
+    let setting = Setting::new();
+    let mut server = setting.server(0, 1, &["--stop-grace", "1"]);
+    let options = ClientOptions {
+        service: Service::Server,
+        ..ClientOptions::new(Targets::Fixed(vec![server.endpoint()]))
+    };
+    let client = WireTables::connect(options).unwrap();
+    client.wait_ready(PATIENCE).unwrap();
+    server.signal("-INT");
+    assert_eq!(server.ended().code(), Some(0));
+    assert!(server.log().contains("still open"), "{}", server.log());
+}
+
+#[test]
+fn what_cannot_work_says_so_in_one_line() {
+    let setting = Setting::new();
+    let token = setting.path("token");
+    fs::write(&token, "too short").unwrap();
+    let broken = setting.path("broken.yml");
+    fs::write(&broken, "slots_config:\n  a: {dim: 0}\n  b: {dims: 4}\n").unwrap();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = taken.local_addr().unwrap().to_string();
+    let data = setting.path("data");
+    fs::create_dir(&data).unwrap();
+    let _owner = setting.server(0, 1, &["--data-dir", &data]);
+    _owner.logged("\"ready\"");
+    let damaged = setting.path("damaged");
+    fs::create_dir(&damaged).unwrap();
+    fs::write(PathBuf::from(&damaged).join("epoch"), "?").unwrap();
+    let cases: [(&str, &[&str], i32, &str); 13] = [
+        (SERVER, &["--replica-index", "2", "--replica-size", "2"], 2, "indexes go from 0 to 1"),
+        (SERVER, &["--replica-index", "{{.Task.Slot}}"], 2, "{{.Task.Slot}}"),
+        (SERVER, &["--no-such-flag"], 2, "--no-such-flag"),
+        (SERVER, &["--job", "a b"], 2, "a b"),
+        (SERVER, &["--global-config", "/no/such/file.yml"], 2, "/no/such/file.yml"),
+        (SERVER, &["--listen", &taken], 2, "something else listens there"),
+        (SERVER, &["--metrics-listen", &taken], 2, "something else listens there"),
+        (SERVER, &["--listen", "0.0.0.0:0"], 5, "PERSIA_TOKEN_FILE"),
+        (SERVER, &["--token-file", &token], 5, "9 bytes"),
+        (SERVER, &["--tls-cert", &token], 2, "PERSIA_TLS_KEY"),
+        (SERVER, &["--data-dir", &data], 75, "in use by another server"),
+        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\" and no epoch"),
+        (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
+    ];
+    for (binary, arguments, code, text) in cases {
+        let (found, line) = setting.start(binary, arguments).fails();
+        assert_eq!(found, code, "{arguments:?}: {line}");
+        assert!(line.starts_with("error: ") && line.contains(text), "{arguments:?}: {line}");
+    }
+    let (code, line) =
+        Process::start(SERVER, &["--metrics-listen", "off", "--listen", "127.0.0.1:0"]).fails();
+    assert!(code == 2 && line.contains("PERSIA_EMBEDDING_CONFIG"), "{line}");
+    let (code, line) =
+        Process::start(SERVER, &["--embedding-config", &broken, "--listen", "127.0.0.1:0"]).fails();
+    assert!(code == 2 && line.contains("line 2") && line.contains("line 3"), "{line}");
+}
+
+#[test]
+fn an_empty_variable_is_none_and_the_version_is_told() {
+    let setting = Setting::new();
+    let config = setting.path("embedding_config.yml");
+    let mut command = Command::new(SERVER);
+    command.env("PERSIA_EMBEDDING_CONFIG", &config).env("PERSIA_LISTEN", "127.0.0.1:0");
+    for empty in
+        ["REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL", "PERSIA_TOKEN_FILE", "PERSIA_STOP_GRACE"]
+    {
+        command.env(empty, "");
+    }
+    command.env("PERSIA_METRICS_LISTEN", "off").env("LOG_FORMAT", "text").stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let ready = lines.by_ref().map_while(Result::ok).find(|line| line.ends_with(": ready"));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(ready.is_some_and(|line| line.contains("info  persia-server 0")));
+
+    let version = Command::new(MIDDLEWARE).arg("--version").output().unwrap();
+    let text = String::from_utf8(version.stdout).unwrap();
+    assert!(
+        text.contains(persia_wire::VERSION) && text.contains("protocol 1") && text.contains("build"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_secret_opens_the_door_and_stands_in_no_log() {
+    let setting = Setting::new();
+    let token = setting.path("token");
+    let secret = "0123456789abcdef0123456789abcdef";
+    fs::write(&token, secret).unwrap();
+    let server =
+        setting.server(0, 1, &["--listen", "0.0.0.0:0", "--token-file", &token, "--log-level", "debug"]);
+    let Endpoint::Tcp { port, .. } = server.endpoint() else { panic!("a TCP port") };
+    let endpoint = Endpoint::Tcp { host: "127.0.0.1".into(), port };
+    let mut options = ClientOptions::new(Targets::Fixed(vec![endpoint.clone()]));
+    options.service = Service::Server;
+    let stranger = WireTables::connect(options.clone()).unwrap().wait_ready(PATIENCE).unwrap_err();
+    assert!(stranger.to_string().contains("refused"), "{stranger}");
+    options.secret = Some(persia_wire::auth::Secret::read(Path::new(&token)).unwrap());
+    let client = WireTables::connect(options).unwrap();
+    client.begin(&run_of(&Plan { servers: 1, ..plan() })).unwrap();
+    assert_eq!(probe(&setting, SERVER, &endpoint), 0);
+    let hidden = persia_wire::auth::Secret::read(Path::new(&token)).unwrap();
+    let hidden = hidden.token(persia_wire::auth::Role::Admin);
+    let log = server.log();
+    assert!(!log.contains(secret) && !log.contains(hidden.reveal()), "{log}");
+}
