@@ -43,7 +43,10 @@ def connect(address: str) -> grpc.Channel:
         ConfigError: The CA's file cannot be read.
     """
     ca = os.environ.get("PERSIA_TLS_CA", "").strip()
-    if not ca or address.startswith("unix:"):
+    if address.startswith("unix:"):
+        # grpc would send the path as the host, which HTTP servers of other languages refuse
+        return grpc.insecure_channel(address, options=[*_CLIENT_OPTIONS, ("grpc.default_authority", "localhost")])
+    if not ca:
         return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
     name = os.environ.get("PERSIA_TLS_NAME", "").strip() or "persia"
     credentials = grpc.ssl_channel_credentials(_content("PERSIA_TLS_CA", ca))
