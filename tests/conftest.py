@@ -194,13 +194,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write ``runs/checklist.json``: a row passed if every test that claims it did."""
+    """Write ``runs/checklist.json``: a row passed if every test that claims it did.
+
+    Rows that only another session ran stay: the tests in containers run by themselves.
+    """
     if not _rows:
         return
-    state = {}
+    path = Path(session.config.rootpath) / "runs" / "checklist.json"
+    state = json.loads(path.read_text()) if path.exists() else {}
     for row, outcomes in sorted(_rows.items()):
         skipped = sorted(outcome for outcome in outcomes if outcome.startswith("skipped"))
         state[row] = "failed" if "failed" in outcomes else skipped[0] if skipped else "passed"
-    path = Path(session.config.rootpath) / "runs" / "checklist.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(state, indent=1) + "\n")
+    path.write_text(json.dumps(dict(sorted(state.items())), indent=1) + "\n")
