@@ -4,7 +4,6 @@ mod epoch;
 mod order;
 mod root;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,14 +42,6 @@ pub struct NodeOptions {
     pub address: String,
 }
 
-/// The run in progress.
-#[derive(Debug, Clone, Copy)]
-struct Begun {
-    job: JobId,
-    epoch: u64,
-    ranks: u32,
-}
-
 /// See the module's documentation.
 pub struct Node {
     options: NodeOptions,
@@ -58,7 +49,8 @@ pub struct Node {
     store: Store,
     epoch: EpochFile,
     order: Arc<Order>,
-    begun: RwLock<Option<Begun>>,
+    /// The run in progress.
+    begun: RwLock<Option<Fence>>,
     /// One administrative request at a time: what was checked holds until it is done.
     admin: Mutex<()>,
 }
@@ -138,8 +130,7 @@ impl Node {
         self.epoch.set(*epoch)?;
         let ordered = run.reproducible && run.optimizer.is_some();
         self.order.begin(*epoch, if ordered { run.world_size } else { 1 });
-        let begun = Begun { job: JobId::from_name(job), epoch: *epoch, ranks: run.world_size };
-        *self.begun.write() = Some(begun);
+        *self.begun.write() = Some(Fence { job: JobId::from_name(job), epoch: *epoch });
         tracing::info!(epoch, ranks = run.world_size, reproducible = run.reproducible, "a run began");
         Ok(())
     }
@@ -153,11 +144,6 @@ impl Node {
         let begun = self.current()?;
         if (begun.job, begun.epoch) != (token.job, token.epoch) {
             return Err(TablesError::StaleEpoch { token, current: begun.epoch });
-        }
-        if token.rank >= begun.ranks {
-            let what =
-                format!("request {token} is of rank {}, the run has {} ranks", token.rank, begun.ranks);
-            return Err(TablesError::BadShape { what });
         }
         self.order.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
@@ -214,7 +200,7 @@ impl Node {
     ) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        let dir: PathBuf = self.options.checkpoints.resolve(directory)?;
+        let dir = self.options.checkpoints.resolve(directory)?;
         if check_only {
             return self.store.check_restore(&dir, files);
         }
@@ -244,13 +230,13 @@ impl Node {
         Ok(Stats { epoch: stats.epoch.max(self.epoch.get()), ..stats })
     }
 
-    fn current(&self) -> Result<Begun, TablesError> {
+    fn current(&self) -> Result<Fence, TablesError> {
         (*self.begun.read()).ok_or(TablesError::NotBegun)
     }
 
     fn check(&self, fence: Fence) -> Result<(), TablesError> {
         let begun = self.current()?;
-        if fence == (Fence { job: begun.job, epoch: begun.epoch }) {
+        if fence == begun {
             return Ok(());
         }
         let token = Token { job: fence.job, epoch: fence.epoch, rank: 0, seq: 0 };

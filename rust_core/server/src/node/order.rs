@@ -89,7 +89,7 @@ impl Order {
     ///
     /// # Errors
     /// `Timeout` naming whoever is missing; `StaleEpoch` when another run began meanwhile; `BadShape` for a token
-    /// from before the run's first.
+    /// from before the run's first, or of a rank that the run does not have.
     pub async fn turn(
         self: &Arc<Self>,
         token: Token,
@@ -130,6 +130,11 @@ impl Order {
         let Some(sequence) = sequence.as_mut() else { return Ok(Answer::Repeat) };
         if sequence.epoch != token.epoch {
             return Err(TablesError::StaleEpoch { token, current: sequence.epoch });
+        }
+        if token.rank >= sequence.ranks {
+            let what =
+                format!("request {token} is of rank {}, the run has {} ranks", token.rank, sequence.ranks);
+            return Err(TablesError::BadShape { what });
         }
         let start = Place { seq: token.seq, phase: Phase::Lookup, rank: 0 };
         let (first, turn) = *sequence.turn.get_or_insert((token.seq, start));

@@ -138,9 +138,11 @@ impl Setting {
 
     pub(crate) fn start(&self, binary: &str, more: &[&str]) -> Process {
         let config = self.path("embedding_config.yml");
-        let mut arguments = vec!["--embedding-config", &config, "--job", JOB];
+        let mut arguments = vec!["--embedding-config", &config];
         let chosen = |flag| more.iter().any(|argument| argument == &flag);
-        for (flag, value) in [("--listen", "127.0.0.1:0"), ("--metrics-listen", "127.0.0.1:0")] {
+        for (flag, value) in
+            [("--job", JOB), ("--listen", "127.0.0.1:0"), ("--metrics-listen", "127.0.0.1:0")]
+        {
             if !chosen(flag) {
                 arguments.extend([flag, value]);
             }
