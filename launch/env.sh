@@ -2,6 +2,9 @@
 # Entry point of every image. It puts overrides first, makes the token, finds which replica this is, says which file
 # runs, and then runs the command.
 
+# Stopped while it starts: that is no success, unless the run had ended before.
+trap 'grep -qs "\"status\": \"finished\"" "${PERSIA_RUN_DIR:-.}/summary.json" && exit 0; exit 75' TERM
+
 fail() { # CODE WHAT NEXT
     printf 'error: %s\n  next: %s\n' "$2" "$3" >&2
     exit "$1"

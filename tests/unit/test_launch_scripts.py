@@ -187,6 +187,29 @@ def test_nats_gets_a_quoted_password_of_its_role(run: Run, tmp_path: Path) -> No
     assert expected not in result.stderr
 
 
+def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path, packaged: Path) -> None:
+    script(packaged / "persia-launcher", 'echo "launched $*"')
+    assert (
+        run("launch_persia.sh", "train.py", PERSIA_RUN_DIR=str(tmp_path)).stdout == "launched nn-worker -- train.py\n"
+    )
+    summary = tmp_path / "summary.json"
+    summary.write_text('{\n "status": "running"\n}\n')
+    assert "launched" in run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path)).stdout
+    summary.write_text('{\n "status": "finished"\n}\n')
+    result = run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path))
+    assert "this run is finished" in result.stdout and "launched" not in result.stdout
+
+
+@pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
+def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
+    (tmp_path / "summary.json").write_text(f'{{"status": "{status}"}}\n')
+    # What env.sh asks for the file's hash stands for any moment of the start.
+    script(packaged / "sha256sum", 'kill -TERM "$PPID"; sleep 0.2')
+    script(packaged / "persia-launcher", "exit 42")
+    result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), check=False)
+    assert result.returncode == code
+
+
 def test_no_command_is_refused(run: Run) -> None:
     result = run(check=False)
     assert result.returncode == 2 and "no command" in result.stderr
