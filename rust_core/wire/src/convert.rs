@@ -122,16 +122,6 @@ pub fn run_to_json(run: &Run) -> Result<String, TablesError> {
     serde_json::to_string(run).map_err(|error| TablesError::BadRun { what: error.to_string() })
 }
 
-/// The run of a `BeginRequest`.
-///
-/// # Errors
-/// `BadRun` for a text that is none; a NaN or an infinity in it, which JSON does not have, is one.
-pub fn run_from_json(text: &str) -> Result<Run, TablesError> {
-    serde_json::from_str(text).map_err(|error| TablesError::BadRun {
-        what: format!("{error} (a number that is NaN or infinite arrives as null)"),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -10,7 +10,7 @@ use futures_util::{Stream, StreamExt};
 use parking_lot::Mutex;
 use persia_types::id::{ShardedIds, server_shards, shard_of};
 use persia_types::tables::{
-    LookupReport, LookupRequest, Mode, PushReport, PushRequest, Stats, TableGradients, TableIds,
+    LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Stats, TableGradients, TableIds,
 };
 use persia_types::{JobId, TablesError, Token};
 use persia_wire::auth::{Guard, Role, Secret, require};
@@ -267,7 +267,7 @@ impl Middleware for Mock {
         require(request.extensions(), "Begin", &[])?;
         let fault = self.next("begin").await?;
         let begin = request.into_inner();
-        let epoch = persia_wire::convert::run_from_json(&begin.run).unwrap().epoch;
+        let epoch = serde_json::from_str::<Run>(&begin.run).unwrap().epoch;
         let mut seen = self.seen.lock();
         if epoch <= seen.epoch {
             let what = format!("epoch {epoch} is not above {}", seen.epoch);
