@@ -118,6 +118,25 @@ def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> N
     sender.says("the trainers want no more batches")
 
 
+def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
+    """Two ranks, two replicas of unequal length: the position of rank 0 is everybody's."""
+    common: dict[str, object] = {"REPRODUCIBLE": 1, "EMBEDDING_STALENESS": 1}
+    checkpoint = pair.folder / "checkpoints" / "middle"
+    results = []
+    runs: list[dict[str, object]] = [{}, {"STOP_AT": 23, "CHECKPOINT": checkpoint}, {"CHECKPOINT": checkpoint}]
+    for run, env in enumerate(runs):
+        senders = [send(pair, 0, 2, BATCHES=60), send(pair, 1, 2, BATCHES=20)]
+        trainer = train(pair, ranks=2, PERSIA_RUN_DIR=pair.folder / f"run-{run}", **common, **env)
+        assert trainer.wait(90) == 0, trainer.output
+        results.append((trainer.says("rank 1:").split("rank 1: ")[-1], trainer.says("test auc").split("test auc")[1]))
+        for sender in senders:
+            assert pair.stop(sender.process.name) == 0
+    assert results[0][0] == results[2][0] == "40 steps"
+    assert results[1][0] == "23 steps"
+    assert results[0] == results[2]
+    assert results[0] != results[1]
+
+
 def test_data_for_another_job_or_with_another_token_is_kept_out(pair: Stack, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x" * 40)

@@ -1,6 +1,7 @@
 """Trains on what data_loader.py sends, as PersiaML's training scripts do."""
 
 import os
+from pathlib import Path
 
 import torch
 from people import batches
@@ -62,6 +63,9 @@ if __name__ == "__main__":
         embedding_config=get_default_embedding_config(),
     ) as ctx:
         data_loader = DataLoader(StreamingDataset(buffer_size=10))
+        checkpoint = os.environ.get("CHECKPOINT", "")
+        if checkpoint and Path(checkpoint).exists():
+            ctx.load_checkpoint(checkpoint)
         stop_at = int(os.environ.get("STOP_AT", "0"))
         for batch_idx, data in enumerate(data_loader):
             output, labels = ctx.forward(data)
@@ -73,4 +77,6 @@ if __name__ == "__main__":
                 break
         print(f"rank {get_rank()}: {ctx.step} steps")
         if get_rank() == 0:
-            print(f"test auc: {test(model):.4f} rows: {sum(ctx.get_embedding_size())}")
+            if checkpoint:
+                ctx.dump_checkpoint(checkpoint)
+            print(f"test auc: {test(model):.6f} rows: {sum(ctx.get_embedding_size())}")

@@ -68,6 +68,7 @@ class DataLoader:
         self.staleness = 1 if self.reproducible else env.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
         self._cursor: Cursor | None = None
+        self._end: Cursor | None = None
         self._skip = 0
 
     def __iter__(self) -> Iterator[TrainingBatch]:
@@ -92,7 +93,7 @@ class DataLoader:
             while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
                 yield held.pop()
             if distributed.peers() is None or not pipeline.has_next():
-                self._cursor = json.loads(positions.popleft())
+                self._cursor = self._end
                 whole = True
         finally:
             context.close_loop(pipeline)
@@ -167,7 +168,7 @@ class DataLoader:
                 positions.append(json.dumps(_position(count, None if stateful is None else stateful.state_dict())))
                 if not pipeline.feed(batch.data):
                     return  # the loop ended early
-            positions.append(json.dumps(None if stateful is None else _position(0, stateful.state_dict())))
+            self._end = None if stateful is None else _position(0, stateful.state_dict())
             pipeline.end()
         except BaseException as error:  # whatever a data set raises belongs to the loop
             pipeline.fail(error)

@@ -28,18 +28,11 @@ class Stopped(BaseException):
     """No batch is wanted any more; ends the ``with DataCtx()`` block, which swallows it."""
 
 
-class RunRestarted(SystemExit):
-    """The trainers began a new epoch of the run: the data script starts again.
+class RunRestarted(BaseException):
+    """The trainers began a new epoch of the run: the data script has to start again.
 
-    The launcher catches it and runs the script once more; without a launcher the process exits with 75.
+    The launcher catches it and runs the script once more.
     """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(75)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 def serve(job: str, *, host: str) -> "FeedServer":

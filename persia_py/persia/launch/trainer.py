@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from persia.launch.watch import Events, stop
 AGAIN = 75
 _OWN_CODES = {2, 3, 4, 5}
 """Exit codes of a rank that say more than 75: configuration, unreachable, corrupt, refused."""
+
+_NOTICE = 5.0
+"""Seconds that ranks have to end by themselves once one has failed."""
 
 _output = threading.Lock()
 
@@ -80,9 +84,22 @@ def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int
             left.discard(event)
             if event.code != 0:
                 _say(f"{event.name} {event.how()}" + (", ending the others" if left else ""))
+                _let_them_notice(left, events)
                 stop(left, events, say=_say)
-                return _code(event.code)
+                codes = [_code(rank.code) for rank in (event, *(other for other in ranks if other is not event))]
+                return next((code for code in codes if code in _OWN_CODES), codes[0])
     return 0
+
+
+def _let_them_notice(left: set[Process], events: Events) -> None:
+    """Give ranks that learn of another's end time to say why they end: the cause may be theirs."""
+    deadline = time.monotonic() + _NOTICE
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        event = events.next(seconds)
+        if isinstance(event, int):
+            return
+        if isinstance(event, Process):
+            left.discard(event)
 
 
 def _code(code: int) -> int:
