@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
-from persia.embedding.optim import SGD, Adagrad, Adam
+from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 
 PLAN: dict[str, Any] = {
     "steps": 20,
@@ -37,7 +38,7 @@ PLAN: dict[str, Any] = {
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
 RANK, WORLD = env.get_rank(), env.get_world_size()
-OPTIMIZERS = {"SGD": lambda: SGD(0.1), "Adagrad": lambda: Adagrad(0.1), "Adam": lambda: Adam(0.01)}
+OPTIMIZERS: dict[str, Optimizer] = {"SGD": SGD(0.1), "Adagrad": Adagrad(0.1), "Adam": Adam(0.01)}
 
 
 class Part(IterableDataset):
@@ -115,7 +116,8 @@ def save(ctx: TrainCtx, out: str) -> None:
     assert ctx.model is not None
     weights = [parameter.detach().numpy() for parameter in ctx.model.parameters()]
     names = ["a", "b", *(f"dense{index}" for index in range(len(weights)))]
-    np.savez(out, **dict(zip(names, [*rows, *weights], strict=True)))
+    arrays: dict[str, Any] = dict(zip(names, [*rows, *weights], strict=True))
+    np.savez(out, **arrays)
 
 
 def main() -> None:
@@ -124,7 +126,7 @@ def main() -> None:
     model = TinyModel()
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
     config = EmbeddingConfig((-0.1, 0.1))
-    optimizer = OPTIMIZERS[PLAN["optimizer"]]()
+    optimizer = OPTIMIZERS[PLAN["optimizer"]]
     with TrainCtx(optimizer, dense, mixed_precision=False, model=model, embedding_config=config) as ctx:
         if (load := PLAN.get("load")) and (RANK == 0 or load["all"]):
             ctx.load_checkpoint(load["dir"])
@@ -136,7 +138,10 @@ def main() -> None:
             save(ctx, out)
         if RANK == 0:
             distributed.report({"sizes": ctx.get_embedding_size(), "step": ctx.step})
-        distributed.agree(True)  # nobody leaves before rank 0 has read
+        weights = sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()
+        peers = distributed.peers()
+        all_weights = [weights] if peers is None else peers.share("weights", weights)  # nobody leaves before this
+        distributed.report({"equal_weights": len(set(all_weights)) == 1})
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("value", "good"), [("l", True), ("=l", False), ("=lo", True), ("^lo,e", True), ("^", True)])
 def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch, value: str, good: bool) -> None:
-    monkeypatch.setattr(interfaces.psutil, "net_if_addrs", lambda: {"lo": [], "veth1": []})
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "veth1": []})
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
     if good:
         interfaces.check()
