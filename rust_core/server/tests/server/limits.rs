@@ -86,8 +86,8 @@ fn claims_cost_nothing() {
 fn damage_is_found_and_changes_nothing() {
     let (stack, client) = begun(1);
     let ids = some_ids();
-    let all: Vec<Id> = ids.ids().to_vec();
-    lookup(&client, token(0, 1), Mode::Train, &DIMS, &[all.clone()]).unwrap();
+    let all = [ids.ids().to_vec()];
+    lookup(&client, token(0, 1), Mode::Train, &DIMS, &all).unwrap();
     let chunk = |flip: bool| {
         let mut chunk = id_chunks(0, ids.ids()).next().unwrap();
         let mut data = chunk.data.to_vec();
@@ -116,7 +116,7 @@ fn damage_is_found_and_changes_nothing() {
     assert!(raw_push(&stack, messages).unwrap_err().message().contains("damaged on the way"));
     let cut = vec![push_request::Part::Head(head.clone()), push_request::Part::Ids(chunk(false))];
     assert!(raw_push(&stack, cut).unwrap_err().message().contains("cut short"));
-    let rows = lookup(&client, token(0, 2), Mode::Eval, &DIMS, &[all.clone()]).unwrap().1;
+    let rows = lookup(&client, token(0, 2), Mode::Eval, &DIMS, &all).unwrap().1;
     assert!(rows[0].iter().all(|weight| *weight == 0.0));
 
     gradient.crc32c ^= 1;
@@ -126,7 +126,7 @@ fn damage_is_found_and_changes_nothing() {
         push_request::Part::Gradients(gradient),
     ];
     raw_push(&stack, good).expect("what was refused has not used the token up");
-    let rows = lookup(&client, token(0, 2), Mode::Eval, &DIMS, &[all]).unwrap().1;
+    let rows = lookup(&client, token(0, 2), Mode::Eval, &DIMS, &all).unwrap().1;
     assert!(rows[0].iter().all(|weight| *weight == -1.0));
 }
 

@@ -6,7 +6,7 @@ use persia_types::{Mode, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::settings::Endpoint;
 
-use crate::processes::{PATIENCE, Process, Setting, plan};
+use crate::running::{PATIENCE, Process, Setting, plan};
 use crate::stack::{lookup, push, run_of, token};
 
 fn ids() -> Vec<Vec<u64>> {

@@ -7,4 +7,5 @@ mod equal;
 mod limits;
 mod lost;
 mod processes;
+mod running;
 mod stack;
