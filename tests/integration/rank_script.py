@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TinyModel
 
 from persia import distributed, env
-from persia.ctx import TrainCtx
+from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
@@ -92,11 +92,21 @@ def before(step: int) -> None:
         wait_for(pause["until"])
 
 
+def evaluate(model: torch.nn.Module | None) -> None:
+    """Run the model on this rank alone, as the others wait at their next step."""
+    with eval_ctx(model=model) as ctx:
+        for batch in DataLoader(Part(buffer_size=4)):
+            output, _ = ctx.forward(batch)
+            assert torch.isfinite(output).all()
+
+
 def train(ctx: TrainCtx) -> None:
     """Train on everything."""
     loss_fn = torch.nn.BCEWithLogitsLoss()
     for batch in DataLoader(Part(buffer_size=4), reproducible=PLAN["reproducible"]):
         before(batch.step)
+        if due("evaluate", batch.step):
+            evaluate(ctx.model)
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
         if due("nan", batch.step):

@@ -1,6 +1,7 @@
 """Several ranks through faults: they stop together, each knows why, and nothing else disturbs them."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,27 @@ def test_a_server_that_dies_ends_the_run(make_stack: MakeStack) -> None:
     assert trainer.wait(60) == 75, trainer.output
     trainer.says("server 1")
     assert job.finished_summary(stack.folder / "run") is None
+
+
+def test_one_rank_may_evaluate_while_the_others_wait(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = {"steps": 8, "evaluate": {"rank": 1, "step": 4}}
+    trainer = stack.trainer(SCRIPT, json.dumps(plan), ranks=2)
+    assert trainer.wait() == 0, trainer.output
+
+
+def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack(servers=2)
+    observer = ROOT / "tests" / "integration" / "observer_script.py"
+    early = stack.python("early", "-m", "persia.launch.rank", observer)
+    assert early.wait() == 2, early.output
+    early.says("no training run of job 'test' has begun on its servers")
+    pause = {"step": 5, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
+    trainer = stack.trainer(SCRIPT, json.dumps({"steps": 10, "pause": pause}), ranks=2)
+    trainer.says("step 4 done")
+    during = stack.python("during", observer)
+    assert during.wait() == 0, during.output
+    found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+)", during.output)
+    assert found is not None and all(int(number) > 0 for number in found.groups()), during.output
+    (tmp_path / "until").touch()
+    assert trainer.wait() == 0, trainer.output
