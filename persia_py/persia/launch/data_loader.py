@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from persia.errors import UsageError
+from persia.launch.data import AGAIN
 from persia.launch.entry import check_replica
 from persia.launch.epochs import wait_for_new_trainers
 from persia.launch.process import Process
 from persia.launch.watch import Events, stop
-
-AGAIN = 75
-"""Exit code of a script that was ended by a new epoch of the run."""
 
 
 def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int:
