@@ -4,6 +4,8 @@ import os
 import shutil
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,14 +14,16 @@ from typing import Any
 import cloudpickle
 from typing_extensions import Self
 
-from persia.errors import ConfigError, PersiaError
+from persia import env, nats
+from persia.errors import ConfigError, PersiaError, UnreachableError
 from persia.launch.local import Command, LocalJob, free_ports
 from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.watch import Events, stop
 from persia.utils import dump_yaml, find_free_port
 
-_GLOBAL_CONFIG: dict[str, Any] = {"common_config": {"metrics_config": {"enable_metrics": False}}}
+_AGAIN = 0.1
+"""Seconds until the next look whether everything has announced itself."""
 _SCRIPT = """\
 import pathlib
 import cloudpickle
@@ -75,10 +79,7 @@ class PersiaServiceCtx:
         self._functions = {"nn-worker": nn_worker_func, "data-loader": data_loader_func}
         self._configs = {
             "embedding_config.yml": (embedding_config, embedding_config_path),
-            "global_config.yml": (
-                global_config or (None if global_config_path else _GLOBAL_CONFIG),
-                global_config_path,
-            ),
+            "global_config.yml": (global_config, global_config_path),
         }
         self._replicas, self._ranks = data_loader_replica_num, nproc_per_node
         self._middlewares, self._servers = embedding_worker_replica_num, embedding_parameter_replica_num
@@ -91,7 +92,12 @@ class PersiaServiceCtx:
         self._logs: Logs | None = None
 
     def __enter__(self) -> Self:
-        """Start everything; trainers and data loaders wait for the servers by themselves."""
+        """Start everything, and wait until servers and middlewares have announced themselves.
+
+        Raises:
+            UnreachableError: They have not in ``PERSIA_START_TIMEOUT`` seconds.
+            PersiaError: A part ended.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="persia-"))
         self._logs = Logs(self._folder / "logs")
         try:
@@ -117,6 +123,7 @@ class PersiaServiceCtx:
 
     def _start(self, folder: Path) -> None:
         embedding, general = (self._config(folder, name) for name in self._configs)
+        assert embedding is not None  # noqa: S101  # __init__ wants one
         local = LocalJob(
             name="local",
             servers=self._servers,
@@ -141,15 +148,31 @@ class PersiaServiceCtx:
         for name, text in local.settings(url).items():
             self._before[name] = os.environ.get(name)
             os.environ[name] = text
+        self._wait_announced(url)
 
-    def _config(self, folder: Path, name: str) -> Path:
+    def _wait_announced(self, url: str) -> None:
+        wanted = {"persia-server": self._servers, "persia-middleware": self._middlewares}
+        deadline = time.monotonic() + env.start_timeout()
+        while True:
+            found = Counter(service.kind for service in nats.services(url))
+            absent = [f"{wanted[kind] - found[kind]} {kind}" for kind in wanted if found[kind] < wanted[kind]]
+            if not absent:
+                return
+            self._check()
+            if time.monotonic() > deadline:
+                raise UnreachableError(f"{' and '.join(absent)} did not announce themselves in time")
+            time.sleep(_AGAIN)
+
+    def _config(self, folder: Path, name: str) -> Path | None:
         content, given = self._configs[name]
         if given is not None:
             return Path(given).resolve()
-        dump_yaml(content or {}, folder / name)
+        if content is None:
+            return None
+        dump_yaml(content, folder / name)
         return folder / name
 
-    def _call(self, folder: Path, verb: str, name: str, options: list[str], env: dict[str, str]) -> None:
+    def _call(self, folder: Path, verb: str, name: str, options: list[str], variables: dict[str, str]) -> None:
         function = self._functions[verb]
         if function is None:
             return
@@ -158,7 +181,7 @@ class PersiaServiceCtx:
         script.write_text(_SCRIPT.format(path=str(pickled)))
         paths = os.pathsep.join(path for path in sys.path if path)  # the function's module is found as it is here
         words = [sys.executable, "-m", "persia.launch.cli", verb, *options, str(script)]
-        self._run(Command(name, words, {**env, "PYTHONPATH": paths}))
+        self._run(Command(name, words, {**variables, "PYTHONPATH": paths}))
 
     def _run(self, command: Command) -> Process:
         assert self._logs is not None  # noqa: S101  # set on entry
@@ -169,12 +192,15 @@ class PersiaServiceCtx:
 
     def _wait(self) -> None:
         trainer = next((process for process in self._processes if process.name == "trainer"), None)
-        ended = next((process for process in self._processes if not process.running), None)
-        while trainer is not None and ended is None:
-            event = self._events.next()
-            ended = event if isinstance(event, Process) else None
-        if ended is not None and (ended is not trainer or ended.code != 0):
-            raise PersiaError(f"{ended.name} {ended.how()}; its output says why")
+        self._check()
+        while trainer is not None and trainer.running:
+            self._events.next()
+            self._check()
+
+    def _check(self) -> None:
+        for process in self._processes:
+            if not process.running and (process.name != "trainer" or process.code != 0):
+                raise PersiaError(f"{process.name} {process.how()}; its output says why")
 
     def _close(self) -> None:
         for process in reversed(self._processes):
