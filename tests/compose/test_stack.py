@@ -79,9 +79,11 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
 
 def test_what_is_missing_is_named(stacks: Stacks) -> None:
     project = stacks(EXAMPLE, **SMALL)
-    result = project.train(timeout=120, env={"PERSIA_EMBEDDING_CONFIG": "/workspace/config/none.yml"})
-    assert result.returncode != 0
-    assert "/workspace/config/none.yml" in result.stdout
+    missing = "/workspace/config/none.yml"
+    project("up", "--detach", "--no-build", env={"PERSIA_EMBEDDING_CONFIG": missing})
+    for service in ("emb_server", "trainer"):
+        assert project.ended(service) == [2]
+        assert missing in project.logs(service)
     assert project.summary() is None
 
 
