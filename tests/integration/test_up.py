@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 from stack import missing
+
+from persia.errors import UsageError
+from persia.launch.up import up as start_up
 
 DEADLINE = 60.0
 TRAIN = """\
@@ -171,12 +173,12 @@ def test_files_that_are_not_there(up: StartUp) -> None:
     assert len(one.lines) == 4 + 1, one.output  # the title, three mistakes, what to do next
 
 
-def test_no_nats_server(up: StartUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if any(shutil.which("nats-server", path=path) for path in ("/usr/sbin", "/usr/local/sbin")):
-        pytest.skip("nats-server is where it is always looked for")
-    one = up(TWO, PATH=str(tmp_path))
-    assert one.wait() == 2
-    assert "apt install nats-server" in one.output
+def test_no_nats_server(no_job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slots.yml").write_text("slots_config: {a: {dim: 4}}\n")
+    (tmp_path / "job.yml").write_text(f"embedding_config: slots.yml\nrun_dir: {tmp_path}\n")
+    monkeypatch.setattr("persia.launch.local.shutil.which", lambda *_, **__: None)
+    with pytest.raises(UsageError, match="apt install nats-server"):
+        start_up(tmp_path / "job.yml")
 
 
 @pytest.mark.usefixtures("binaries")

@@ -110,14 +110,11 @@ def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path
         (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is not set"),
         (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "want 0 to 0"),
         (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "want 0 to 1"),
-        (["embedding-worker"], {"PATH": "/nonexistent"}, "persia-embedding-sharded-middleware"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     launch: Launch, tmp_path: Path, arguments: list[str], env: dict[str, str], text: str
 ) -> None:
-    if text == "persia-embedding-sharded-middleware" and (Path(sys.executable).parent / text).exists():
-        pytest.skip("the binary is beside this Python")
     (tmp_path / "train.py").write_text(PLACE)
     code, output = result(launch(*arguments, env=env))
     assert code == 2, output
