@@ -20,6 +20,11 @@ def _receive(connection: socket.socket, buffer: memoryview) -> bool:
     return True
 
 
+def _send(connection: socket.socket, data: memoryview) -> bool:
+    connection.sendall(data)
+    return True
+
+
 def _accept(pipe: Connection) -> socket.socket:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
@@ -34,7 +39,7 @@ def _serve(pipe: Connection, up: int, down: int) -> None:
         taken, given = memoryview(bytearray(PIECE)), memoryview(bytes(PIECE))
         start = time.process_time()
         while _move(up, lambda size: _receive(client, taken[:size])):
-            _move(down, lambda size: client.sendall(given[:size]) is None)
+            _move(down, lambda size: _send(client, given[:size]))
     pipe.send(time.process_time() - start)
 
 
@@ -45,7 +50,7 @@ def _relay(pipe: Connection, port: int, up: int, down: int) -> None:
         buffer = memoryview(bytearray(PIECE))
 
         def forward(source: socket.socket, target: socket.socket) -> Callable[[int], bool]:
-            return lambda size: _receive(source, buffer[:size]) and target.sendall(buffer[:size]) is None
+            return lambda size: _receive(source, buffer[:size]) and _send(target, buffer[:size])
 
         start = time.process_time()
         while _move(up, forward(client, server)):
@@ -78,7 +83,7 @@ def cpu_seconds(up: int, down: int, rounds: int) -> float:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         start = time.process_time()
         for _ in range(rounds):
-            _move(up, lambda size: connection.sendall(given[:size]) is None)
+            _move(up, lambda size: _send(connection, given[:size]))
             _move(down, lambda size: _receive(connection, taken[:size]))
         own = time.process_time() - start
     total = own + float(relay_here.recv()) + float(here.recv())

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,19 @@ def embedded_step(quick: bool) -> list[Record]:
             measured += lines([str(PEERS), str(BENCHES / "peers.py"), *case])
             records += compare(measured, dim, per_sample)
     return records
+
+
+def loopback_step(quick: bool) -> list[Record]:
+    """B4: the step through a middleware and a server, beside the embedded one and plain sockets."""
+    arguments = ["--seconds", "1" if quick else "3"]
+    script = [sys.executable, str(BENCHES / "loopback_step.py"), *arguments]
+    return lines(script) + lines([*script, "--tcp", "--dims", "16"])
+
+
+def startup(quick: bool, containers: bool) -> list[Record]:
+    """B9: from a start command to the first step."""
+    arguments = ["--repeat", "1" if quick else "3", *(["--compose"] if containers else [])]
+    return lines([sys.executable, str(BENCHES / "startup.py"), *arguments])
 
 
 def compare(measured: list[Record], dim: int, per_sample: int) -> list[Record]:
@@ -117,13 +131,22 @@ def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="shorter, with wider spreads")
-    parser.add_argument("--only", choices=["store", "step"], help="the store alone (B1, B2, B7), or the step (B3)")
+    parser.add_argument(
+        "--only",
+        choices=["store", "step", "loopback", "startup"],
+        help="the store alone (B1, B2, B7), the step (B3), the step over sockets (B4), or starting (B9)",
+    )
+    parser.add_argument(
+        "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
+    )
     arguments = parser.parse_args()
-    records: list[Record] = []
-    if arguments.only != "step":
-        records += store(arguments.quick)
-    if arguments.only != "store":
-        records += embedded_step(arguments.quick)
+    parts: dict[str, Callable[[], list[Record]]] = {
+        "store": lambda: store(arguments.quick),
+        "step": lambda: embedded_step(arguments.quick),
+        "loopback": lambda: loopback_step(arguments.quick),
+        "startup": lambda: startup(arguments.quick, arguments.containers),
+    }
+    records = [record for name, part in parts.items() if arguments.only in (None, name) for record in part()]
     show(records)
     path = ROOT / "runs" / "bench.json"
     path.parent.mkdir(exist_ok=True)

@@ -1,0 +1,104 @@
+"""B9: from a start command to the first training step of the DLRM example, and how long ``persia --help`` takes.
+
+``--compose`` adds the stack in containers, whose images must be built (`make images`).
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+FIRST_STEP = "first step done"
+PATIENCE_S = 120
+
+
+def first_step(command: list[str], env: Mapping[str, str]) -> float:
+    """Start ``command``, return the seconds to its first training step, and stop it.
+
+    Raises:
+        SystemExit: It ended, or two minutes passed, without a step; what it wrote is shown.
+    """
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    seen = []
+    assert process.stdout is not None  # noqa: S101 - it is a pipe
+    try:
+        for line in process.stdout:
+            seen.append(line)
+            if FIRST_STEP in line:
+                return time.perf_counter() - start
+            if time.perf_counter() - start > PATIENCE_S:
+                break
+        sys.exit(f"{' '.join(command)}: no step\n{''.join(seen)}")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+
+
+def local() -> float:
+    """Return the seconds ``persia up`` takes to the first step."""
+    with tempfile.TemporaryDirectory(prefix="persia-") as folder:
+        stack = Path(folder) / "stack.yml"
+        example = ROOT / "examples" / "dlrm"
+        text = (example / "stack.yml").read_text(encoding="utf-8")
+        for path in ("config/embedding_config.yml", "config/global_config.yml", "data_compose.py", "train.py"):
+            text = text.replace(path, str(example / path))
+        stack.write_text(f"{text}run_dir: {folder}/run\n", encoding="utf-8")
+        return first_step([str(BIN / "persia"), "up", str(stack)], {})
+
+
+def containers() -> float:
+    """Return the seconds ``docker compose up`` takes to the first step, in a project of its own."""
+    compose = ["docker", "compose", "--project-name", "persia-bench"]
+    try:
+        return first_step([*compose, "up"], {})
+    finally:
+        subprocess.run([*compose, "down", "--volumes"], cwd=ROOT, check=True, capture_output=True)
+
+
+def command_help() -> float:
+    """Return the milliseconds of ``persia --help``."""
+    start = time.perf_counter()
+    subprocess.run([str(BIN / "persia"), "--help"], check=True, capture_output=True)
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    """Measure, one JSON line each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--compose", action="store_true", help="the stack in containers too")
+    parser.add_argument("--repeat", type=int, default=3)
+    arguments = parser.parse_args()
+    cases = [("persia up to the first step", local, "s", 10.0), ("persia --help", command_help, "ms", 300.0)]
+    if arguments.compose:
+        cases.append(("docker compose up to the first step", containers, "s", 10.0))
+    for case, measure, unit, limit in cases:
+        values = sorted(measure() for _ in range(arguments.repeat))
+        middle = statistics.median(values)
+        record = {
+            "id": "B9",
+            "case": case,
+            "value": round(middle, 2),
+            "unit": unit,
+            "peer": limit,
+            "ratio": round(limit / middle, 3),
+            "target": 1.0,
+            "spread": round((values[-1] - values[0]) / 2 / middle, 3),
+        }
+        sys.stdout.write(json.dumps(record) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
