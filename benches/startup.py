@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +20,7 @@ FIRST_STEP = "first step done"
 PATIENCE_S = 120
 
 
-def first_step(command: list[str], env: Mapping[str, str]) -> float:
+def first_step(command: list[str]) -> float:
     """Start ``command``, return the seconds to its first training step, and stop it.
 
     Raises:
@@ -29,7 +28,12 @@ def first_step(command: list[str], env: Mapping[str, str]) -> float:
     """
     start = time.perf_counter()
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env={**os.environ, "LOG_LEVEL": "INFO"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     seen = []
     assert process.stdout is not None  # noqa: S101 - it is a pipe
@@ -55,14 +59,14 @@ def local() -> float:
         for path in ("config/embedding_config.yml", "config/global_config.yml", "data_compose.py", "train.py"):
             text = text.replace(path, str(example / path))
         stack.write_text(f"{text}run_dir: {folder}/run\n", encoding="utf-8")
-        return first_step([str(BIN / "persia"), "up", str(stack)], {})
+        return first_step([str(BIN / "persia"), "up", str(stack)])
 
 
 def containers() -> float:
     """Return the seconds ``docker compose up`` takes to the first step, in a project of its own."""
     compose = ["docker", "compose", "--project-name", "persia-bench"]
     try:
-        return first_step([*compose, "up"], {})
+        return first_step([*compose, "up"])
     finally:
         subprocess.run([*compose, "down", "--volumes"], cwd=ROOT, check=True, capture_output=True)
 
