@@ -44,7 +44,8 @@ def run(tmp_path: Path, packaged: Path) -> Run:
     """Run a command through env.sh. ``dns`` is the container's name as Docker's DNS would tell it."""
 
     def call(*command: str, dns: str = "", check: bool = True, **variables: str) -> "subprocess.CompletedProcess[str]":
-        script(packaged / "getent", f'[ "$*" = "-s dns hosts 10.0.0.7" ] && [ -n "{dns}" ] && echo "10.0.0.7  {dns}"')
+        own = f'"-s dns hosts 10.0.0.7") [ -z "{dns}" ] || echo "10.0.0.7  {dns}"'
+        script(packaged / "getent", f'case "$*" in {own} ;; "hosts data_compose") echo 10.0.0.8 ;; *) exit 2 ;; esac')
         environment = {
             "PATH": f"{LAUNCH}:{packaged}:{os.environ['PATH']}",
             "REPLICA_INDEX": "1",
