@@ -27,14 +27,8 @@ def first_step(command: list[str]) -> float:
         SystemExit: It ended, or two minutes passed, without a step; what it wrote is shown.
     """
     start = time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "LOG_LEVEL": "INFO"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    env = {**os.environ, "LOG_LEVEL": "INFO"}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     seen = []
     assert process.stdout is not None  # noqa: S101 - it is a pipe
     try:
