@@ -1,11 +1,13 @@
 """The feed over real sockets: what is sent arrives once and in order, whoever comes, goes or fails."""
 
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -236,6 +238,26 @@ def test_a_new_epoch_starts_the_script_again(ranks: Callable[..., Ranks]) -> Non
     run.begin(epoch=3)
     with sending(run, 3) as (thread, ended, _):
         assert run.rest(0) == [0, 2]
+
+
+def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
+    ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 ends, because rank 1 is not there, and both are started again: rank 0 gets its batches, too."""
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
+    caplog.set_level(logging.INFO, "persia.feed")
+    run = ranks(2)
+    run.kill()
+    run.servers = [feed.serve(JOB, host="127.0.0.1") for _ in range(2)]
+    run.servers[0].stop("training is over")
+    with sending(run, 4):
+        deadline = time.monotonic() + 20
+        while "the run has not begun" not in caplog.text:
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
+        run.begin(epoch=1)
+        assert run.rest(0) == [0, 2]
+        assert run.rest(1) == [1, 3]
 
 
 def test_a_resumed_run_skips_what_it_has_trained_on(ranks: Callable[..., Ranks]) -> None:

@@ -123,6 +123,9 @@ class _Feed(services.TrainerServicer):
         try:
             place = self._inbox.connect(index, hello.replica_size, hello.sender, events, is_gone)
         except Stopped as stopped:
+            # Said only within a run: to a sender of the next one, an attempt that never began would look finished.
+            epoch, rank, world_size = self._begun(context)
+            yield pb.FeedReply(welcome=pb.FeedWelcome(epoch=epoch, rank=rank, world_size=world_size))
             yield _stop(str(stopped))
             return
         except TakenPlaceError as error:
@@ -132,9 +135,7 @@ class _Feed(services.TrainerServicer):
         if place is None:
             return
         try:
-            if self._server.place is None:
-                context.abort(grpc.StatusCode.UNAVAILABLE, "the run has not begun")
-            epoch, rank, world_size = self._server.place
+            epoch, rank, world_size = self._begun(context)
             _logger.info("%s of %d connected", name, hello.replica_size)
             yield pb.FeedReply(
                 welcome=pb.FeedWelcome(
@@ -153,6 +154,13 @@ class _Feed(services.TrainerServicer):
         finally:
             if self._inbox.disconnect(index, events):
                 _logger.warning("%s: connection lost before its end; waiting for it to come back", name)
+
+    def _begun(self, context: grpc.ServicerContext) -> tuple[int, int, int]:
+        """Return the run's epoch and this rank's place in it; without one the sender has to come again."""
+        place = self._server.place
+        if place is None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the run has not begun")
+        return place
 
     def _hello(self, requests: Iterator[pb.FeedRequest], context: grpc.ServicerContext) -> pb.FeedHello:
         """Return the first message, if it is one that fits."""

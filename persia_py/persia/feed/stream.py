@@ -97,8 +97,8 @@ class Stream:
 
     @property
     def welcomed(self) -> bool:
-        """Whether the rank has said where to go on, or that it wants nothing."""
-        return self.skip is not None or self.stopped is not None
+        """Whether the rank has said where to go on."""
+        return self.skip is not None
 
     @property
     def full(self) -> bool:
@@ -204,7 +204,7 @@ class Stream:
                     self._kept.popleft()
                 else:
                     self._queued = max(0, self._queued - 1)
-            elif part == "stop":
+            elif part == "stop" and link.open:
                 self.stopped = reply.stop.reason
                 self._kept.clear()
             shared.changed.notify_all()
