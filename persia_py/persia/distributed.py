@@ -5,7 +5,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import distributed as torch_distributed
 
 from persia import env, job
-from persia.errors import ConfigError, UsageError
+from persia.errors import ConfigError, RunLostError, UsageError
 from persia.logger import get_logger
 from persia.peers import Peers
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _logger = get_logger("distributed")
+
+_COLLECTIVE = timedelta(days=1)
+"""How long torch waits for a rank, which may be evaluating; :class:`Peers` knows sooner who is dead or silent."""
 
 
 class DistributedBaseOption(ABC):
@@ -67,7 +70,9 @@ class DDPOption(DistributedBaseOption):
         """Start the process group."""
         if self.backend == "nccl" and device_id is None:
             raise UsageError("DDPOption(backend='nccl') needs TrainCtx(device_id=...); without GPUs use backend='gloo'")
-        torch_distributed.init_process_group(self.backend, store=store, rank=rank, world_size=world_size)
+        torch_distributed.init_process_group(
+            self.backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE
+        )
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
         """Return the model in DistributedDataParallel."""
@@ -94,6 +99,7 @@ class _Process:
         self.started = time.monotonic()
         self.epoch = 0
         self.steps = 0
+        self.failed = ""
 
 
 _process = _Process()
@@ -116,10 +122,11 @@ def announced() -> dict[str, str]:
 
 
 def trained(steps: int, *, epoch: int | None = None) -> None:
-    """Note how far the run is, for its summary."""
+    """Note how far the run is, for its summary; with an ``epoch``, that one has just begun."""
     _process.steps = steps
     if epoch is not None:
         _process.epoch = epoch
+        _process.failed = ""
 
 
 def _leave(reason: str | None = None) -> None:
@@ -129,7 +136,8 @@ def _leave(reason: str | None = None) -> None:
 
 
 def fail(reason: str) -> None:
-    """Tell the other ranks that this one cannot go on; they end too."""
+    """Tell the other ranks that this one cannot go on; they end too. The run is not finished unless it begins again."""
+    _process.failed = reason
     _leave(reason)
 
 
@@ -162,9 +170,17 @@ def finish() -> None:
     The launcher calls this after the script. A run whose summary is not written did not finish.
 
     Raises:
-        RunLostError: A rank is gone; no summary is written then.
+        RunLostError: A rank is gone, or a ``TrainCtx`` of this process has failed, even if the script went on; no
+            summary is written then.
+        UsageError: The script ended without a ``TrainCtx``, and there are other ranks.
     """
     others = _process.peers
+    if _process.failed:
+        raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
+    if others is None and env.get_world_size() > 1 and os.environ.get("PERSIA_NATS_URL", "").strip():
+        raise UsageError(
+            f"the script of rank {env.get_rank()} of {env.get_world_size()} ended without a TrainCtx; each needs one"
+        )
     if others is not None:
         others.share("finish", None)
     if env.get_rank() == 0:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from stack import MakeStack, Stack, missing
 
 from persia.launch.binaries import MIDDLEWARE, SERVER
@@ -229,3 +230,19 @@ def test_sigterm_ends_a_server_with_0(make_stack: MakeStack) -> None:
     stack = make_stack()
     assert stack.stop("middleware-0") == 0
     assert stack.stop("server-0") == 0
+
+
+def test_a_summary_that_cannot_be_written_is_told_on_every_rank(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    ranks = ROOT / "tests" / "integration" / "rank_script.py"
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, pathlib, runpy\n"
+        "if os.environ['RANK'] == '0':\n    pathlib.Path(os.environ['PERSIA_RUN_DIR']).write_text('a file')\n"
+        f"runpy.run_path({str(ranks)!r}, run_name='__main__')\n"
+    )
+    first, second = [stack.trainer(path, '{"steps": 2}', node=node, nodes=2) for node in range(2)]
+    assert first.wait() == 2, first.output
+    assert second.wait() == 75, second.output
+    first.says("error: PERSIA_RUN_DIR")
+    second.says("rank 0 is gone: ConfigError: PERSIA_RUN_DIR")

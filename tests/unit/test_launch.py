@@ -196,3 +196,21 @@ def test_a_script_that_fails_leaves_no_summary(launch: Launch, tmp_path: Path) -
     env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}
     assert result(launch("nn-worker", "train.py", env=env))[0] == 3
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "expected", "said"),
+    [
+        ("from persia import distributed\ndistributed.fail('ValueError: no')\n", 1, 75, "failed: ValueError: no"),
+        ("pass\n", 2, 2, "of 2 ended without a TrainCtx"),
+    ],
+)
+def test_a_script_that_ends_well_without_training_leaves_no_summary(
+    launch: Launch, tmp_path: Path, script: str, ranks: int, expected: int, said: str
+) -> None:
+    """It caught its TrainCtx's error, or never had one: other ranks count on it."""
+    (tmp_path / "train.py").write_text(script)
+    env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}
+    code, output = result(launch("nn-worker", "train.py", "--nproc-per-node", ranks, env=env))
+    assert (code, said in output) == (expected, True), output
+    assert not (tmp_path / "run").exists()

@@ -23,15 +23,15 @@ def main() -> int:
 def _train() -> int:
     try:
         code = run_script(sys.argv[1], sys.argv[2:])
+        if code == 0:
+            from persia import distributed
+
+            distributed.finish()
+        else:
+            _tell(f"its script ended with exit code {code}")
     except Exception as error:
         _tell(f"{type(error).__name__}: {error}")
         raise
-    if code == 0:
-        from persia import distributed
-
-        distributed.finish()
-    else:
-        _tell(f"its script ended with exit code {code}")
     return code
 
 
