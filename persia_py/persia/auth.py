@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from persia.errors import ConfigError
+from persia.errors import AuthError
 
 Role = Literal["trainer", "data", "middleware", "admin", "nats"]
 LEAST_SECRET = 32
@@ -16,14 +16,14 @@ def secret(path: str | os.PathLike[str]) -> bytes:
     """Return the content of a token file, without white space at its end.
 
     Raises:
-        ConfigError: It cannot be read, or is shorter than :data:`LEAST_SECRET` bytes.
+        AuthError: It cannot be read, or is shorter than :data:`LEAST_SECRET` bytes.
     """
     try:
         content = Path(path).read_bytes().rstrip()
     except OSError as error:
-        raise ConfigError(f"PERSIA_TOKEN_FILE: {path}: {error.strerror}") from error
+        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {error.strerror}") from error
     if len(content) < LEAST_SECRET:
-        raise ConfigError(f"PERSIA_TOKEN_FILE: {path}: {len(content)} bytes, want at least {LEAST_SECRET}")
+        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {len(content)} bytes, want at least {LEAST_SECRET}")
     return content
 
 
@@ -36,7 +36,7 @@ def token(role: Role) -> str | None:
     """Return the token of a role from the file named by ``PERSIA_TOKEN_FILE``; None without one.
 
     Raises:
-        ConfigError: The file cannot be read, or is too short.
+        AuthError: The file cannot be read, or is too short.
     """
     path = os.environ.get("PERSIA_TOKEN_FILE", "").strip()
     return role_token(secret(path), role) if path else None

@@ -34,11 +34,12 @@ def run_dir() -> Path:
     return Path(given) if given else Path("runs") / job_name()
 
 
-def finished_summary(folder: Path) -> dict[str, Any] | None:
+def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] | None:
     """Return the summary of a run that is finished, or None.
 
     Args:
         folder: The run's folder; it need not exist.
+        of: The job's name: a summary of another one does not count. None takes any.
 
     Raises:
         ConfigError: The file is there and cannot be read as a summary.
@@ -52,7 +53,9 @@ def finished_summary(folder: Path) -> dict[str, Any] | None:
         raise ConfigError(f"{path}: {error}; remove the file to train again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a summary; remove the file to train again")
-    return content if content.get("status") == "finished" else None
+    if content.get("status") != "finished" or of not in (None, content.get("job")):
+        return None
+    return content
 
 
 def _configured_name() -> tuple[str, str]:

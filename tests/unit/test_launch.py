@@ -1,16 +1,22 @@
 """``persia-launcher``: ranks that start, fail and end together. Nothing here needs servers."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
+
+from persia import auth
+from persia.errors import AuthError
+from persia.launch.process import Process
 
 PLACE = (
     'import os, sys\nprint("place", *(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")), *sys.argv[1:])\n'
@@ -176,6 +182,8 @@ def test_a_finished_run_is_not_trained_again(launch: Launch, tmp_path: Path) -> 
     code, output = result(launch("nn-worker", "train.py", env=env))
     assert (code, "training" in output) == (0, False)
     assert "this run is finished" in output and '"auc": 1' in output and "rm run/summary.json" in output
+    code, output = result(launch("nn-worker", "train.py", env=env | {"PERSIA_JOB": "another"}))
+    assert (code, "training" in output) == (0, True), "the folder holds the summary of another job"
 
 
 def test_a_signal_after_the_summary_is_success(launch: Launch, tmp_path: Path) -> None:
@@ -214,3 +222,33 @@ def test_a_script_that_ends_well_without_training_leaves_no_summary(
     code, output = result(launch("nn-worker", "train.py", "--nproc-per-node", ranks, env=env))
     assert (code, said in output) == (expected, True), output
     assert not (tmp_path / "run").exists()
+
+
+def test_output_that_cannot_be_written_stops_no_program() -> None:
+    """As on a full disk, or with a closed pipe: the program goes on, and later lines are tried again."""
+    lines: list[str] = []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 1:
+            raise OSError(errno.ENOSPC, "no space")
+
+    done = threading.Event()
+    words = [sys.executable, "-u", "-c", "for n in range(50_000): print(n)"]
+    process = Process("talker", words, env=os.environ, line=write, ended=lambda _: done.set())
+    assert done.wait(60)
+    assert process.code == 0 and lines[-1] == "49999"
+
+
+@pytest.mark.parametrize("content", [None, "short"])
+def test_a_token_file_that_is_no_use_is_exit_code_5(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
+) -> None:
+    """As for the servers."""
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("PERSIA_TOKEN_FILE", str(path))
+    with pytest.raises(AuthError, match="PERSIA_TOKEN_FILE: .*token") as caught:
+        auth.token("data")
+    assert caught.value.exit_code == 5

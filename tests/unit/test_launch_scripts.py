@@ -199,6 +199,10 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
     summary.write_text('{\n "status": "finished"\n}\n')
     result = run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path))
     assert "this run is finished" in result.stdout and "launched" not in result.stdout
+    for name, other in (("one", False), ("two", True)):
+        summary.write_text('{\n "status": "finished",\n "job": "one"\n}\n')
+        result = run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB=name)
+        assert ("launched" in result.stdout) is other, "a run of another job is none of this one"
 
 
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])

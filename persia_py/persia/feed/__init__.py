@@ -23,6 +23,9 @@ MAX_BATCH_BYTES = 1 << 30
 MAX_REPLICAS = 256
 """Data-compose replicas of a job, as many as connections of a server in ``persia_types::limits``."""
 
+SERVED = "PERSIA_LAUNCHER_SERVED"
+"""Variable by which the launcher names a file; the address of the rank 0 that gets the batches is written to it."""
+
 
 class Stopped(BaseException):
     """No batch is wanted any more; ends the ``with DataCtx()`` block, which swallows it."""
@@ -47,7 +50,8 @@ def serve(job: str, *, host: str) -> "FeedServer":
         host: Where data-compose reaches this process. Without ``PERSIA_TOKEN_FILE`` it is loopback whatever is given.
 
     Raises:
-        ConfigError: The token or certificate files cannot be read.
+        AuthError: The token file cannot be read.
+        ConfigError: A certificate file cannot be read.
         UnreachableError: It cannot listen there.
     """
     from persia.feed.server import FeedServer

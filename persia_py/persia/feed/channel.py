@@ -59,7 +59,7 @@ def metadata(role: auth.Role) -> tuple[tuple[str, str], ...]:
     """Return what a call of this role carries.
 
     Raises:
-        ConfigError: The token file cannot be read.
+        AuthError: The token file cannot be read.
     """
     token = auth.token(role)
     return (("persia-role", role), *((("authorization", f"Bearer {token}"),) if token else ()))

@@ -1,5 +1,6 @@
 """One child process: its output, its group, its end."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -101,7 +102,9 @@ class Process:
 def _read(stream: IO[bytes], write: Callable[[str], None]) -> None:
     with stream:
         for line in stream:
-            write(line.decode(errors="replace").rstrip("\r\n"))
+            # No place to write it (a full disk, a closed pipe) is no reason to let the program wait or fail for it.
+            with contextlib.suppress(OSError, ValueError):
+                write(line.decode(errors="replace").rstrip("\r\n"))
 
 
 def signal_name(number: int) -> str:

@@ -48,7 +48,7 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
         )
     _check_devices(ranks)
     folder = job.run_dir() if distributed() else None
-    if folder is not None and (summary := job.finished_summary(folder)) is not None:
+    if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
         say_finished(folder, summary)
         return 0
     events = Events()
@@ -78,7 +78,7 @@ def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int
         if isinstance(event, int):
             _say(f"{signal.Signals(event).name}: ending {len(left)} rank(s)")
             stop(left, events, say=_say)
-            finished = folder is not None and job.finished_summary(folder) is not None
+            finished = folder is not None and job.finished_summary(folder, of=job.job_name()) is not None
             return 0 if finished else AGAIN
         if isinstance(event, Process):
             left.discard(event)

@@ -40,7 +40,7 @@ def up(path: Path) -> int:
     """
     config = read_stack(path)
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
-    if config.trainer is not None and (summary := jobs.finished_summary(folder)) is not None:
+    if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
         trainer.say_finished(folder, summary)
         return 0
     with tempfile.TemporaryDirectory(prefix="persia-") as private, Logs(folder / "logs") as logs:
@@ -57,7 +57,7 @@ def up(path: Path) -> int:
         )
         local.make_token()
         events = Events()
-        with events.signals():
+        with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
             run = _Run(config, local, folder, events, logs)
             try:
                 return run.run()
@@ -160,7 +160,7 @@ class _Run:
         if self._config.trainer is None:
             return 0
         stop([self._processes["trainer"]], self._events, say=self._say)
-        return 0 if jobs.finished_summary(self._folder) is not None else AGAIN
+        return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else AGAIN
 
     def _say_environment(self) -> None:
         self._say("the servers run until Ctrl-C; to join them, in another shell:")
