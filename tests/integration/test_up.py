@@ -217,7 +217,7 @@ def test_a_killed_server_without_restarts_never_looks_finished(up: StartUp, tmp_
 
 
 @pytest.mark.usefixtures("binaries")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_everything(up: StartUp, tmp_path: Path, number: int) -> None:
     one = up(TWO, STEPS="1000", PAUSE="0.1")
     one.says("step 1 rank 0")

@@ -1,5 +1,6 @@
 """``persia-launcher``: ranks that start, fail and end together. Nothing here needs servers."""
 
+import contextlib
 import errno
 import json
 import os
@@ -16,6 +17,8 @@ import pytest
 
 from persia import auth
 from persia.errors import AuthError
+from persia.launch.logs import Logs
+from persia.launch.private import private_folder
 from persia.launch.process import Process
 
 PLACE = (
@@ -252,3 +255,32 @@ def test_a_token_file_that_is_no_use_is_exit_code_5(
     with pytest.raises(AuthError, match="PERSIA_TOKEN_FILE: .*token") as caught:
         auth.token("data")
     assert caught.value.exit_code == 5
+
+
+def test_what_a_killed_up_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its folder holds a secret. One in use stays, however old it is."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, young, other = (tmp_path / name for name in ("persia-up-left", "persia-up-young", "persia-other"))
+    for folder in (left, young, other):
+        folder.mkdir()
+        (folder / "token").touch()
+    with private_folder() as used:
+        for folder in (left, other, used):
+            os.utime(folder, (0, 0))
+        with private_folder() as second:
+            assert sorted(tmp_path.iterdir()) == sorted([young, other, used, second])
+    assert sorted(tmp_path.iterdir()) == [other, young]
+
+
+def test_a_log_goes_on_when_nobody_reads_the_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Logs(tmp_path) as logs, monkeypatch.context() as patch:
+        broken = os.fdopen(writer, "w", buffering=1)  # closing it fails, as its writes do
+        patch.setattr(sys, "stdout", broken)
+        write = logs.of("part")
+        write("one")
+        write("two")
+    with contextlib.suppress(BrokenPipeError):
+        broken.close()
+    assert (tmp_path / "part.log").read_text() == "one\ntwo\n"

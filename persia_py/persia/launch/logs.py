@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -58,11 +58,14 @@ class Logs:
 
             def write(line: str) -> None:
                 with self._lock:
-                    if not file.closed:
-                        file.write(f"{line}\n")
-                    if shown:
-                        sys.stdout.write(f"{prefix} {line}\n")
-                        sys.stdout.flush()
+                    # On a full disk, or with nobody left to read, the job goes on.
+                    with suppress(OSError):
+                        if not file.closed:
+                            file.write(f"{line}\n")
+                    with suppress(OSError, ValueError):
+                        if shown:
+                            sys.stdout.write(f"{prefix} {line}\n")
+                            sys.stdout.flush()
 
             self._writers[name] = write
         return self._writers[name]

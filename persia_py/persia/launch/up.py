@@ -3,7 +3,6 @@
 import shlex
 import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from persia import job as jobs
 from persia.launch import trainer
 from persia.launch.local import Command, LocalJob
 from persia.launch.logs import Logs
+from persia.launch.private import private_folder
 from persia.launch.process import Process
 from persia.launch.stack import StackConfig, makes_token, read_stack
 from persia.launch.watch import Events, stop
@@ -43,7 +43,7 @@ def up(path: Path) -> int:
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
         trainer.say_finished(folder, summary)
         return 0
-    with tempfile.TemporaryDirectory(prefix="persia-") as private, Logs(folder / "logs") as logs:
+    with private_folder() as private, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
         local = LocalJob(
             name=config.job,
@@ -51,7 +51,7 @@ def up(path: Path) -> int:
             middlewares=config.middlewares,
             embedding_config=Path(config.embedding_config),
             global_config=Path(config.global_config) if config.global_config else None,
-            private=Path(private),
+            private=private,
             state=folder,
             env=own | config.env,
         )
