@@ -118,6 +118,47 @@ def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> N
     sender.says("the trainers want no more batches")
 
 
+SENDS = (
+    f"import os, sys\nsys.path.insert(0, {str(PAIR)!r})\nfrom people import batches\nfrom persia.ctx import DataCtx\n"
+    "with DataCtx() as ctx:\n    print('serving epoch', ctx.epoch, flush=True)\n"
+    "    for batch in batches(40, 64, seed=1):\n        ctx.send_data(batch)\n"
+)
+
+
+def test_a_script_that_exits_in_its_context_ends_the_data(pair: Stack, tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(SENDS + "    sys.exit(0)\n")
+    sender, trainer = pair.data(tmp_path / "data.py"), train(pair)
+    assert trainer.wait(60) == 0, trainer.output
+    assert summary(pair)["steps"] == 40
+    sender.says("every batch is sent")
+
+
+def test_a_data_script_without_a_context_is_told(pair: Stack, tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("print('forgot')\n")
+    sender = pair.data(tmp_path / "data.py")
+    assert sender.wait(30) == 2, sender.output
+    sender.says("ended without a `with DataCtx()`")
+
+
+def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: Stack, tmp_path: Path) -> None:
+    """The script lingers behind its context until the next run waits, and NATS goes away for a while."""
+    linger = "if ctx_epoch == 1:\n    import time\n    while not os.path.exists(FILE):\n        time.sleep(0.05)\n"
+    linger = linger.replace("FILE", repr(str(tmp_path / "go")))
+    text = SENDS.replace("    for batch", "    ctx_epoch = ctx.epoch\n    for batch") + linger
+    (tmp_path / "data.py").write_text(text)
+    sender, trainer = pair.data(tmp_path / "data.py"), train(pair, STOP_AT=10)
+    assert trainer.wait(60) == 0, trainer.output
+    again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
+    again.says("of job test, rank 0 of 1")
+    (tmp_path / "go").touch()
+    assert again.wait(60) == 0, again.output
+    sender.says("the trainers want no more batches")
+    pair.kill("nats")
+    pair.start_nats()
+    last = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-last")
+    assert last.wait(60) == 0, last.output
+
+
 def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
     """Two ranks, two replicas of unequal length: the position of rank 0 is everybody's."""
     common: dict[str, object] = {"REPRODUCIBLE": 1, "EMBEDDING_STALENESS": 1}

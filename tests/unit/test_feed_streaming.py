@@ -104,6 +104,21 @@ def test_a_loop_left_early_goes_on_behind_the_last_trained_batch(script: Script,
     assert trained == list(range(9))
 
 
+def test_a_reading_thread_that_is_left_behind_does_not_end_the_next_loop(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_behind(thread: threading.Thread) -> bool:
+        thread.join()
+        return False
+
+    script(SENDS)
+    monkeypatch.setattr("persia.data.loader._join", left_behind)
+    with make() as ctx:
+        loader = DataLoader(StreamingDataset())
+        assert len(train(ctx, loader, 10)) == 10
+        assert len(train(ctx, loader)) == 20
+
+
 def test_a_resumed_run_equals_one_that_was_not_interrupted(script: Script, tmp_path: Path) -> None:
     script(SENDS)
     with make() as ctx:
@@ -160,6 +175,22 @@ def test_a_script_that_sends_nothing_is_told(script: Script, body: str, error: t
     script(body)
     with make(), pytest.raises(error, match=text):
         next(iter(DataLoader(StreamingDataset())))
+
+
+@pytest.mark.parametrize("code", ["0", "'no more data'"])
+def test_a_script_that_exits_within_its_context_ends_its_data(script: Script, code: str) -> None:
+    script(f"""
+    with DataCtx() as ctx:
+        for batch in Batches(3):
+            ctx.send_data(batch)
+        sys.exit({code})
+    """)
+    with make() as ctx:
+        if code == "0":
+            assert len(train(ctx, DataLoader(StreamingDataset()))) == 3
+        else:
+            with pytest.raises(UsageError, match="it exited: no more data"):
+                train(ctx, DataLoader(StreamingDataset()))
 
 
 def test_no_script_is_told(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Data-compose's context: sends batches to the trainers."""
 
 import os
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from typing_extensions import Self
 from persia import env
 from persia.embedding.data import PersiaBatch
 from persia.errors import FeatureTypeError, UnreachableError, UsageError
-from persia.feed import Stopped
+from persia.feed import SERVED, RunRestarted, Stopped
 from persia.logger import get_logger
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ class DataCtx:
     """Sends the batches of one data-compose replica to the trainers that are announced.
 
     Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block is the end of the replica's
-    data; an exception that leaves the block is passed on to the trainers, which stop. When the trainers want no more,
-    the block ends early and quietly. With ``PERSIA_NATS_URL`` unset the training script runs this one in a thread,
-    and batches go from hand to hand.
+    data, also by ``sys.exit(0)``; an exception that leaves the block is passed on to the trainers, which stop. When
+    the trainers want no more, the block ends early and quietly. With ``PERSIA_NATS_URL`` unset the training script
+    runs this one in a thread, and batches go from hand to hand.
 
     The same script started again has to send the same batches: a replica that comes back skips what the trainers
     have received.
@@ -80,7 +81,10 @@ class DataCtx:
 
         try:
             self._announcement = discovery.announce("persia-data", index, size, "", {})
-            return Sender(job, index, size, find=find, start_timeout=env.start_timeout())
+            sender = Sender(job, index, size, find=find, start_timeout=env.start_timeout())
+            if note := os.environ.get(SERVED):
+                Path(note).write_text(sender.rank_0, encoding="utf-8")
+            return sender
         except BaseException:
             self._leave()
             raise
@@ -97,9 +101,11 @@ class DataCtx:
         if sender is None:
             return False
         try:
-            if value is None:
+            if value is None or (isinstance(value, SystemExit) and not value.code):
                 sender.end()
-            elif isinstance(value, Exception):
+            elif isinstance(value, SystemExit):
+                sender.fail(UsageError(f"it exited: {value.code}"))
+            elif not isinstance(value, Stopped | RunRestarted | KeyboardInterrupt):
                 sender.fail(value)
         except Stopped as stopped:
             value = stopped

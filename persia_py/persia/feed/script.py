@@ -75,7 +75,8 @@ class ScriptFeed:
             exec(compile(self._path.read_bytes(), self._path, "exec"), names)  # noqa: S102  # the user's own script
             self._finish(None)
         except SystemExit as error:
-            self._finish(None if not error.code else UsageError(f"{self._path} exited: {error.code}"))
+            told = not error.code or self._told is not None
+            self._finish(None if told else UsageError(f"{self._path} exited: {error.code}"))
         except Stopped:
             pass
         except BaseException as error:

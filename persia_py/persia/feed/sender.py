@@ -60,6 +60,11 @@ class Sender:
         """The run's epoch."""
         return self._shared.epoch or 0
 
+    @property
+    def rank_0(self) -> str:
+        """Where the rank 0 is that gets the batches; every context of a trainer has an address of its own."""
+        return self._streams[0].address
+
     def _wait_for_trainers(self, job: str) -> int:
         """Return the world size, once somebody says it."""
         pause = threading.Event()

@@ -81,6 +81,7 @@ class Stream:
         self.rank = rank
         self.skip: int | None = None
         self.stopped: str | None = None
+        self.address = ""
         self.delivered = False
         self._shared = shared
         self._locate = locate
@@ -198,6 +199,7 @@ class Stream:
             part = reply.WhichOneof("part")
             if part == "welcome":
                 self._be_welcome(reply.welcome, link)
+                self.address = address if link.open else self.address
                 self._say("connected to rank %d of %d at %s", self.rank, shared.world_size, address)
             elif part == "taken":
                 if self._kept and self._kept[0][1] == reply.taken.seq:

@@ -1,8 +1,11 @@
 """What runs in the process of a data-compose script: ``python -m persia.launch.data FILE ARGUMENTS...``."""
 
+import os
 import sys
+from pathlib import Path
 
-from persia.feed import RunRestarted
+from persia.errors import UsageError
+from persia.feed import SERVED, RunRestarted
 from persia.launch.script import guarded, run_script
 
 AGAIN = 75
@@ -15,11 +18,15 @@ def main() -> int:
 
 
 def _compose() -> int:
+    script, *arguments = sys.argv[1:]
     try:
-        return run_script(sys.argv[1], sys.argv[2:])
+        code = run_script(script, arguments)
     except RunRestarted as restarted:
         sys.stderr.write(f"{restarted}: running the script again\n")
         return AGAIN
+    if code == 0 and (note := os.environ.get(SERVED)) and not Path(note).exists():
+        raise UsageError(f"{script} ended without a `with DataCtx()`: it sent no data; the trainers wait for it")
+    return code
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from persia.errors import UsageError
+from persia.feed import SERVED
 from persia.launch.data import AGAIN
 from persia.launch.entry import check_replica
 from persia.launch.epochs import wait_for_new_trainers
@@ -35,10 +37,12 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
             "start only the trainer, or give NATS's address"
         )
     events = Events()
-    environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size)}
     command = [sys.executable, "-m", "persia.launch.data", str(script), *arguments]
-    with events.signals():
+    with tempfile.TemporaryDirectory(prefix="persia-data-") as folder, events.signals():
+        served = Path(folder) / "rank-0"
+        environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size), SERVED: str(served)}
         while True:
+            served.unlink(missing_ok=True)
             process = Process("data-compose", command, env=environment, line=None, ended=events.ended)
             event = events.next()
             if isinstance(event, int):
@@ -46,7 +50,7 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
                 return 0
             if process.code == 0:
                 _say("every batch is sent; waiting for the next epoch of the run")
-                if not wait_for_new_trainers(events):
+                if not wait_for_new_trainers(events, served=served.read_text(encoding="utf-8")):
                     return 0
             elif process.code != AGAIN:
                 _say(f"the script {process.how()}")

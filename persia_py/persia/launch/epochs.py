@@ -1,11 +1,9 @@
-"""Noticing that trainers of a new epoch are up."""
+"""Noticing that trainers are up that have had no data yet."""
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 from persia import job
-from persia.launch.process import Process
+from persia.errors import UnreachableError
 from persia.launch.watch import Events
 
 _PERIOD = 2.0
@@ -14,11 +12,14 @@ _ASK = 1.0
 """Seconds given to the answers of one look."""
 
 
-def wait_for_new_trainers(events: Events) -> bool:
-    """Wait until a rank 0 is up that was not when the wait began.
+def wait_for_new_trainers(events: Events, *, served: str) -> bool:
+    """Wait until a rank 0 is announced at another address than the one that was served.
+
+    It may be another process, or another context of the same one, and may be there already.
 
     Args:
         events: A signal among them ends the wait.
+        served: The address of the rank 0 that has got all batches.
 
     Returns:
         Whether there is one; False after a signal.
@@ -29,22 +30,15 @@ def wait_for_new_trainers(events: Events) -> bool:
         os.environ["PERSIA_NATS_URL"], job.job_name(), token_file=os.environ.get("PERSIA_TOKEN_FILE") or None
     )
     try:
-        known = _identities(discovery.find("persia-trainer", _ASK))
         while True:
+            try:
+                trainers = discovery.find("persia-trainer", _ASK)
+            except UnreachableError:  # NATS is away, which discovery logs
+                trainers = []
+            if any(str(peer["index"]) == "0" and peer["address"] != served for peer in trainers):
+                return True
             event = events.next(_PERIOD)
             if isinstance(event, int):
                 return False
-            if isinstance(event, Process):
-                continue
-            if _identities(discovery.find("persia-trainer", _ASK)) - known:
-                return True
     finally:
         discovery.close()
-
-
-def _identities(trainers: Iterable[Mapping[str, Any]]) -> set[tuple[str, str, str]]:
-    return {
-        (str(trainer.get("host")), str(trainer.get("pid")), str(trainer.get("started")))
-        for trainer in trainers
-        if str(trainer.get("index")) == "0"
-    }
