@@ -165,6 +165,10 @@ class CommonContext(ABC):
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
         return True
 
+    def check_alone(self, what: str) -> None:
+        """Check that ``what``, which replaces all rows, disturbs no training of another process."""
+        del what
+
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
         """Return the directory of a checkpoint, checked to be where every holder of rows can write."""
         return Path(directory)

@@ -7,7 +7,7 @@ the replicas of a service. Unset means a job of one.
 import os
 from dataclasses import dataclass
 
-from persia.errors import ConfigError
+from persia.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def _read(name: str, default: int, *, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise ConfigError(f"environment variable {name}={text!r}: want a whole number of at least {least}")
+        raise UsageError(f"environment variable {name}={text!r}: want a whole number of at least {least}")
     return value
 
 
@@ -45,7 +45,7 @@ def _load() -> _Place:
         (place.replica_index, place.replica_size, "REPLICA_INDEX and REPLICA_SIZE"),
     ):
         if index >= size:
-            raise ConfigError(f"environment variables {names}: index {index} must be below size {size}")
+            raise UsageError(f"environment variables {names}: index {index} must be below size {size}")
     return place
 
 
@@ -117,14 +117,14 @@ def flag(name: str) -> bool:
         return False
     if text in {"1", "true", "yes", "on"}:
         return True
-    raise ConfigError(f"environment variable {name}={text!r}: want 1 or 0")
+    raise UsageError(f"environment variable {name}={text!r}: want 1 or 0")
 
 
 def staleness(argument: int | None) -> int:
     """Return the staleness K: the argument, else ``EMBEDDING_STALENESS``, else 8."""
     value = _read("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
     if not 1 <= value <= 64:
-        raise ConfigError(f"embedding staleness {value}: want 1 (synchronous) to 64")
+        raise UsageError(f"embedding staleness {value}: want 1 (synchronous) to 64")
     return value
 
 
@@ -145,5 +145,5 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value <= 86_400.0:
-        raise ConfigError(f"environment variable {name}={text!r}: want seconds, above 0 and at most 86400")
+        raise UsageError(f"environment variable {name}={text!r}: want seconds, above 0 and at most 86400")
     return value

@@ -5,7 +5,7 @@ import socket
 
 import psutil
 
-from persia.errors import ConfigError
+from persia.errors import UsageError
 
 VARIABLES = ("PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where the user may name an interface."""
@@ -15,7 +15,7 @@ def check() -> None:
     """Check every variable of :data:`VARIABLES`, and ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        ConfigError: One names what does not exist; what exists is listed.
+        UsageError: One names what does not exist; what exists is listed.
     """
     names = sorted(psutil.net_if_addrs())
     for variable in VARIABLES:
@@ -23,7 +23,7 @@ def check() -> None:
         if value and not _matches(variable, value, names):
             plural = "interface" if "," not in value else "none of the interfaces"
             verb = "does not exist" if "," not in value else "exists"
-            raise ConfigError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
+            raise UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
     _check_gpus()
 
 
@@ -46,7 +46,7 @@ def _check_gpus() -> None:
         return
     given = [part for part in visible.split(",") if part.strip()]
     if len(given) < int(count):
-        raise ConfigError(
+        raise UsageError(
             f"CUDA_VISIBLE_DEVICES={visible} shows {len(given)} GPUs, GPU_NUM={count} ranks each need one of their own"
         )
 

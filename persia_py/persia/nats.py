@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from persia.auth import token
-from persia.errors import AuthError, ConfigError, UnreachableError
+from persia.errors import AuthError, UnreachableError, UsageError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it imports pkg_resources, which is deprecated
@@ -128,7 +128,7 @@ def _target(url: str) -> tuple[str, str]:
     except ValueError:
         port = 0
     if parts.scheme not in {"nats", "tls"} or not parts.hostname or not port:
-        raise ConfigError(f"PERSIA_NATS_URL={url!r}: want nats://HOST:PORT or tls://HOST:PORT")
+        raise UsageError(f"PERSIA_NATS_URL={url.rpartition('@')[2]!r}: want nats://HOST:PORT or tls://HOST:PORT")
     address = f"{parts.hostname}:{port}"
     password = token("nats")
     user = f"{_USER}:{password}@" if password else ""

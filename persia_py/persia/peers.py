@@ -10,15 +10,16 @@ import contextlib
 import hmac
 import json
 import os
+import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from persia.errors import AuthError, ConfigError, IncompatibleError, PersiaError, RunLostError, UnreachableError
+from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
 from persia.logger import get_logger
 
 _logger = get_logger("peers")
@@ -95,6 +96,16 @@ class _Link:
         self.heard = time.monotonic()
         return message if isinstance(message, dict) else None
 
+    @property
+    def over(self) -> bool:
+        """Whether the other side is gone, whatever of it is still to be read."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed here
+            return True
+
     def hang_up(self) -> None:
         """End the connection; whoever reads from it is woken."""
         with contextlib.suppress(OSError):
@@ -111,10 +122,14 @@ class Peers:
     """This rank's view of the others.
 
     Made by :func:`host` on rank 0 and by :func:`join` on the others.
+
+    Attributes:
+        loops: Training loops this rank has begun, in all contexts of its process; for :meth:`note`.
     """
 
     def __init__(self, me: Introduction, links: dict[int, _Link]) -> None:
         self.rank, self.world_size = me.rank, me.world_size
+        self.loops = 0
         self._links = links
         self._changed = threading.Condition()
         self._shares: dict[int, dict[int, tuple[str, Any]]] = {}
@@ -136,7 +151,7 @@ class Peers:
 
         Raises:
             RunLostError: A rank is gone; it is named.
-            ConfigError: The ranks are at different places of the script.
+            UsageError: The ranks are at different places of the script.
         """
         number, self._count = self._count, self._count + 1
         if self.rank == 0:
@@ -150,7 +165,7 @@ class Peers:
 
         others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}")
         if others[0] != topic:
-            raise ConfigError(f"the ranks are not at the same place: rank 0 at {others[0]!r}, this one at {topic!r}")
+            raise UsageError(f"the ranks are not at the same place: rank 0 at {others[0]!r}, this one at {topic!r}")
         return others[1]
 
     def _collect(self, number: int, topic: str, value: Any) -> list[Any]:
@@ -171,7 +186,7 @@ class Peers:
             link.send({"answer": [number, topic, values]})
         if different:
             places = ", ".join(f"rank {rank} at {at!r}" for rank, at in sorted(different.items()))
-            raise ConfigError(f"the ranks are not at the same place: rank 0 at {topic!r}, {places}")
+            raise UsageError(f"the ranks are not at the same place: rank 0 at {topic!r}, {places}")
         return values
 
     def note(self, value: int) -> None:
@@ -217,6 +232,17 @@ class Peers:
         for link in self._links.values():
             link.send({"left": reason})
             link.hang_up()
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left."""
+        return self._closed
+
+    def holds(self, rank: int) -> bool:
+        """Whether the run goes on with the process that is ``rank``, as far as is known."""
+        with self._changed:
+            over = self._closed or self._lost is not None or rank in self._left
+        return not over and not self._links[rank].over
 
     def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
         """Return what ``look`` finds, once it finds something."""
@@ -335,7 +361,7 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
             reminded = time.monotonic()
             _logger.info("waiting for %s of %d", _ranks(missing), me.world_size)
     peers = Peers(me, links)
-    threading.Thread(target=_refuse, args=(listener, known), name="persia-refuse", daemon=True).start()
+    threading.Thread(target=_refuse, args=(listener, me, peers, known), name="persia-refuse", daemon=True).start()
     return peers
 
 
@@ -352,17 +378,16 @@ def _accept(listener: socket.socket, wanted: Callable[[], bool]) -> Iterator[soc
 def _admit(
     connection: socket.socket, me: Introduction, links: dict[int, _Link], known: dict[int, Introduction]
 ) -> None:
-    connection.settimeout(5.0)
-    link = _Link(connection)
-    message = link.receive()
-    try:
-        them = Introduction(**message["hello"]) if message is not None else None
-    except (KeyError, TypeError):
-        them = None
+    link, them = _introduced(connection)
     if them is None:
         link.close()
         return
-    refused = _reason_to_refuse(me, them, known.get(them.rank) if them.rank in links else None)
+    taken = links.get(them.rank)
+    if taken is not None and taken.over:
+        _logger.warning("%r is gone before the run began; another may take its place", known[them.rank])
+        links.pop(them.rank).close()
+        taken = None
+    refused = _reason_to_refuse(me, them, None if taken is None else known[them.rank])
     if refused is not None:
         _logger.warning("refused %r: %s", them, refused[1])
         link.send({"refused": refused})
@@ -373,42 +398,53 @@ def _admit(
     links[them.rank], known[them.rank] = link, them
 
 
+def _introduced(connection: socket.socket) -> tuple[_Link, Introduction | None]:
+    """Return who connects; None for what is no rank."""
+    connection.settimeout(5.0)
+    link = _Link(connection)
+    message = link.receive()
+    try:
+        them = Introduction(**message["hello"]) if message is not None else None
+    except (KeyError, TypeError):
+        return link, None
+    right = them is not None and all(type(getattr(them, field.name)) is field.type for field in fields(them))
+    return link, them if right else None
+
+
 def _reason_to_refuse(me: Introduction, them: Introduction, same: Introduction | None) -> tuple[str, str] | None:
     """Return the kind of the error and its text."""
-    if not hmac.compare_digest(str(them.token), me.token):
+    if not hmac.compare_digest(them.token.encode(), me.token.encode()):
         return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
     if them.version != me.version:
         return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"
     if (them.job, them.world_size) != (me.job, me.world_size) or not 0 < them.rank < me.world_size:
-        return "ConfigError", (
+        return "UsageError", (
             f"rank 0 of job {me.job!r} has WORLD_SIZE={me.world_size}, {them!r} of job {them.job!r} has "
             f"WORLD_SIZE={them.world_size}"
         )
     if same is not None:
-        return "ConfigError", (
+        return "UsageError", (
             f"rank {them.rank} of job {me.job!r} is running already: pid {same.pid} on {same.host}; stop it, or give "
             "the other job another name (PERSIA_JOB)"
         )
     return None
 
 
-def _refuse(listener: socket.socket, known: dict[int, Introduction]) -> None:
-    """Tell ranks that come when all are there who has their place."""
-    listener.settimeout(None)
-    while True:
-        try:
-            connection = listener.accept()[0]
-        except OSError:
-            return
-        connection.settimeout(5.0)
-        link = _Link(connection)
-        message = link.receive()
-        rank = message.get("hello", {}).get("rank") if message is not None else None
-        if rank in known:
-            place = known[rank]
-            text = f"rank {rank} of job {place.job!r} is running already: pid {place.pid} on {place.host}"
-            link.send({"refused": ["ConfigError", f"{text}; stop it, or give the other job another name (PERSIA_JOB)"]})
-        link.close()
+def _refuse(listener: socket.socket, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
+    """Tell ranks that come when all are there who has their place.
+
+    One that comes as its predecessor or the run is ending hears nothing, and tries again: the next rank 0 takes it.
+    """
+    with listener, contextlib.suppress(OSError):  # the listener fails: nobody is told any more
+        for connection in _accept(listener, lambda: not peers.closed):
+            if connection is None:
+                continue
+            link, them = _introduced(connection)
+            refused = None if them is None else _reason_to_refuse(me, them, known.get(them.rank))
+            if them is not None and refused is not None and (them.rank not in known or peers.holds(them.rank)):
+                _logger.warning("refused %r: %s", them, refused[1])
+                link.send({"refused": refused})
+            link.close()
 
 
 def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
@@ -433,7 +469,7 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
                 f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} ended the connection before its welcome"
             )
         kinds: dict[str, type[PersiaError]] = {"AuthError": AuthError, "IncompatibleError": IncompatibleError}
-        raise kinds.get(kind, ConfigError)(text)
+        raise kinds.get(kind, UsageError)(text)
     connection.settimeout(None)
     return Peers(me, {0: link})
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import distributed as torch_distributed
@@ -35,6 +36,8 @@ TRAINER = "persia-trainer"
 """The name that ranks announce."""
 
 _ASK_S = 2.0
+_AFTER_OTHERS_S = 30.0
+"""What follows the wait for other ranks has this many seconds, however long that wait was."""
 
 
 def requested() -> bool:
@@ -57,7 +60,7 @@ class RemoteContext(CommonContext):
 
     Raises:
         UnreachableError: NATS, a server or another rank was not there in ``PERSIA_START_TIMEOUT`` seconds; it is named.
-        ConfigError: An interface that does not exist, or a rank that is running already.
+        UsageError: An interface that does not exist, or a rank that is running already.
     """
 
     def __init__(
@@ -80,7 +83,6 @@ class RemoteContext(CommonContext):
         self._deadline = time.monotonic() + env.start_timeout()
         self._peers: peers.Peers | None = None
         self._begun = False
-        self._loops = 0
         self._restored = False
         self._announcement: Any = None
         self.feed: FeedServer | None = None
@@ -105,12 +107,12 @@ class RemoteContext(CommonContext):
         self._discovery.wait_connected(self._left())
         if self._trains:
             self._meet()
-        self.engine.wait_ready(self._left())
+        self.engine.wait_ready(self._left(min(_AFTER_OTHERS_S, env.start_timeout())))
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.embedding_config_path, self._job)
 
-    def _left(self) -> float:
-        """Return the seconds left to start in."""
-        return max(1.0, self._deadline - time.monotonic())
+    def _left(self, least: float = 1.0) -> float:
+        """Return the seconds left to start in, ``least`` for what could not begin before the other ranks were there."""
+        return max(least, self._deadline - time.monotonic())
 
     def _meet(self) -> None:
         """Announce this rank, and get in touch with the others."""
@@ -131,6 +133,8 @@ class RemoteContext(CommonContext):
             TRAINER, self.rank, self.world_size, self.feed.address, {"rank": str(self.rank), **extra}
         )
         self._refuse_twins()
+        if self._peers is not None:
+            self._peers.note(self._peers.loops)  # also for a loop that was left open by the context before
         if self.world_size == 1 or again:
             return
         me = peers.Introduction(
@@ -144,10 +148,12 @@ class RemoteContext(CommonContext):
         )
         if listener is not None and store is not None:
             self._peers = peers.host(listener, me, self._left())
-            torch_store = _store(address, store.getsockname()[1], self._left(), descriptor=store.detach())
+            torch_store = _store(
+                address, store.getsockname()[1], self._left(_AFTER_OTHERS_S), descriptor=store.detach()
+            )
         else:
             self._peers, place = self._join_rank_0(me)
-            torch_store = _store(*place, self._left())
+            torch_store = _store(*place, self._left(_AFTER_OTHERS_S))
         distributed.adopt(self._peers, torch_store, extra)
         self._start_torch(torch_store)
 
@@ -159,14 +165,15 @@ class RemoteContext(CommonContext):
         for peer in found:
             other = f"{peer['host']} {peer['pid']}"
             if other != mine and (own is None or (peer["started"], other) < (own, mine)):
-                raise ConfigError(
+                raise UsageError(
                     f"rank {self.rank} of job {self._job!r} is running already: pid {peer['pid']} on {peer['host']}; "
                     "stop it, or give this job another name (PERSIA_JOB)"
                 )
 
     def _join_rank_0(self, me: peers.Introduction) -> tuple[peers.Peers, tuple[str, int]]:
         """Find rank 0 and connect to it, until it is there or the time is up."""
-        why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to {self._url}"
+        nats = _shown(self._url)
+        why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to NATS at {nats}"
         while True:
             found = [peer for peer in self._discovery.find(TRAINER, _ASK_S) if peer["index"] == "0"]
             for peer in sorted(found, key=lambda peer: peer["started"]):
@@ -186,8 +193,15 @@ class RemoteContext(CommonContext):
         if name is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, name)
-        with self.collective():
-            self._option.initialize(store, self.rank, self.world_size, self._device_id)
+        try:
+            with self.collective():
+                self._option.initialize(store, self.rank, self.world_size, self._device_id)
+        except RuntimeError as error:
+            if isinstance(error, PersiaError):
+                raise
+            raise UnreachableError(
+                f"torch's process group of {self.world_size} ranks did not start: {str(error).splitlines()[0]}"
+            ) from error
 
     def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
         first, self._begun = not self._begun, True
@@ -199,7 +213,7 @@ class RemoteContext(CommonContext):
             self._begin_run(settings, after_epoch, step, seed)
         elif self.rank == 0:
             if self._peers is not None:
-                self._peers.wait_for_notes(self._loops, "to leave its training loop", env.rpc_timeout())
+                self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", env.rpc_timeout())
             self._begin_rows(settings, after_epoch, step, seed)
             self._restored = True
 
@@ -248,7 +262,7 @@ class RemoteContext(CommonContext):
             if self.rank != 0:
                 self.engine.join(epoch, step)
                 self.trained_step = step
-        self._loops += 1
+            self._peers.loops += 1
         return self.engine.open(staleness, reproducible, buffer, self._scale)
 
     def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
@@ -271,7 +285,7 @@ class RemoteContext(CommonContext):
             return
         try:
             self.engine.drain()
-            self._peers.note(self._loops)
+            self._peers.note(self._peers.loops)
         except PersiaError as error:  # it is told again by whatever uses the engine next
             _logger.warning("the training loop ends without its last pushes: %s", error)
 
@@ -336,7 +350,21 @@ class RemoteContext(CommonContext):
     @property
     def writes(self) -> bool:
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
-        return self.rank == 0
+        return env.get_rank() == 0
+
+    def check_alone(self, what: str) -> None:
+        """Refuse to replace rows under another process that trains.
+
+        Raises:
+            UsageError: Trainers of this job are there, and this process is none of their run.
+        """
+        if self._trains or distributed.peers() is not None:
+            return
+        for peer in self._discovery.find(TRAINER, _ASK_S):
+            raise UsageError(
+                f"{what} in a process that only evaluates, while job {self._job!r} is trained by pid {peer['pid']} on "
+                f"{peer['host']}: it would replace the rows in training; do it in the training script, or afterwards"
+            )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
         """Return the directory of a checkpoint, checked to be below ``PERSIA_CKPT_DIR``.
@@ -381,7 +409,7 @@ class RemoteContext(CommonContext):
             if error is not None:
                 distributed.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
         if self.feed is not None:
-            self.feed.close()
+            self.feed.close(error)
         if self._announcement is not None:
             self._announcement.close()
         self._discovery.close()
@@ -393,7 +421,7 @@ def _listen(address: str) -> socket.socket:
         return peers.listen(address)
     except OSError as error:
         if auth.token("trainer") is None:
-            raise ConfigError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
+            raise UsageError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
         return peers.listen("0.0.0.0")  # noqa: S104  # PERSIA_ADVERTISE is an address that others translate
 
 
@@ -410,6 +438,11 @@ def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None
         )
     except RuntimeError as error:
         raise UnreachableError(f"torch's store of rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
+
+
+def _shown(url: str) -> str:
+    """Return a URL's host and port; what else it has may be a password."""
+    return urlsplit(url).netloc.rpartition("@")[2]
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from conftest import TinyModel
 
 from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
@@ -35,6 +35,8 @@ PLAN: dict[str, Any] = {
     "optimizer": "SGD",
     "reproducible": True,
     "more": {},  # steps more by rank
+    "data": "part",
+    "passes": 1,
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
 RANK, WORLD = env.get_rank(), env.get_world_size()
@@ -47,6 +49,29 @@ class Part(IterableDataset):
     def __iter__(self) -> Iterator[PersiaBatch]:
         for number in range(PLAN["steps"] + PLAN["more"].get(str(RANK), 0)):
             yield part(number)
+
+
+class StatefulPart(Part):
+    """As ``Part``, and can be continued."""
+
+    next = 0
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for batch in list(super().__iter__())[self.next :]:
+            self.next += 1
+            yield batch
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of batches yielded."""
+        return {"next": self.next}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue behind them."""
+        self.next = state_dict["next"]
+
+
+DATASETS: dict[str, type[IterableDataset]] = {"part": Part, "stateful": StatefulPart, "stream": StreamingDataset}
 
 
 def part(number: int) -> PersiaBatch:
@@ -101,9 +126,16 @@ def evaluate(model: torch.nn.Module | None) -> None:
 
 
 def train(ctx: TrainCtx) -> None:
-    """Train on everything."""
+    """Train on everything, as many times as planned."""
+    loader = DataLoader(DATASETS[PLAN["data"]](buffer_size=4), reproducible=PLAN["reproducible"])
+    for _ in range(PLAN["passes"]):
+        train_once(ctx, loader)
+
+
+def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
+    """Make one pass."""
     loss_fn = torch.nn.BCEWithLogitsLoss()
-    for batch in DataLoader(Part(buffer_size=4), reproducible=PLAN["reproducible"]):
+    for batch in loader:
         before(batch.step)
         if due("evaluate", batch.step):
             evaluate(ctx.model)

@@ -116,6 +116,34 @@ def test_a_rank_that_does_not_come_is_named(make_stack: MakeStack) -> None:
     first.says("ranks 1, 2 of 3 did not come within")
 
 
+def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path) -> None:
+    """The senders that waited at a rank 0 that gave up send everything to the one that comes after it."""
+    stack = make_stack()
+    script = tmp_path / "data.py"
+    script.write_text(
+        "from conftest import Batches\nfrom persia.ctx import DataCtx\n"
+        "with DataCtx() as ctx:\n    for batch in Batches(20):\n        ctx.send_data(batch)\n"
+    )
+    stack.data(script)
+    plan = json.dumps({"data": "stream"})
+    first = stack.trainer(SCRIPT, plan, nodes=2, env={"PERSIA_START_TIMEOUT": "5"})
+    assert first.wait(40) == 3, first.output
+    for part in [stack.trainer(SCRIPT, plan, node=node, nodes=2) for node in range(2)]:
+        assert part.wait(40) == 0, part.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["steps"] == 10
+
+
+@pytest.mark.parametrize("longer", ["0", "1"])
+def test_uneven_data_that_can_be_continued_starts_again_with_every_pass(make_stack: MakeStack, longer: str) -> None:
+    stack = make_stack()
+    plan = {"steps": 8, "more": {longer: 3}, "data": "stateful", "passes": 3}
+    trainer = stack.trainer(SCRIPT, json.dumps(plan), ranks=2)
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["steps"] == 24
+
+
 def test_rank_0_that_does_not_come_is_named(make_stack: MakeStack) -> None:
     stack = make_stack()
     second = stack.trainer(SCRIPT, "{}", node=1, nodes=2, env={"PERSIA_START_TIMEOUT": "4"})
@@ -185,6 +213,10 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     trainer.says("step 4 done")
     during = stack.python("during", observer)
     assert during.wait() == 0, during.output
+    for change in ("clear_embeddings", "load_checkpoint", "load_embedding"):
+        refused = stack.python(change, "-m", "persia.launch.rank", observer, change)
+        assert refused.wait() == 2, refused.output
+        refused.says(f"{change} in a process that only evaluates, while job 'test' is trained by pid ")
     found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+)", during.output)
     assert found is not None and all(int(number) > 0 for number in found.groups()), during.output
     (tmp_path / "until").touch()

@@ -125,7 +125,12 @@ class EmbeddingCtx(BaseCtx):
         return self.engine.server_rows()
 
     def clear_embeddings(self) -> None:
-        """Drop all rows."""
+        """Drop all rows.
+
+        Raises:
+            UsageError: This process only evaluates, and others train on the rows.
+        """
+        self._common.check_alone("clear_embeddings")
         self.engine.clear()
 
     def dump_checkpoint(
@@ -171,10 +176,12 @@ class EmbeddingCtx(BaseCtx):
 
         Raises:
             CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+            UsageError: This process only evaluates, and others train on the rows.
         """
         del blocking
         if not self._common.writes:
             return
+        self._common.check_alone("load_checkpoint")
         loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
         if self.model is None:
             self._restore(loaded)
@@ -200,6 +207,7 @@ class EmbeddingCtx(BaseCtx):
         """Replace the rows by those of a checkpoint, whatever dense files it has."""
         del blocking
         if self._common.writes:
+            self._common.check_alone("load_embedding")
             self._restore(checkpoint.Load(self._common.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia import checkpoint
+from persia import checkpoint, env
 from persia.common import CommonContext
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx, bare
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from persia.data import DataLoader
 
 _logger = get_logger("ctx")
+
+_first_done = False
 
 RANK_STATE = "rank-0.state"
 """The file of a checkpoint that holds rank 0's random state."""
@@ -180,6 +182,7 @@ class TrainCtx(EmbeddingCtx):
         embeddings, self._embeddings = self._embeddings, []
         self._backward(loss, batch, embeddings, self._optimizer, self._common)
         self._common.trained_step = batch.step
+        _log_first(batch.step)
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
         return loss.detach()
@@ -272,3 +275,11 @@ class TrainCtx(EmbeddingCtx):
         self.dense_optimizer.load_state_dict(optimizer)
         checkpoint.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor = None, loaded.cursor
+
+
+def _log_first(step: int) -> None:
+    """Log the first step of this process, on rank 0: everything is up and runs."""
+    global _first_done
+    if not _first_done and env.get_rank() == 0:
+        _logger.info("first step done: step %d", step)
+    _first_done = True

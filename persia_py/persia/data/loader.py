@@ -68,6 +68,7 @@ class DataLoader:
         self.staleness = 1 if self.reproducible else env.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
         self._cursor: Cursor | None = None
+        self._start: Cursor | None = None  # of the whole pass, also when it is entered behind it
         self._end: Cursor | None = None
         self._skip = 0
 
@@ -93,8 +94,10 @@ class DataLoader:
             while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
                 yield held.pop()
             if distributed.peers() is None or not pipeline.has_next():
-                self._cursor = self._end
+                self._cursor = self._start = self._end
                 whole = True
+            elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
+                self._cursor = self._start
         finally:
             context.close_loop(pipeline)
             self._end_reading(feeder, whole=whole)
@@ -132,6 +135,8 @@ class DataLoader:
     def _resume(self, cursor: Cursor | None) -> int:
         """Take the data set to where this pass starts; return how many batches to skip."""
         stateful = self.dataset if isinstance(self.dataset, Stateful) else None
+        if self._start is None and stateful is not None:
+            self._start = _position(0, stateful.state_dict())
         if cursor is not None and cursor["source"] is not None and stateful is not None:
             stateful.load_state_dict(cursor["source"])
         elif cursor is None:
@@ -144,11 +149,10 @@ class DataLoader:
         streaming = self.dataset if isinstance(self.dataset, StreamingDataset) else None
         if streaming is not None:
             streaming.interrupt()
-        if not _join(reader):
-            return
+        joined = _join(reader)
         if streaming is not None:
             streaming.settle(whole=whole)
-        elif not whole:
+        elif joined and not whole:
             self._rewind()
 
     def _rewind(self) -> None:

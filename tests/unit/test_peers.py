@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
 from persia import distributed, interfaces, peers
-from persia.errors import AuthError, ConfigError, IncompatibleError, RunLostError, UnreachableError, UsageError
+from persia.errors import AuthError, IncompatibleError, RunLostError, UnreachableError, UsageError
 from persia.job import finished_summary
 
 LONG = 20.0
@@ -69,7 +71,7 @@ def test_ranks_at_different_places_are_told_so(meet: Meet, pool: ThreadPoolExecu
     first, second = meet(2)
     futures = [pool.submit(first.share, "the loop", 0), pool.submit(second.share, "the end", 0)]
     for future in futures:
-        with pytest.raises(ConfigError, match="rank [01] at 'the (loop|end)'"):
+        with pytest.raises(UsageError, match="rank [01] at 'the (loop|end)'"):
             future.result(LONG)
 
 
@@ -148,8 +150,8 @@ def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
     [
         ({"token": "other"}, AuthError, "does not accept the token of rank 1"),
         ({"version": "2"}, IncompatibleError, "rank 0 is of version 1"),
-        ({"job": "k"}, ConfigError, "of job 'k'"),
-        ({"world_size": 3}, ConfigError, "WORLD_SIZE=3"),
+        ({"job": "k"}, UsageError, "of job 'k'"),
+        ({"world_size": 3}, UsageError, "WORLD_SIZE=3"),
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused(
@@ -161,7 +163,7 @@ def test_a_rank_that_does_not_fit_is_refused(
         peers.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
     right = peers.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     alone = first.result(LONG)
-    with pytest.raises(ConfigError, match="rank 1 of job 'j' is running already: pid 101 on here"):
+    with pytest.raises(UsageError, match="rank 1 of job 'j' is running already: pid 101 on here"):
         peers.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)
@@ -178,6 +180,48 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
             assert stranger.recv(100) == b""
     right = peers.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
+        each.leave(None)
+    listener.close()
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExecutor, met: bool) -> None:
+    """It comes while rank 0 does not know yet, or has not ended yet: that is no reason to give up."""
+    listener = peers.listen("127.0.0.1")
+    address = ("127.0.0.1", listener.getsockname()[1])
+    first = pool.submit(peers.host, listener, me(0, 2 if met else 3), LONG)
+    killed = peers.join(address, me(1, 2 if met else 3), LONG)
+    killed._links[0].send({"alive": True})  # it may have said something before
+    killed._links[0].hang_up()
+    if met:
+        alone = first.result(LONG)
+        with pytest.raises(UnreachableError, match="ended the connection before its welcome"):
+            peers.join(address, me(1, pid=7), LONG)
+        made = [alone]
+    else:
+        made = [peers.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
+        made.append(first.result(LONG))
+        assert share(pool, made, "step 1")[0].result(LONG) == [0, 10, 20]
+    for each in (killed, *made):
+        each.leave(None)
+    listener.close()
+
+
+def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> None:
+    listener = peers.listen("127.0.0.1")
+    address = ("127.0.0.1", listener.getsockname()[1])
+    first = pool.submit(peers.host, listener, me(0), LONG)
+    ranks = [peers.join(address, me(1), LONG), first.result(LONG)]
+    wrong: list[Any] = [7, {"rank": [1]}, {**me(1).__dict__, "rank": [1]}, {**me(1, pid=9).__dict__, "token": "é"}]
+    for hello in wrong:
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(json.dumps({"hello": hello}).encode() + b"\n")
+            assert b"101" not in stranger.recv(1000)
+    with pytest.raises(AuthError):
+        peers.join(address, me(1, token="other"), LONG)  # noqa: S106
+    with pytest.raises(UsageError, match="pid 101 on here"):
+        peers.join(address, me(1, pid=7), LONG)
+    for each in ranks:
         each.leave(None)
     listener.close()
 
@@ -205,7 +249,7 @@ def test_a_rank_0_that_does_not_listen_is_told_with_name_and_port() -> None:
 @pytest.mark.parametrize("variable", interfaces.VARIABLES)
 def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "eth9")
-    with pytest.raises(ConfigError, match=f"{variable}=eth9: interface eth9 does not exist; have .*lo"):
+    with pytest.raises(UsageError, match=f"{variable}=eth9: interface eth9 does not exist; have .*lo"):
         interfaces.check()
     monkeypatch.setenv(variable, "lo")
     interfaces.check()
@@ -218,7 +262,7 @@ def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch
     if good:
         interfaces.check()
     else:
-        with pytest.raises(ConfigError, match="NCCL_SOCKET_IFNAME"):
+        with pytest.raises(UsageError, match="NCCL_SOCKET_IFNAME"):
             interfaces.check()
 
 
@@ -226,7 +270,7 @@ def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch
 def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_NUM", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=0 shows 1 GPUs, GPU_NUM=2"):
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0 shows 1 GPUs, GPU_NUM=2"):
         interfaces.check()
 
 
@@ -254,6 +298,13 @@ def test_ddp_options_are_checked() -> None:
         distributed.DDPOption(backend="mpi")
     assert distributed.get_default_distributed_option().backend == "gloo"
     assert distributed.get_default_distributed_option(0).backend == "nccl"
+
+
+def test_ranks_may_wait_hours_for_one_that_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **options: asked.update(options))
+    distributed.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
+    assert asked["timeout"] >= timedelta(hours=12)
 
 
 def test_alone_everything_is_agreed() -> None:
