@@ -246,3 +246,12 @@ def test_a_summary_that_cannot_be_written_is_told_on_every_rank(make_stack: Make
     assert second.wait() == 75, second.output
     first.says("error: PERSIA_RUN_DIR")
     second.says("rank 0 is gone: ConfigError: PERSIA_RUN_DIR")
+
+
+def test_a_script_that_exits_with_0_in_its_context_has_finished(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN.replace('print("trained")', "    raise SystemExit"))
+    trainer = stack.trainer(path)
+    assert trainer.wait() == 0, trainer.output
+    assert '"finished"' in (stack.folder / "run" / "summary.json").read_text()

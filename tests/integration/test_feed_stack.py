@@ -141,7 +141,7 @@ def test_a_data_script_without_a_context_is_told(pair: Stack, tmp_path: Path) ->
 
 
 def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: Stack, tmp_path: Path) -> None:
-    """The script lingers behind its context until the next run waits, and NATS goes away for a while."""
+    """The script lingers behind its context until the next run waits."""
     linger = "if ctx_epoch == 1:\n    import time\n    while not os.path.exists(FILE):\n        time.sleep(0.05)\n"
     linger = linger.replace("FILE", repr(str(tmp_path / "go")))
     text = SENDS.replace("    for batch", "    ctx_epoch = ctx.epoch\n    for batch") + linger
@@ -153,10 +153,32 @@ def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: St
     (tmp_path / "go").touch()
     assert again.wait(60) == 0, again.output
     sender.says("the trainers want no more batches")
+
+
+def test_every_context_of_a_trainer_gets_the_data_from_the_start(pair: Stack, tmp_path: Path) -> None:
+    text = (PAIR / "train.py").read_text()
+    start = text.index("    with TrainCtx(")
+    again = tmp_path / "train.py"
+    again.write_text(
+        f"import sys\nsys.path.insert(0, {str(PAIR)!r})\n"
+        + text[:start]
+        + "    for stop in ('7', '20'):\n        os.environ['STOP_AT'] = stop\n"
+        + "".join(f"    {line}" if line.strip() else line for line in text[start:].splitlines(keepends=True))
+    )
+    sender, trainer = send(pair, BATCHES=60), pair.trainer(again)
+    assert trainer.wait(90) == 0, trainer.output
+    assert len([line for line in sender.lines if "the trainers want no more batches" in line]) == 2
+
+
+def test_data_compose_outlives_nats(pair: Stack) -> None:
+    sender, trainer = send(pair, BATCHES=30), train(pair)
+    assert trainer.wait(60) == 0, trainer.output
+    sender.says("every batch is sent")
     pair.kill("nats")
+    sender.says("NATS")
     pair.start_nats()
-    last = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-last")
-    assert last.wait(60) == 0, last.output
+    again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
+    assert again.wait(60) == 0, again.output
 
 
 def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:

@@ -70,7 +70,8 @@ class BaseCtx:
             value = value or error
             raise
         finally:
-            self._leave(value)
+            exits_well = isinstance(value, SystemExit) and not value.code
+            self._leave(None if exits_well else value)
 
     def _open(self) -> CommonContext:
         """What the outermost context holds for all inside it."""
