@@ -60,16 +60,17 @@ class StreamingDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield batches until every replica has ended."""
+        stop = self._stop
         inbox = self._open()
-        while (entry := self._next(inbox)) is not None:
+        while (entry := self._next(inbox, stop)) is not None:
             self._held.append(entry)
             self._state = entry.state
             yield entry.batch
 
-    def _next(self, inbox: Inbox) -> _Taken | None:
+    def _next(self, inbox: Inbox, stop: threading.Event) -> _Taken | None:
         if self._again:
             return self._again.popleft()
-        while (taken := inbox.take(self._stop)) is not None:
+        while (taken := inbox.take(stop)) is not None:
             replica, batch = taken
             self._taken = self._taken + [0] * (replica + 1 - len(self._taken))
             self._taken[replica] += 1
@@ -135,13 +136,13 @@ class StreamingDataset(IterableDataset):
         self._trained = self._held.popleft().state
 
     def settle(self, *, whole: bool) -> None:
-        """After a loop, when no thread iterates any more: make ready for the next one.
+        """After a loop, when it was interrupted: make ready for the next one.
 
         Args:
             whole: The loop came to its end. After one that was left early, what was not trained on, or evaluated,
                 is yielded again.
         """
-        self._stop.clear()
+        self._stop = threading.Event()  # a thread that was left behind in the last one keeps its own
         if whole:
             self._held.clear()
             return
