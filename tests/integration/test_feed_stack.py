@@ -175,7 +175,7 @@ def test_data_compose_outlives_nats(pair: Stack) -> None:
     assert trainer.wait(60) == 0, trainer.output
     sender.says("every batch is sent")
     pair.kill("nats")
-    sender.says("NATS")
+    sender.says("lost NATS")
     pair.start_nats()
     again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
     assert again.wait(60) == 0, again.output

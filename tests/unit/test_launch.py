@@ -17,9 +17,11 @@ import pytest
 
 from persia import auth
 from persia.errors import AuthError
+from persia.launch.epochs import wait_for_new_trainers
 from persia.launch.logs import Logs
 from persia.launch.private import private_folder
 from persia.launch.process import Process
+from persia.launch.watch import Events
 
 PLACE = (
     'import os, sys\nprint("place", *(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")), *sys.argv[1:])\n'
@@ -284,3 +286,12 @@ def test_a_log_goes_on_when_nobody_reads_the_output(monkeypatch: pytest.MonkeyPa
     with contextlib.suppress(BrokenPipeError):
         broken.close()
     assert (tmp_path / "part.log").read_text() == "one\ntwo\n"
+
+
+def test_waiting_for_trainers_outlives_nats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
+    events = Events()
+    with events.signals():
+        os.kill(os.getpid(), signal.SIGTERM)  # heard behind the first look, which fails
+        assert not wait_for_new_trainers(events, served="127.0.0.1:2")
