@@ -99,6 +99,15 @@ class Project:
         ]
         return [(status, int(code)) for status, code in answers]
 
+    def healthy(self, service: str, *, timeout: float = 60.0) -> None:
+        """Wait until each of a service's containers is ready to serve."""
+
+        def states() -> set[str]:
+            form = "{{.State.Health.Status}}"
+            return {docker("inspect", "--format", form, one).stdout.strip() for one in self.containers(service)}
+
+        self.wait(f"{service} to be healthy", lambda: states() == {"healthy"}, timeout=timeout)
+
     def logs(self, *services: str) -> str:
         """Return what services wrote."""
         result = self("logs", "--no-color", *services, check=False)

@@ -96,8 +96,12 @@ def test_counts_come_from_env(stacks: Stacks) -> None:
     for name in ("server", "emb_server"):
         addresses = project.run("getent", "ahosts", name).stdout.split("\n")
         assert len({line.split()[0] for line in addresses if line}) == 3
-    served = project.run("persia", "status", "--json", check=False)
-    assert served.stdout, served.stderr
+    for service in ("persia_nats_service", "emb_server", "middleware"):
+        project.healthy(service)
+    found = json.loads(project.run("persia", "status", "--json").stdout)
+    assert found["problems"] == []
+    services = [process["service"] for process in found["processes"]]
+    assert sorted(services) == ["persia-middleware"] + ["persia-server"] * 3
     project.up("--scale", "middleware=2", "middleware")
     project.wait("two middlewares", lambda: {state for state, _ in project.states("middleware")} == {"running"})
     assert len(project.containers("middleware")) == 2
