@@ -12,7 +12,7 @@ from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
 from persia.data.source import Cursor, IterableDataset, Stateful
 from persia.data.streaming import StreamingDataset
 from persia.embedding.data import PersiaBatch
-from persia.errors import ConfigError, DataError, FeatureTypeError, UsageError
+from persia.errors import DataError, FeatureTypeError, UsageError
 from persia.logger import get_logger
 from persia_core.forward import Pipeline, TrainingBatch
 
@@ -38,8 +38,7 @@ class DataLoader:
             ``EMBEDDING_STALENESS``, else 8.
 
     Raises:
-        ConfigError: A number out of range.
-        UsageError: No :class:`IterableDataset`, or ``reproducible`` with a staleness other than 1.
+        UsageError: A number out of range, no :class:`IterableDataset`, or ``reproducible`` with a staleness of not 1.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class DataLoader:
         if not isinstance(dataset, IterableDataset):
             raise UsageError(f"DataLoader(dataset=...): want an IterableDataset, got {type(dataset).__name__}")
         if forward_buffer_size < 1 or timeout_ms < 1:
-            raise ConfigError(
+            raise UsageError(
                 f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
             )
         self.dataset = dataset

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from persia.embedding.data import PersiaBatch
-from persia.errors import ConfigError
+from persia.errors import UsageError
 
 Cursor = dict[str, Any]
 """Where a data set stands: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
@@ -27,7 +27,7 @@ class IterableDataset(ABC):
 
     def __init__(self, buffer_size: int = 10) -> None:
         if buffer_size < 1:
-            raise ConfigError(f"buffer_size={buffer_size}: want at least 1")
+            raise UsageError(f"buffer_size={buffer_size}: want at least 1")
         self.buffer_size = buffer_size
 
     @abstractmethod
