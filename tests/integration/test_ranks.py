@@ -129,7 +129,7 @@ def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path)
     first = stack.trainer(SCRIPT, plan, nodes=2, env={"PERSIA_START_TIMEOUT": "5"})
     assert first.wait(40) == 3, first.output
     for part in [stack.trainer(SCRIPT, plan, node=node, nodes=2) for node in range(2)]:
-        assert part.wait(40) == 0, part.output
+        assert part.wait(90) == 0, part.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and summary["steps"] == 10
 
