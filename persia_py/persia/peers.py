@@ -10,13 +10,14 @@ import contextlib
 import hmac
 import json
 import os
+import secrets
 import select
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
@@ -50,7 +51,7 @@ class Introduction:
         version: Of persia.
         host: Where it runs.
         pid: Its process there.
-        token: The token of the trainer's role, or an empty string.
+        token: The token of the trainer's role, or an empty string; on its way, the proof that the rank has it.
     """
 
     job: str
@@ -64,6 +65,12 @@ class Introduction:
     def __repr__(self) -> str:
         """Name it; the token stays out of every log."""
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+def proof(me: Introduction, challenge: str) -> str:
+    """Return what shows that a rank has the token, and says what it says, without telling the token."""
+    said = json.dumps({**asdict(me), "token": challenge}, sort_keys=True)
+    return hmac.new(me.token.encode(), said.encode(), "sha256").hexdigest()
 
 
 class _Link:
@@ -378,7 +385,8 @@ def _accept(listener: socket.socket, wanted: Callable[[], bool]) -> Iterator[soc
 def _admit(
     connection: socket.socket, me: Introduction, links: dict[int, _Link], known: dict[int, Introduction]
 ) -> None:
-    link, them = _introduced(connection)
+    challenge = secrets.token_hex(16)
+    link, them = _introduced(connection, challenge)
     if them is None:
         link.close()
         return
@@ -387,7 +395,7 @@ def _admit(
         _logger.warning("%r is gone before the run began; another may take its place", known[them.rank])
         links.pop(them.rank).close()
         taken = None
-    refused = _reason_to_refuse(me, them, None if taken is None else known[them.rank])
+    refused = _reason_to_refuse(me, challenge, them, None if taken is None else known[them.rank])
     if refused is not None:
         _logger.warning("refused %r: %s", them, refused[1])
         link.send({"refused": refused})
@@ -398,10 +406,11 @@ def _admit(
     links[them.rank], known[them.rank] = link, them
 
 
-def _introduced(connection: socket.socket) -> tuple[_Link, Introduction | None]:
+def _introduced(connection: socket.socket, challenge: str) -> tuple[_Link, Introduction | None]:
     """Return who connects; None for what is no rank."""
     connection.settimeout(5.0)
     link = _Link(connection)
+    link.send({"challenge": challenge})
     message = link.receive()
     try:
         them = Introduction(**message["hello"]) if message is not None else None
@@ -411,9 +420,11 @@ def _introduced(connection: socket.socket) -> tuple[_Link, Introduction | None]:
     return link, them if right else None
 
 
-def _reason_to_refuse(me: Introduction, them: Introduction, same: Introduction | None) -> tuple[str, str] | None:
+def _reason_to_refuse(
+    me: Introduction, challenge: str, them: Introduction, same: Introduction | None
+) -> tuple[str, str] | None:
     """Return the kind of the error and its text."""
-    if not hmac.compare_digest(them.token.encode(), me.token.encode()):
+    if not hmac.compare_digest(them.token.encode(), proof(replace(them, token=me.token), challenge).encode()):
         return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
     if them.version != me.version:
         return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"
@@ -439,8 +450,9 @@ def _refuse(listener: socket.socket, me: Introduction, peers: Peers, known: dict
         for connection in _accept(listener, lambda: not peers.closed):
             if connection is None:
                 continue
-            link, them = _introduced(connection)
-            refused = None if them is None else _reason_to_refuse(me, them, known.get(them.rank))
+            challenge = secrets.token_hex(16)
+            link, them = _introduced(connection, challenge)
+            refused = None if them is None else _reason_to_refuse(me, challenge, them, known.get(them.rank))
             if them is not None and refused is not None and (them.rank not in known or peers.holds(them.rank)):
                 _logger.warning("refused %r: %s", them, refused[1])
                 link.send({"refused": refused})
@@ -459,8 +471,10 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
     except OSError as error:
         raise UnreachableError(f"rank 0 of job {me.job!r} at {unreachable(address, error)}") from error
     link = _Link(connection)
-    link.send({"hello": asdict(me)})
     message = link.receive()
+    if message is not None and isinstance(challenge := message.get("challenge"), str):
+        link.send({"hello": asdict(replace(me, token=proof(me, challenge)))})
+        message = link.receive()
     if message is None or "welcome" not in message:
         link.close()
         kind, text = message["refused"] if message is not None and "refused" in message else ("", "")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
-from persia import distributed, interfaces, peers
+from persia import distributed, interfaces, nats, peers, remote
 from persia.errors import AuthError, IncompatibleError, RunLostError, UnreachableError, UsageError
 from persia.job import finished_summary
 
@@ -112,7 +112,10 @@ def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatc
     listener = peers.listen("127.0.0.1")
     first = pool.submit(peers.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as silent:
-        silent.sendall(json.dumps({"hello": me(1).__dict__}).encode() + b"\n")
+        challenge = json.loads(silent.recv(1000))["challenge"]
+        hello = {**me(1).__dict__, "token": peers.proof(me(1), challenge)}
+        assert "secret" not in str(hello)
+        silent.sendall(json.dumps({"hello": hello}).encode() + b"\n")
         alone = first.result(LONG)
         with pytest.raises(RunLostError, match="rank 1 is gone: silent for .* s: stopped, frozen"):
             alone.share("step 1", 0)
@@ -175,6 +178,7 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
     first = pool.submit(peers.host, listener, me(0), LONG)
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 7}\n', b"[]\n", b'{"hello": {"rank": 1}}\n'):
         with socket.create_connection(listener.getsockname()) as stranger:
+            assert b"challenge" in stranger.recv(1000)
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
@@ -215,6 +219,7 @@ def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> 
     wrong: list[Any] = [7, {"rank": [1]}, {**me(1).__dict__, "rank": [1]}, {**me(1, pid=9).__dict__, "token": "é"}]
     for hello in wrong:
         with socket.create_connection(address) as stranger:
+            assert b"challenge" in stranger.recv(1000)
             stranger.sendall(json.dumps({"hello": hello}).encode() + b"\n")
             assert b"101" not in stranger.recv(1000)
     with pytest.raises(AuthError):
@@ -233,6 +238,13 @@ def test_missing_ranks_are_named() -> None:
 
 def test_a_token_is_in_no_text() -> None:
     assert "secret" not in repr(me(1))
+
+
+def test_a_password_in_an_address_is_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote._shown("nats://user:secret@broker:4222") == "broker:4222"
+    with pytest.raises(UsageError, match="want nats://HOST:PORT") as caught:
+        nats.services("http://user:secret@broker:4222")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.row("S0-20")
