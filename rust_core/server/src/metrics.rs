@@ -45,7 +45,11 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     let recorder = PrometheusBuilder::new().set_buckets(BUCKETS)?.build_recorder();
     let handle = recorder.handle();
     let _ = metrics::set_global_recorder(recorder);
-    metrics::describe_histogram!(REQUEST_SECONDS, metrics::Unit::Seconds, "Time to serve a request, by verb");
+    metrics::describe_histogram!(
+        REQUEST_SECONDS,
+        metrics::Unit::Seconds,
+        "Time until a request was answered or given up, by verb"
+    );
     metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by verb and code");
     metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
@@ -57,30 +61,47 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     Ok(handle)
 }
 
-/// Times one request; without [`Timer::served`] it counts as failed.
+/// Times one request. Dropped before its end, because the caller is gone, it counts as cancelled.
 pub(crate) struct Timer {
     verb: &'static str,
     since: Instant,
+    ended: bool,
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        histogram!(REQUEST_SECONDS, "verb" => self.verb).record(self.since.elapsed());
+        if !self.ended {
+            self.count_failure(Code::Cancelled);
+        }
+    }
 }
 
 impl Timer {
     pub(crate) fn start(verb: &'static str) -> Self {
-        Self { verb, since: Instant::now() }
+        Self { verb, since: Instant::now(), ended: false }
+    }
+
+    fn count_failure(&self, code: Code) {
+        counter!(REQUESTS_FAILED, "verb" => self.verb, "code" => format!("{code:?}")).increment(1);
+    }
+
+    /// Note that a part of the request failed, in a reply that says so.
+    pub(crate) fn end_partly_failed(mut self, code: Code) {
+        self.ended = true;
+        self.count_failure(code);
     }
 
     /// Note how the request ended.
-    pub(crate) fn end<T>(self, result: Result<T, tonic::Status>) -> Result<T, tonic::Status> {
-        match &result {
-            Ok(_) => histogram!(REQUEST_SECONDS, "verb" => self.verb).record(self.since.elapsed()),
-            Err(status) => {
-                let code = format!("{:?}", status.code());
-                counter!(REQUESTS_FAILED, "verb" => self.verb, "code" => code).increment(1);
-                let (verb, message) = (self.verb, status.message());
-                match status.code() {
-                    // Told by whoever misses the peer, once and not per request.
-                    Code::Unavailable | Code::Cancelled => tracing::debug!(verb, "failed: {message}"),
-                    code => tracing::warn!(verb, ?code, "refused: {message}"),
-                }
+    pub(crate) fn end<T>(mut self, result: Result<T, tonic::Status>) -> Result<T, tonic::Status> {
+        self.ended = true;
+        if let Err(status) = &result {
+            self.count_failure(status.code());
+            let (verb, message) = (self.verb, status.message());
+            match status.code() {
+                // Told by whoever misses the peer, once and not per request.
+                Code::Unavailable | Code::Cancelled => tracing::debug!(verb, "failed: {message}"),
+                code => tracing::warn!(verb, ?code, "refused: {message}"),
             }
         }
         result
@@ -189,4 +210,23 @@ async fn answer(request: Request<Incoming>, page: Page) -> Result<Response<Full<
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4"));
     Ok(response)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_is_given_up_is_timed_and_counted() {
+        let recorder = PrometheusBuilder::new().build_recorder();
+        metrics::with_local_recorder(&recorder, || {
+            drop(Timer::start("push"));
+            Timer::start("lookup").end(Ok(())).unwrap();
+        });
+        let text = recorder.handle().render();
+        assert!(text.contains("code=\"Cancelled\"") && !text.contains("verb=\"lookup\",code"), "{text}");
+        for verb in ["push", "lookup"] {
+            assert!(text.contains(&format!("persia_request_seconds_count{{verb=\"{verb}\"}} 1")), "{text}");
+        }
+    }
 }

@@ -14,6 +14,10 @@ use crate::proto::Failure;
 /// Bytes a text may have in a status, which travels in HTTP headers of limited size.
 const MAX_TEXT: usize = 2048;
 
+/// What a middleware says of a server that knows of no run: it names the server, which [`TablesError::NotBegun`] can't.
+/// A client whose run has not begun takes it for `NotBegun`.
+pub const FORGOTTEN: &str = "it was started again and knows nothing of the run";
+
 /// Fields of every variant as JSON, in [`Failure::fields`]; the tag is [`Failure::kind`].
 #[derive(Serialize, Deserialize)]
 enum Fields {

@@ -31,8 +31,8 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         capacity: process.global.capacity,
         snapshot_threads: process.global.checkpoint_workers,
         checkpoints: CheckpointRoot::new(args.checkpoint_root),
-        // Less than one try of a trainer takes, so that it hears who is missing.
-        turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 5,
+        // Less than a middleware leaves of one try of a trainer, so that it hears who is missing.
+        turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,
         address: process.listener.endpoint().to_string(),
     };
     let epoch = EpochFile::open(args.data_dir.as_deref())?;

@@ -12,13 +12,13 @@ use persia_wire::proto;
 use tokio::time::{Instant, timeout_at};
 use tonic::{Request, Response, Status};
 
-use super::{Client, Member, MiddlewareService, grpc_timeout, late, named};
+use super::{Client, Member, MiddlewareService, deadline, late, named};
 use crate::service::check_version;
 
 /// What a snapshot or a restore may take whose caller does not say.
 const LONG: Duration = Duration::from_secs(3600);
 /// What a server may take to say how it is.
-const STATS_TIMEOUT: Duration = Duration::from_secs(5);
+const STATS_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Call every server; the first error, in the order of servers, is the answer.
 async fn everywhere<T, F>(
@@ -50,7 +50,7 @@ impl MiddlewareService {
         timeout: Duration,
     ) -> Result<(Vec<Arc<Member>>, Instant), Status> {
         require(request.extensions(), verb, &[Role::Admin])?;
-        let deadline = Instant::now() + grpc_timeout(request.metadata()).unwrap_or(timeout);
+        let deadline = deadline(request.metadata(), timeout);
         Ok((self.servers.all().await.map_err(|error| to_status(&error))?, deadline))
     }
 
@@ -138,9 +138,7 @@ impl MiddlewareService {
         &self,
         request: Request<proto::StatsRequest>,
     ) -> Result<proto::StatsReply, Status> {
-        let timeout = grpc_timeout(request.metadata()).unwrap_or(STATS_TIMEOUT).min(STATS_TIMEOUT);
-        // Four fifths: the answer has to travel, too.
-        let deadline = Instant::now() + timeout.mul_f32(0.8);
+        let deadline = deadline(request.metadata(), STATS_TIMEOUT).min(Instant::now() + STATS_TIMEOUT);
         let known = self.servers.known();
         if known.is_empty() {
             let error = self.servers.all().await.err().unwrap_or(TablesError::Unreachable {

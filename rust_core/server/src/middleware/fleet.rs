@@ -133,7 +133,7 @@ impl Servers {
         let (publish, known) = watch::channel(Known::default());
         let look = Arc::new(Notify::new());
         let searched = format!("servers of job {}", discovery.job());
-        let search = Search { discovery, link, publish, started: BTreeMap::new() };
+        let search = Search { discovery, link, publish, elders: BTreeMap::new() };
         let task = tokio::spawn(search.run(Arc::clone(&look)));
         Self { known, look, searched, search: Some(task.abort_handle()) }
     }
@@ -184,8 +184,40 @@ struct Search {
     discovery: Discovery,
     link: Link,
     publish: watch::Sender<Known>,
-    /// When the known ones started, and what NATS calls them.
-    started: BTreeMap<usize, (u64, String)>,
+    elders: BTreeMap<usize, Elder>,
+}
+
+/// The process that an index belongs to.
+#[derive(Debug)]
+struct Elder {
+    /// When it started by its own clock, and what NATS calls it.
+    age: (u64, String),
+    /// Looks in a row that it did not answer.
+    missed: u32,
+}
+
+/// One that did not answer as often is gone, and makes room for whoever has its index.
+const MISSED_WHEN_GONE: u32 = 3;
+
+/// Whether `peer` is to have its index: of two that are there, the younger, because the older is about to go.
+fn succeeds(elders: &mut BTreeMap<usize, Elder>, peer: &Peer) -> bool {
+    let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
+    let age = (started, peer.id.clone());
+    let index = peer.index as usize;
+    // Clocks of two hosts differ, so that the start counts only while both are there.
+    if elders.get(&index).is_some_and(|elder| elder.age > age && elder.missed < MISSED_WHEN_GONE) {
+        return false;
+    }
+    elders.insert(index, Elder { age, missed: 0 });
+    true
+}
+
+/// Note who answered this look and who did not.
+fn note_missed(elders: &mut BTreeMap<usize, Elder>, peers: &[Peer]) {
+    for elder in elders.values_mut() {
+        let there = peers.iter().any(|peer| peer.id == elder.age.1);
+        elder.missed = if there { 0 } else { elder.missed.saturating_add(1) };
+    }
 }
 
 impl Search {
@@ -232,17 +264,14 @@ impl Search {
         let Some(servers) = peers.first().map(|peer| peer.replicas as usize) else { return };
         if known.members.len() != servers {
             known.members = vec![None; servers];
-            self.started.clear();
+            self.elders.clear();
         }
+        note_missed(&mut self.elders, peers);
         for peer in peers {
             let (index, Some(endpoint)) = (peer.index as usize, &peer.address) else { continue };
-            let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
-            let age = (started, peer.id.clone());
-            // Of two with one index the younger: the older one is about to go.
-            if self.started.get(&index).is_some_and(|known| *known > age) {
+            if !succeeds(&mut self.elders, peer) {
                 continue;
             }
-            self.started.insert(index, age);
             let same = known.members[index].as_ref().is_some_and(|member| member.endpoint == *endpoint);
             if same {
                 continue;
@@ -302,6 +331,25 @@ mod tests {
         assert!(who.contains("server 1 of 2 at host-1:8888") && what.contains("0.0.9"), "{who}: {what}");
         let (who, what) = disagreement(&[peer(0, 2, VERSION), peer(2, 3, VERSION)]).unwrap();
         assert!(who.contains("server 2 of 3") && what.contains("server 0 of 2"), "{who}: {what}");
+    }
+
+    #[test]
+    fn of_two_the_younger_and_of_one_that_is_gone_whoever_is_there() {
+        let of = |id: &str, started: u64| {
+            let metadata = BTreeMap::from([("started".to_owned(), started.to_string())]);
+            Peer { id: id.into(), metadata, ..peer(0, 1, VERSION) }
+        };
+        let (first, second) = (of("first", 2000), of("second", 1000));
+        let mut elders = BTreeMap::new();
+        let mut look = |peers: &[Peer]| {
+            note_missed(&mut elders, peers);
+            peers.iter().map(|peer| succeeds(&mut elders, peer)).collect::<Vec<_>>()
+        };
+        assert_eq!(look(&[first.clone(), second.clone()]), [true, false]);
+        // The first one is gone; the clock of its successor's host is behind.
+        let taken: Vec<bool> = (0..4).map(|_| look(std::slice::from_ref(&second))[0]).collect();
+        assert_eq!(taken, [false, false, true, true]);
+        assert_eq!(look(&[second, first]), [true, true]);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use persia_types::TablesError;
 use persia_wire::auth::{Role, require};
-use persia_wire::error::{from_status, to_status};
+use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
 use persia_wire::{proto, receive};
@@ -46,10 +46,6 @@ impl MiddlewareService {
         Self { servers, timeout, peer }
     }
 
-    fn deadline(&self, metadata: &MetadataMap) -> Instant {
-        Instant::now() + grpc_timeout(metadata).unwrap_or(self.timeout)
-    }
-
     async fn start_lookup(
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
@@ -57,7 +53,7 @@ impl MiddlewareService {
         let timer = Timer::start("lookup");
         let started = async {
             require(request.extensions(), "Lookup", &[Role::Trainer])?;
-            let deadline = self.deadline(request.metadata());
+            let deadline = deadline(request.metadata(), self.timeout);
             let members = self.servers.all().await.map_err(|error| to_status(&error))?;
             let mut incoming = request.into_inner();
             let head = receive::lookup_head(&mut incoming).await?;
@@ -90,17 +86,14 @@ impl MiddlewareService {
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer])?;
-        let deadline = self.deadline(request.metadata());
+        let deadline = deadline(request.metadata(), self.timeout);
         let members = self.servers.all().await.map_err(|error| to_status(&error))?;
         let mut incoming = request.into_inner();
         let head = receive::push_head(&mut incoming).await?;
         let split = Split::new(&head.parts, members.len()).map_err(|error| to_status(&error))?;
         let push = push::Push { members, head, split: Arc::new(split), deadline };
         let reply = push.run(incoming).await?;
-        let applied = |server: &proto::ServerPush| {
-            matches!(server.outcome, Some(proto::server_push::Outcome::Applied(_)))
-        };
-        if !reply.servers.iter().all(applied) {
+        if push::first_failure(&reply).is_some() {
             self.servers.look_again();
         }
         Ok(reply)
@@ -122,16 +115,23 @@ fn named(member: &Member, status: &Status) -> Status {
 fn error_of(member: &Member, status: &Status) -> TablesError {
     match from_status(&member.peer, status) {
         TablesError::BadRun { what } => TablesError::BadRun { what: format!("{}: {what}", member.peer) },
+        TablesError::NotBegun => TablesError::Lost { peer: member.peer.clone(), what: FORGOTTEN.into() },
         other => other,
     }
 }
 
 /// A server did not end a call in time.
 fn late(member: &Member, what: &str) -> TablesError {
-    TablesError::Timeout {
+    TablesError::Unreachable {
         peer: member.peer.clone(),
         what: format!("no answer to a {what} before its deadline"),
     }
+}
+
+/// When servers must have answered: the caller's time, or `otherwise`. A fifth of the caller's time is kept, so that the
+/// name of a server that is silent still reaches it.
+fn deadline(metadata: &MetadataMap, otherwise: Duration) -> Instant {
+    Instant::now() + grpc_timeout(metadata).map_or(otherwise, |left| left.mul_f32(0.8))
 }
 
 /// The time a caller leaves, by gRPC's header: up to eight digits and a unit.
@@ -172,7 +172,16 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<Response<proto::PushReply>, Status> {
-        Timer::start("push").end(self.serve_push(request).await).map(Response::new)
+        let timer = Timer::start("push");
+        let reply = self.serve_push(request).await;
+        let reply = match reply.as_ref().ok().and_then(push::first_failure) {
+            Some(error) => {
+                timer.end_partly_failed(to_status(&error).code());
+                reply
+            }
+            None => timer.end(reply),
+        };
+        reply.map(Response::new)
     }
 
     async fn snapshot(

@@ -106,6 +106,14 @@ impl Push {
     }
 }
 
+/// Why the first server that did not apply its part did not.
+pub(super) fn first_failure(reply: &proto::PushReply) -> Option<TablesError> {
+    reply.servers.iter().find_map(|server| match &server.outcome {
+        Some(server_push::Outcome::Failed(failure)) => Some(from_failure("a server", failure)),
+        _ => None,
+    })
+}
+
 async fn call(
     member: &Member,
     messages: mpsc::Receiver<proto::PushRequest>,

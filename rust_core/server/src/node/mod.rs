@@ -123,11 +123,13 @@ impl Node {
             let what = format!("epoch {epoch} is not above {highest}, the highest there was");
             return Err(TablesError::BadRun { what });
         }
+        self.store.check_begin(run)?;
         if check_only {
-            return self.store.check_begin(run);
+            return Ok(());
         }
-        self.store.begin(run)?;
+        // First: a begin that fails here has dropped no row.
         self.epoch.set(*epoch)?;
+        self.store.begin(run)?;
         let ordered = run.reproducible && run.optimizer.is_some();
         self.order.begin(*epoch, if ordered { run.world_size } else { 1 });
         *self.begun.write() = Some(Fence { job: JobId::from_name(job), epoch: *epoch });
@@ -251,5 +253,63 @@ impl Node {
             }
             other => other,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::tables::TableIds;
+    use persia_types::{Initializer, Optimizer, ShardedIds, Table};
+
+    use super::*;
+
+    fn node(data: &std::path::Path) -> Node {
+        let schema = Schema { slots: vec![], tables: vec![Table { name: "a".into(), dim: 4 }] };
+        let options = NodeOptions {
+            job: "job".into(),
+            index: 0,
+            servers: 1,
+            schema,
+            capacity: 1000,
+            snapshot_threads: 1,
+            checkpoints: CheckpointRoot::new(None),
+            turn_timeout: Duration::from_secs(1),
+            address: "here".into(),
+        };
+        Node::new(options, EpochFile::open(Some(data)).unwrap()).unwrap()
+    }
+
+    fn run(node: &Node, epoch: u64) -> Run {
+        Run {
+            job: "job".into(),
+            epoch,
+            schema: node.options.schema.clone(),
+            seed: 7,
+            optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
+            initializer: Initializer::Zero,
+            admit_probability: 1.0,
+            weight_bound: 0.0,
+            fresh: true,
+            world_size: 1,
+            reproducible: false,
+        }
+    }
+
+    #[test]
+    fn a_begin_whose_epoch_cannot_be_kept_changes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let data = dir.path().join("data");
+        let node = node(&data);
+        node.begin(1, &run(&node, 1), false).unwrap();
+        let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
+        let token = Token { job: JobId::from_name("job"), epoch: 1, rank: 0, seq: 1 };
+        let tables = [TableIds { table: 0, ids: &ids }];
+        let request = LookupRequest { token, step: 1, mode: Mode::Train, tables: &tables };
+        node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
+        std::fs::remove_dir_all(&data).unwrap();
+        let error = node.begin(1, &run(&node, 2), false).unwrap_err();
+        assert!(matches!(error, TablesError::Io { .. }), "{error}");
+        let stats = node.stats().unwrap();
+        assert_eq!((stats.rows, stats.epoch), (vec![3], 1));
     }
 }

@@ -6,7 +6,7 @@ use persia_types::{Mode, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::settings::Endpoint;
 
-use crate::running::{PATIENCE, Process, Setting, plan};
+use crate::running::{PATIENCE, Process, Setting, plan, wait_until};
 use crate::stack::{lookup, push, run_of, token};
 
 fn ids() -> Vec<Vec<u64>> {
@@ -57,8 +57,45 @@ fn a_server_that_came_back_without_the_run_is_lost_too() {
     servers[1].kill();
     servers[1] = setting.server(1, 2, &["--listen", &listen]);
     servers[1].logged("\"ready\"");
-    let error = lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap_err();
-    assert!(matches!(error, TablesError::Lost { .. }), "{error}");
+    for error in [
+        lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap_err(),
+        push(&client, token(0, 1), &[4], &ids()).unwrap_err(),
+    ] {
+        let named = matches!(&error, TablesError::Lost { peer, .. } if peer.contains("server 1 of 2"));
+        assert!(named, "{error}");
+    }
+}
+
+/// Goes on when the test ends.
+struct Stopped<'a>(&'a Process);
+
+impl<'a> Stopped<'a> {
+    fn stop(process: &'a Process) -> Self {
+        process.signal("-STOP");
+        Self(process)
+    }
+}
+
+impl Drop for Stopped<'_> {
+    fn drop(&mut self) {
+        self.0.signal("-CONT");
+    }
+}
+
+#[test]
+fn a_server_that_hangs_is_named_and_the_run_is_lost() {
+    let (_setting, servers, _middleware, client) = begun();
+    let stopped = Stopped::stop(&servers[1]);
+    for error in [
+        push(&client, token(0, 1), &[4], &ids()).unwrap_err(),
+        lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap_err(),
+    ] {
+        let named = matches!(&error, TablesError::Lost { peer, .. } if peer.contains("server 1 of 2"));
+        assert!(named, "{error}");
+    }
+    drop(stopped);
+    wait_until("the server to go on", || client.stats().is_ok());
+    lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap();
 }
 
 #[test]

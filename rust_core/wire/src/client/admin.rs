@@ -7,10 +7,9 @@ use std::time::Duration;
 use persia_types::TablesError;
 use persia_types::limits::MAX_SERVERS;
 use persia_types::tables::{FileEntry, Run, Snapshot, Stats};
-use tonic::Request;
 
 use super::Inner;
-use super::call::{Patience, Trouble};
+use super::call::{Patience, Trouble, within};
 use super::pool::Remote;
 use super::rows::ask;
 use crate::{PROTOCOL, VERSION, convert, proto};
@@ -37,10 +36,8 @@ impl Inner {
     }
 
     async fn ask_stats(&self, what: &str, patience: Patience) -> Result<Vec<Stats>, TablesError> {
-        self.call(what, patience, async |remote| {
-            let mut request = Request::new(proto::StatsRequest {});
-            request.set_timeout(patience.each);
-            let reply = ask!(remote, self.trainer, stats, request)?;
+        self.call(what, patience, async |remote, each| {
+            let reply = ask!(remote, self.trainer, stats, within(each, proto::StatsRequest {}))?;
             let stats = complete(remote, &reply)?;
             self.servers.store(reply.servers, Ordering::Relaxed);
             Ok(stats)
@@ -59,15 +56,17 @@ impl Inner {
         };
         let mut lost_a_reply = false;
         let begun = self
-            .call("begin", self.admin_patience(), async |remote| {
-                let reply = ask!(remote, self.admin, begin, request.clone());
+            .call("begin", self.admin_patience(), async |remote, each| {
+                let reply = ask!(remote, self.admin, begin, within(each, request.clone()));
                 lost_a_reply |= matches!(reply, Err(Trouble::Again(_)));
                 reply
             })
             .await;
         match begun {
             // It may have begun before the connection broke: a second begin of one epoch is refused.
-            Err(TablesError::BadRun { .. }) if lost_a_reply && self.all_began(run.epoch).await? => {}
+            Err(error @ TablesError::BadRun { .. }) if lost_a_reply => {
+                self.all_began(run.epoch, error).await?;
+            }
             other => {
                 other?;
             }
@@ -76,16 +75,27 @@ impl Inner {
         Ok(())
     }
 
-    async fn all_began(&self, epoch: u64) -> Result<bool, TablesError> {
-        Ok(self.stats_by_server().await?.iter().all(|stats| stats.epoch == epoch))
+    /// Whether a refused begin had begun everywhere. Nowhere: it was refused for `refusal`. In some servers only: the
+    /// run is lost, and the next one begins above it.
+    async fn all_began(&self, epoch: u64, refusal: TablesError) -> Result<(), TablesError> {
+        let all = self.stats_by_server().await?;
+        let without: Vec<usize> = (0..all.len()).filter(|server| all[*server].epoch != epoch).collect();
+        match without.first() {
+            None => Ok(()),
+            Some(_) if without.len() == all.len() => Err(refusal),
+            Some(server) => Err(TablesError::Lost {
+                peer: format!("server {server} of {}", all.len()),
+                what: format!("epoch {epoch} began in other servers and not in this one ({refusal})"),
+            }),
+        }
     }
 
     pub(super) async fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         let directory = self.below_root(dir)?;
         self.stats_by_server().await?; // all servers are there: one try is enough
         let request = proto::SnapshotRequest { fence: *self.fence.lock(), directory };
-        self.call(&format!("snapshot into {}", dir.display()), self.once(), async |remote| {
-            ask!(remote, self.admin, snapshot, request.clone()).map(Snapshot::from)
+        self.call(&format!("snapshot into {}", dir.display()), self.once(), async |remote, each| {
+            ask!(remote, self.admin, snapshot, within(each, request.clone())).map(Snapshot::from)
         })
         .await
     }
@@ -98,16 +108,16 @@ impl Inner {
             check_only: false,
         };
         self.stats_by_server().await?;
-        self.call(&format!("restore from {}", dir.display()), self.once(), async |remote| {
-            ask!(remote, self.admin, restore, request.clone()).map(|_| ())
+        self.call(&format!("restore from {}", dir.display()), self.once(), async |remote, each| {
+            ask!(remote, self.admin, restore, within(each, request.clone())).map(|_| ())
         })
         .await
     }
 
     pub(super) async fn clear(&self) -> Result<(), TablesError> {
         let request = proto::ClearRequest { fence: *self.fence.lock() };
-        self.call("clear", self.admin_patience(), async |remote| {
-            ask!(remote, self.admin, clear, request).map(|_| ())
+        self.call("clear", self.admin_patience(), async |remote, each| {
+            ask!(remote, self.admin, clear, within(each, request)).map(|_| ())
         })
         .await
     }

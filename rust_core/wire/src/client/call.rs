@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use persia_types::TablesError;
 use tokio::time::{Instant, sleep, timeout};
-use tonic::Status;
+use tonic::{Request, Status};
 
 use super::Inner;
 use super::pool::Remote;
 use crate::backoff;
 use crate::chunk::ChunkError;
-use crate::error::{from_failure, from_status, is_transient, is_transient_failure};
+use crate::error::{FORGOTTEN, from_failure, from_status, is_transient, is_transient_failure};
 use crate::proto::Failure;
 
 /// Why a try did not succeed.
@@ -68,23 +68,24 @@ impl Inner {
         Patience { all: self.options.rpc_timeout, each: self.options.admin_timeout }
     }
 
-    /// Try `attempt` with one peer after another. `what` names the call in messages. An administrative call that began
+    /// Try `attempt` with one peer after another; it is given what it may take. `what` names the call in messages. An administrative call that began
     /// in time may use up what it is given.
     pub(super) async fn call<T>(
         &self,
         what: &str,
         patience: Patience,
-        mut attempt: impl AsyncFnMut(&Remote) -> Result<T, Trouble>,
+        mut attempt: impl AsyncFnMut(&Remote, Duration) -> Result<T, Trouble>,
     ) -> Result<T, TablesError> {
         let start = Instant::now();
         let mut tries = 0;
+        let mut server_trouble = None;
         loop {
             let trouble = match self.pool.pick(&self.options).await {
                 Ok(remote) => {
                     let left = patience.all.saturating_sub(start.elapsed());
                     let each =
                         if patience.each > patience.all { patience.each } else { patience.each.min(left) };
-                    let outcome = timeout(each, attempt(&remote)).await.unwrap_or_else(|_| {
+                    let outcome = timeout(each, attempt(&remote, each)).await.unwrap_or_else(|_| {
                         let silent = format!("no answer within {:.1} s", each.as_secs_f32());
                         Err(Trouble::unreachable(&remote, &silent))
                     });
@@ -96,7 +97,12 @@ impl Inner {
                         Err(Trouble::Final(error)) => return Err(self.judge(error)),
                         Err(Trouble::Again(error)) => {
                             remote.note_failure(&error);
-                            error
+                            // The end of the time left may cut off what a middleware has to say of a server.
+                            if each < patience.each && !is_of_server(&error) {
+                                server_trouble.take().unwrap_or(error)
+                            } else {
+                                error
+                            }
                         }
                     }
                 }
@@ -108,27 +114,38 @@ impl Inner {
             if start.elapsed() + pause >= patience.all {
                 return Err(self.judge(given_up(trouble, what, tries, start.elapsed())));
             }
+            server_trouble = Some(trouble).filter(is_of_server);
             sleep(pause).await;
         }
     }
 
-    /// What an error means for a run that has begun. A middleware that cannot reach a server names it as
-    /// [`crate::discovery::Peer::describe`] does: "server 1 of 2 at host:8888".
+    /// What an error means for a run that has begun, and [`FORGOTTEN`] for one that has not.
     fn judge(&self, error: TablesError) -> TablesError {
         if self.fence.lock().is_none() {
-            return error;
+            let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
+            return if forgotten { TablesError::NotBegun } else { error };
         }
+        let of_server = is_of_server(&error);
         match error {
-            TablesError::NotBegun => TablesError::Lost {
-                peer: "a server".into(),
-                what: "it was started again and knows nothing of the run".into(),
-            },
-            TablesError::Unreachable { peer, what } if peer.starts_with("server") => {
-                TablesError::Lost { peer, what }
-            }
+            TablesError::NotBegun => TablesError::Lost { peer: "the server".into(), what: FORGOTTEN.into() },
+            TablesError::Unreachable { peer, what } if of_server => TablesError::Lost { peer, what },
             other => other,
         }
     }
+}
+
+/// A message that its receiver serves within `each`, or gives up.
+pub(super) fn within<T>(each: Duration, message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    // A little more, because tonic's own end of a call does not say how long it waited.
+    request.set_timeout(each + each / 20);
+    request
+}
+
+/// Whether a server was not reached. A middleware names it as [`crate::discovery::Peer::describe`] does: "server 1 of 2
+/// at host:8888".
+fn is_of_server(error: &TablesError) -> bool {
+    matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))
 }
 
 fn given_up(error: TablesError, what: &str, tries: u32, time: Duration) -> TablesError {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
+use std::time::Duration;
 
 use persia_types::TablesError;
 use persia_types::id::{ShardedIds, server_shards};
@@ -10,7 +11,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::Inner;
-use super::call::Trouble;
+use super::call::{Trouble, within};
 use super::pool::Remote;
 use crate::chunk::{ChunkError, Scatter, id_chunks, row_chunks};
 use crate::parts::Part;
@@ -87,13 +88,16 @@ impl Inner {
             .map(|(table, rows)| part(table.table, table.ids, rows.len()))
             .collect::<Result<_, _>>()?;
         let what = format!("look-up {} of step {}", request.token, request.step);
-        self.call(&what, self.patience(), async |remote| self.try_lookup(remote, request, &parts, rows).await)
-            .await
+        self.call(&what, self.patience(), async |remote, each| {
+            self.try_lookup(remote, each, request, &parts, rows).await
+        })
+        .await
     }
 
     async fn try_lookup(
         &self,
         remote: &Remote,
+        each: Duration,
         request: &LookupRequest<'_>,
         parts: &[Part],
         rows: &mut [&mut [f32]],
@@ -115,7 +119,8 @@ impl Inner {
             .map(|message| proto::LookupRequest { part: Some(message) });
         let (sender, receiver) = mpsc::channel(AHEAD);
         let talk = async {
-            let mut replies = ask!(remote, self.trainer, lookup, ReceiverStream::new(receiver))?;
+            let mut replies =
+                ask!(remote, self.trainer, lookup, within(each, ReceiverStream::new(receiver)))?;
             let mut scatter = Scatter::new(parts, rows).map_err(Trouble::Final)?;
             let mut report = None;
             while let Some(reply) =
@@ -155,8 +160,8 @@ impl Inner {
             only: Vec::new(),
         };
         let what = format!("push {} of step {}", request.token, request.step);
-        self.call(&what, self.patience(), async |remote| {
-            self.try_push(remote, request, &parts, &mut progress).await
+        self.call(&what, self.patience(), async |remote, each| {
+            self.try_push(remote, each, request, &parts, &mut progress).await
         })
         .await?;
         let mut sum = PushReport::default();
@@ -167,6 +172,7 @@ impl Inner {
     async fn try_push(
         &self,
         remote: &Remote,
+        each: Duration,
         request: &PushRequest<'_>,
         parts: &[Part],
         progress: &mut Progress,
@@ -187,7 +193,7 @@ impl Inner {
             .chain(chunks)
             .map(|message| proto::PushRequest { part: Some(message) });
         let (sender, receiver) = mpsc::channel(AHEAD);
-        let talk = async { ask!(remote, self.trainer, push, ReceiverStream::new(receiver)) };
+        let talk = async { ask!(remote, self.trainer, push, within(each, ReceiverStream::new(receiver))) };
         let reply = while_feeding(feed(sender, messages), talk).await?;
         progress.note(remote, reply)
     }
