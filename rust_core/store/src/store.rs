@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
 use persia_types::tables::{
@@ -49,7 +50,8 @@ impl Default for StoreOptions {
 ///   unknown.
 /// * A *push* is checked whole and then applied. A row with a non-finite gradient is skipped, also when it has
 ///   no row; a row that is missing is skipped; neither moves any other row.
-/// * `begin`, `snapshot`, `restore` and `clear` wait for requests that are running and hold up those that come.
+/// * `begin`, `snapshot`, `restore` and `clear` wait for requests that are running and hold up those that come;
+///   `stats` is not held up.
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
@@ -60,6 +62,8 @@ pub struct Store {
     claims: Claims,
     memos: Memos,
     counters: Mutex<Counters>,
+    /// That of `run`, for whoever must not wait for a snapshot.
+    epoch: AtomicU64,
 }
 
 #[derive(Default)]
@@ -100,6 +104,7 @@ impl Store {
             claims: Claims::default(),
             memos: Memos::default(),
             counters: Mutex::default(),
+            epoch: AtomicU64::new(0),
         })
     }
 
@@ -279,6 +284,7 @@ impl Tables for Store {
         self.claims.begin(ActiveRun::job(run), run.epoch);
         self.memos.clear();
         *self.counters.lock() = Counters::default();
+        self.epoch.store(run.epoch, Ordering::Relaxed);
         *active = Some(checked);
         Ok(())
     }
@@ -348,7 +354,7 @@ impl Tables for Store {
             (counters.lookups, counters.pushes)
         };
         let tokens = self.claims.highest_pushes();
-        let epoch = self.run.read().as_ref().map_or(0, |run| run.epoch);
+        let epoch = self.epoch.load(Ordering::Relaxed);
         let mut stats = Stats {
             rows: vec![0; self.schema.tables.len()],
             lookups,
@@ -393,5 +399,23 @@ impl Store {
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let rule = Rule::new(optimizer, request.lr_factor, run.weight_bound, step);
         Ok(Push { level: self.level, rule, tables: request.tables })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statistics_do_not_wait_for_a_snapshot() {
+        let store = Store::new(Schema::default(), StoreOptions::default()).unwrap();
+        let _as_a_snapshot_does = store.run.write();
+        let (answer, answered) = std::sync::mpsc::channel();
+        std::thread::scope(|threads| {
+            threads.spawn(|| answer.send(store.stats().unwrap().epoch).unwrap());
+            let epoch = answered.recv_timeout(std::time::Duration::from_secs(20));
+            drop(_as_a_snapshot_does);
+            assert_eq!(epoch, Ok(0));
+        });
     }
 }
