@@ -5,19 +5,20 @@ use std::io;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{CommandFactory, FromArgMatches};
 use persia_types::config::GlobalConfig;
 use persia_wire::auth::{AuthError, Guard, Role, Secret};
 use persia_wire::backoff::pause;
 use persia_wire::discovery::{
-    Announced, Announcement, Discovery, DiscoveryOptions, Service, advertised_host,
+    Announced, Announcement, Discovery, DiscoveryError, DiscoveryOptions, Service, advertised_host,
 };
 use persia_wire::listen::Listener;
 use persia_wire::settings::Endpoint;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tonic::transport::ClientTlsConfig;
 
 use crate::args::{self, CommonArgs};
@@ -27,6 +28,8 @@ use crate::{logs, metrics, probe, watchdog};
 
 /// The usual port of metrics.
 const METRICS_PORT: u16 = 9464;
+/// A few tries: NATS may be about to get the right token, too.
+const REFUSED_FOR_GOOD: Duration = Duration::from_secs(2);
 /// How often histograms are put in order, also when nobody reads them.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
@@ -85,7 +88,11 @@ where
                 return probe::ask(&common, kind).await;
             }
             let (process, health) = Process::start(common, kind).await?;
-            main(process, health, args).await.map(|()| ExitCode::SUCCESS)
+            let discovery = process.discovery.clone();
+            tokio::select! {
+                ended = main(process, health, args) => ended.map(|()| ExitCode::SUCCESS),
+                exit = refused(discovery) => Err(exit),
+            }
         });
         // A request whose thread still works must not hold up the end.
         runtime.shutdown_timeout(Duration::from_secs(1));
@@ -263,6 +270,24 @@ async fn connect(url: &str, job: &str, secret: Option<&Secret>) -> Result<Discov
     Discovery::connect(options).await.map_err(|error| Exit::Usage(error.to_string()))
 }
 
+/// Ends when NATS keeps refusing the token at the start. Later it would take rows from a run that needs NATS no more.
+async fn refused(discovery: Option<Discovery>) -> Exit {
+    let Some(discovery) = discovery else { return std::future::pending().await };
+    let mut since = None;
+    while !discovery.is_connected() {
+        match discovery.trouble() {
+            Some(error @ DiscoveryError::Refused { .. }) => {
+                if since.get_or_insert_with(Instant::now).elapsed() >= REFUSED_FOR_GOOD {
+                    return Exit::Auth(error.to_string());
+                }
+            }
+            _ => since = None,
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    std::future::pending().await
+}
+
 /// Whether an endpoint stands for all addresses of this host.
 fn is_open(endpoint: &Endpoint) -> bool {
     let Endpoint::Tcp { host, .. } = endpoint else { return false };
@@ -303,18 +328,42 @@ fn cannot_bind(flag: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     Exit::Usage(format!("cannot listen on {endpoint} ({flag}): {why}"))
 }
 
-/// Ends at SIGTERM or SIGINT.
+/// SIGTERM and SIGINT, counted.
+#[derive(Debug, Clone)]
+pub struct Stop {
+    times: watch::Receiver<u32>,
+}
+
+impl Stop {
+    /// Ends when the process was told so often to stop.
+    pub fn told(&self, times: u32) -> impl Future<Output = ()> + Send + use<> {
+        let mut told = self.times.clone();
+        async move {
+            if told.wait_for(|told| *told >= times).await.is_err() {
+                // Whoever listens for signals ends with the process only.
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+}
+
+/// Listen for SIGTERM and SIGINT. Needs a running tokio runtime.
 ///
 /// # Errors
 /// `Again` when signals can't be heard.
-pub fn told_to_stop() -> Result<impl Future<Output = ()> + Send, Exit> {
+pub fn told_to_stop() -> Result<Stop, Exit> {
     let deaf = |error: io::Error| Exit::Again(format!("cannot listen for signals: {error}"));
     let mut terminate = signal(SignalKind::terminate()).map_err(deaf)?;
     let mut interrupt = signal(SignalKind::interrupt()).map_err(deaf)?;
-    Ok(async move {
-        tokio::select! {
-            _ = terminate.recv() => tracing::info!("SIGTERM"),
-            _ = interrupt.recv() => tracing::info!("SIGINT"),
+    let (told, times) = watch::channel(0);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => tracing::info!("SIGTERM"),
+                _ = interrupt.recv() => tracing::info!("SIGINT"),
+            }
+            told.send_modify(|times| *times += 1);
         }
-    })
+    });
+    Ok(Stop { times })
 }

@@ -62,7 +62,8 @@ impl Health {
     }
 }
 
-/// Serve until `shutdown`, then take no new connections and wait until those that are open close, for a time.
+/// Serve until `shutdown`, then take no new connections and wait until those that are open close, for a time,
+/// or until `hurry`.
 ///
 /// # Errors
 /// `Usage` for a certificate that can't be used.
@@ -72,6 +73,7 @@ pub async fn serve<S>(
     host: Host,
     health: HealthService,
     shutdown: impl Future<Output = ()> + Send,
+    hurry: impl Future<Output = ()>,
 ) -> Result<(), Exit>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>
@@ -109,8 +111,11 @@ where
         .map_err(|error| Exit::Again(format!("accepting connections ended: {error}")))?;
     tracing::info!(grace_s = host.grace.as_secs(), "stopping: waiting for open connections to close");
     host.health.set(false).await;
-    if tokio::time::timeout(host.grace, open.all_closed()).await.is_err() {
-        tracing::warn!("connections were still open at the end of the grace period");
+    tokio::select! {
+        closed = tokio::time::timeout(host.grace, open.all_closed()) => if closed.is_err() {
+            tracing::warn!("connections were still open at the end of the grace period");
+        },
+        () = hurry => tracing::warn!("told to stop again: connections were still open"),
     }
     Ok(())
 }

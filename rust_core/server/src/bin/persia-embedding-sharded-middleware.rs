@@ -39,9 +39,10 @@ async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> R
     let timeout = Duration::from_secs(args.common.rpc_timeout);
     let (listener, host) = process.into_serving();
     let service = bounded!(MiddlewareServer::new(MiddlewareService::new(servers, timeout, peer)));
+    let (first, second) = (stop.told(1), stop.told(2));
     let stop = async move {
-        stop.await;
+        first.await;
         drop(announced);
     };
-    serve(listener, service, host, health, stop).await
+    serve(listener, service, host, health, stop, second).await
 }

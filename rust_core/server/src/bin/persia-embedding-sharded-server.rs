@@ -43,9 +43,10 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
     let announced = process.announce(metrics, std::future::ready(()))?;
     let (listener, host) = process.into_serving();
     let service = bounded!(EmbeddingServerServer::new(EmbeddingService::new(node)));
+    let (first, second) = (stop.told(1), stop.told(2));
     let stop = async move {
-        stop.await;
+        first.await;
         drop(announced);
     };
-    serve(listener, service, host, health, stop).await
+    serve(listener, service, host, health, stop, second).await
 }

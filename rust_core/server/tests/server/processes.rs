@@ -133,6 +133,39 @@ fn the_grace_period_ends_the_wait_for_connections() {
 }
 
 #[test]
+fn a_second_signal_ends_the_grace_period() {
+    let setting = Setting::new();
+    let mut server = setting.server(0, 1, &["--stop-grace", "3600"]);
+    let options = ClientOptions {
+        service: Service::Server,
+        ..ClientOptions::new(Targets::Fixed(vec![server.endpoint()]))
+    };
+    let client = WireTables::connect(options).unwrap();
+    client.wait_ready(PATIENCE).unwrap();
+    server.signal("-TERM");
+    server.logged("waiting for open connections");
+    server.signal("-INT");
+    assert_eq!(server.ended().code(), Some(0));
+    assert!(server.log().contains("told to stop again"), "{}", server.log());
+}
+
+#[test]
+fn a_token_that_nats_refuses_ends_the_process() {
+    let setting = Setting::new();
+    let token = setting.path("token");
+    fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
+    let mut nats = Nats::stopped();
+    nats.start_with(&["--user", "persia", "--pass", "another"]);
+    let url = nats.url();
+    for binary in [SERVER, MIDDLEWARE] {
+        let process = setting.start(binary, &["--nats-url", &url, "--token-file", &token]);
+        let (code, line) = process.fails();
+        assert_eq!(code, 5, "{line}");
+        assert!(line.contains(&url) && line.contains("PERSIA_TOKEN_FILE"), "{line}");
+    }
+}
+
+#[test]
 fn what_cannot_work_says_so_in_one_line() {
     let setting = Setting::new();
     let token = setting.path("token");

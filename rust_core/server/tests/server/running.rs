@@ -185,8 +185,12 @@ impl Nats {
     }
 
     pub(crate) fn start(&mut self) {
+        self.start_with(&[]);
+    }
+
+    pub(crate) fn start_with(&mut self, more: &[&str]) {
         let mut command = Command::new("nats-server");
-        command.args(["-a", "127.0.0.1", "-p", &self.port.to_string()]);
+        command.args(["-a", "127.0.0.1", "-p", &self.port.to_string()]).args(more);
         self.child = Some(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
     }
 

@@ -1,5 +1,6 @@
 //! Servers and a middleware in this process, and requests in one line.
 
+use std::future::pending;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -147,7 +148,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
     let node = Arc::new(Node::new(options, EpochFile::open(Some(&data)).unwrap()).unwrap());
     let (host, health) = host(plan, &listener).await;
     let service = bounded!(EmbeddingServerServer::new(EmbeddingService::new(node)));
-    tokio::spawn(async { serve(listener, service, host, health, std::future::pending()).await.unwrap() });
+    tokio::spawn(async { serve(listener, service, host, health, pending(), pending()).await.unwrap() });
     endpoint
 }
 
@@ -159,7 +160,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     let (host, health) = host(plan, &listener).await;
     let service = MiddlewareService::new(servers, Duration::from_secs(30), "the middleware".into());
     let service = bounded!(MiddlewareServer::new(service));
-    tokio::spawn(async { serve(listener, service, host, health, std::future::pending()).await.unwrap() });
+    tokio::spawn(async { serve(listener, service, host, health, pending(), pending()).await.unwrap() });
     endpoint
 }
 

@@ -97,6 +97,7 @@ impl Inner {
                         Err(Trouble::Final(error)) => return Err(self.judge(error)),
                         Err(Trouble::Again(error)) => {
                             remote.note_failure(&error);
+                            self.pool.look_again(&self.options);
                             // The end of the time left may cut off what a middleware has to say of a server.
                             if each < patience.each && !is_of_server(&error) {
                                 server_trouble.take().unwrap_or(error)

@@ -14,6 +14,8 @@ use crate::{PROTOCOL, VERSION};
 
 /// How long a peer that failed is passed over while there is another.
 const PASSED_OVER: Duration = Duration::from_secs(5);
+/// The least time between two looks beside requests.
+const LOOK_PAUSE: Duration = Duration::from_secs(2);
 /// How long peers have to answer when they are looked for.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -49,13 +51,14 @@ impl Remote {
 
 #[derive(Debug)]
 pub(super) struct Pool {
-    remotes: Mutex<Vec<Arc<Remote>>>,
+    remotes: Arc<Mutex<Vec<Arc<Remote>>>>,
     rank: usize,
+    looked: Mutex<Option<Instant>>,
 }
 
 impl Pool {
     pub(super) fn new(options: &ClientOptions) -> Self {
-        Self { remotes: Mutex::default(), rank: options.rank as usize }
+        Self { remotes: Arc::default(), rank: options.rank as usize, looked: Mutex::default() }
     }
 
     /// The peer to ask: the rank's own, or the next one that has not failed just now, or the one that failed first.
@@ -63,7 +66,7 @@ impl Pool {
     pub(super) async fn pick(&self, options: &ClientOptions) -> Result<Arc<Remote>, TablesError> {
         let fine = |remote: &Remote| remote.failed_at().is_none_or(|at| at.elapsed() >= PASSED_OVER);
         if !self.remotes.lock().iter().any(|remote| fine(remote)) {
-            self.resolve(options).await?;
+            resolve(&self.remotes, options).await?;
         }
         let remotes = self.remotes.lock();
         let count = remotes.len();
@@ -77,30 +80,49 @@ impl Pool {
         })
     }
 
-    async fn resolve(&self, options: &ClientOptions) -> Result<(), TablesError> {
-        let found = match &options.targets {
-            Targets::Fixed(endpoints) => endpoints.clone(),
-            Targets::Discovered(discovery) => match discovery.find(options.service, FIND_TIMEOUT).await {
-                Ok(peers) => endpoints_of(&peers)?,
-                // Those known before may still be there.
-                Err(_) if !self.remotes.lock().is_empty() => return Ok(()),
-                Err(error) => return Err(of_discovery(&error)),
-            },
-        };
-        if found.is_empty() {
-            return Ok(());
+    /// A peer failed: find out, beside the requests, which are still announced, and which are new.
+    pub(super) fn look_again(&self, options: &ClientOptions) {
+        if matches!(options.targets, Targets::Fixed(_)) {
+            return;
         }
-        let mut remotes = self.remotes.lock();
-        let known = std::mem::take(&mut *remotes);
-        for endpoint in found {
-            let remote = match known.iter().find(|remote| remote.endpoint == endpoint) {
-                Some(remote) => Arc::clone(remote),
-                None => Arc::new(new_remote(options, endpoint)?),
-            };
-            remotes.push(remote);
+        let mut looked = self.looked.lock();
+        if looked.is_some_and(|at| at.elapsed() < LOOK_PAUSE) {
+            return;
         }
-        Ok(())
+        *looked = Some(Instant::now());
+        let (remotes, options) = (Arc::clone(&self.remotes), options.clone());
+        tokio::spawn(async move {
+            if let Err(error) = resolve(&remotes, &options).await {
+                tracing::warn!("cannot look for other peers: {error}");
+            }
+        });
     }
+}
+
+/// Make `remotes` those that are announced, in their order; none is announced: leave them.
+async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> Result<(), TablesError> {
+    let found = match &options.targets {
+        Targets::Fixed(endpoints) => endpoints.clone(),
+        Targets::Discovered(discovery) => match discovery.find(options.service, FIND_TIMEOUT).await {
+            Ok(peers) => endpoints_of(&peers)?,
+            // Those known before may still be there.
+            Err(_) if !remotes.lock().is_empty() => return Ok(()),
+            Err(error) => return Err(of_discovery(&error)),
+        },
+    };
+    if found.is_empty() {
+        return Ok(());
+    }
+    let mut remotes = remotes.lock();
+    let mut next = Vec::with_capacity(found.len());
+    for endpoint in found {
+        next.push(match remotes.iter().find(|remote| remote.endpoint == endpoint) {
+            Some(remote) => Arc::clone(remote),
+            None => Arc::new(new_remote(options, endpoint)?),
+        });
+    }
+    *remotes = next;
+    Ok(())
 }
 
 fn new_remote(options: &ClientOptions, endpoint: Endpoint) -> Result<Remote, TablesError> {

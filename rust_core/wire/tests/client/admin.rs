@@ -75,6 +75,13 @@ fn a_begin_whose_reply_was_lost_has_begun() {
 }
 
 #[test]
+fn a_begin_that_reached_some_servers_only_is_lost() {
+    let running = start(&[Fault::BeginOnly(0)]);
+    let error = running.client().begin(&run(EPOCH)).unwrap_err();
+    assert!(matches!(&error, TablesError::Lost { peer, .. } if peer == "server 1 of 2"), "{error}");
+}
+
+#[test]
 fn checkpoints_lie_below_the_shared_root() {
     let running = start(&[]);
     let root = tempfile::tempdir().unwrap();

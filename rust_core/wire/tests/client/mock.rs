@@ -56,6 +56,8 @@ pub(crate) enum Fault {
     Forget(&'static [u32]),
     /// All servers apply the push, and the reply is lost.
     LoseReply,
+    /// Only this server begins, and the reply is lost.
+    BeginOnly(u32),
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +72,8 @@ pub(crate) struct Seen {
     /// What servers hold back in statistics.
     pub(crate) silent: Vec<u32>,
     pub(crate) epoch: u64,
+    /// The only server that knows of the epoch.
+    begun_only: Option<u32>,
 }
 
 #[derive(Debug, Clone)]
@@ -275,7 +279,10 @@ impl Middleware for Mock {
         }
         seen.epoch = epoch;
         seen.begun.push(begin);
-        if matches!(fault, Fault::LoseReply) {
+        if let Fault::BeginOnly(server) = fault {
+            seen.begun_only = Some(server);
+        }
+        if matches!(fault, Fault::LoseReply | Fault::BeginOnly(_)) {
             return Err(Status::unavailable("reset"));
         }
         Ok(Response::new(proto::BeginReply {}))
@@ -311,7 +318,8 @@ impl Middleware for Mock {
         let stats = |server: u32| {
             let rows = vec![10 * u64::from(server) + 1, 2];
             let tokens = BTreeMap::from([(0, 5 + u64::from(server)), (server, 9)]);
-            Stats { rows, tokens, epoch: seen.epoch, payload_bytes: 100, ..Stats::default() }
+            let epoch = if seen.begun_only.is_none_or(|only| only == server) { seen.epoch } else { 0 };
+            Stats { rows, tokens, epoch, payload_bytes: 100, ..Stats::default() }
         };
         let answer = |server: u32| proto::ServerStats {
             server,
