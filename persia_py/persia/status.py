@@ -1,6 +1,7 @@
 """What runs of a job, where, and how healthy it is."""
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from persia.proto import tables_pb2, tables_pb2_grpc
 
 _DEADLINE = 2.0
 """Seconds one process has to answer."""
+_PIPED_COLUMNS = 240
+"""Width of the table where no terminal sets one."""
 _NEEDED = ("persia-server", "persia-middleware")
 """Without one of these no trainer can work."""
 _COUNTED = ("persia-server", "persia-data", "persia-trainer")
@@ -105,7 +108,8 @@ def show(found: Status) -> None:
         replica = f"{one.index} of {one.replicas}"
         cells = [one.service, replica, one.health, one.address, one.metrics, one.host, one.version]
         table.add_row(*([one.job, *cells] if len(jobs) > 1 else cells))
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    wide = None if sys.stdout.isatty() else _PIPED_COLUMNS
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=wide)
     if found.processes:
         console.print(table)
     for job in sorted(jobs):

@@ -97,7 +97,7 @@ def test_overrides_run_and_compute_the_same(clone: Path, stacks: Stacks, tmp_pat
     assert found[0] == found[1]
 
 
-@pytest.mark.row("S0-16", "S0-22")
+@pytest.mark.row("S0-16")
 def test_the_engine_of_third_party_wins_under_run(clone: Path, stacks: Stacks) -> None:
     project = stacks(EXAMPLE, THIRD_PARTY=str(clone / "third_party"))
     result = project.run("python", "-c", "import persia_core; print(persia_core.__file__)")

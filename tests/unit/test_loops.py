@@ -190,6 +190,7 @@ def test_a_feature_missing_or_unknown_is_named(configure: Configure, features: l
         next(iter(DataLoader(Wrong())))
 
 
+@pytest.mark.row("S0-22")
 def test_wrong_use_is_named(configure: Configure) -> None:
     configure(SLOTS)
     with make() as ctx:
