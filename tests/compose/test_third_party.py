@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from compose.conftest import Result, Stacks, docker
+from compose.conftest import BUILD, Result, Stacks, docker
 from compose.test_images import docker_context
 from compose.test_stack import EXAMPLE, SHORT, digests, finished
 
-pytestmark = [pytest.mark.usefixtures("images"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("images"), pytest.mark.timeout(900, func_only=True)]
 
 FILES = {"persia_core.so", "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"}
 PROJECT = {"COMPOSE_PROJECT_NAME": f"persia-dev-{os.getpid()}"}
@@ -39,7 +39,7 @@ def clone(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
 def run(clone: Path, *command: str) -> Result:
     """Run a command as a user would in the clone."""
     environment = {**os.environ, **PROJECT}
-    result = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=800)
+    result = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=BUILD)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result
 
