@@ -80,9 +80,7 @@ class FeedTaken(_message.Message):
     def __init__(self, seq: _Optional[int] = ...) -> None: ...
 
 class FeedStop(_message.Message):
-    __slots__ = ("reason", "restart")
+    __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
-    RESTART_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    restart: bool
-    def __init__(self, reason: _Optional[str] = ..., restart: _Optional[bool] = ...) -> None: ...
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...

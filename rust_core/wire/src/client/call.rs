@@ -68,8 +68,8 @@ impl Inner {
         Patience { all: self.options.rpc_timeout, each: self.options.admin_timeout }
     }
 
-    /// Try `attempt` with one peer after another; it is given what it may take. `what` names the call in messages. An administrative call that began
-    /// in time may use up what it is given.
+    /// Try `attempt` with one peer after another; it is given what it may take. `what` names the call in messages.
+    /// An administrative call that began in time may use up what it is given.
     pub(super) async fn call<T>(
         &self,
         what: &str,

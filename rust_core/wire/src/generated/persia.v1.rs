@@ -1849,9 +1849,6 @@ pub struct FeedTaken {
 pub struct FeedStop {
     #[prost(string, tag = "1")]
     pub reason: ::prost::alloc::string::String,
-    /// the run begins anew: connect again and send from the start
-    #[prost(bool, tag = "2")]
-    pub restart: bool,
 }
 /// Generated client implementations.
 pub mod trainer_client {
