@@ -32,11 +32,16 @@ def role_token(content: bytes, role: Role) -> str:
     return hashlib.sha256(f"persia role {role} ".encode() + content).hexdigest()
 
 
+def token_file() -> str | None:
+    """Return the path that ``PERSIA_TOKEN_FILE`` names; None without it."""
+    return os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
+
+
 def token(role: Role) -> str | None:
     """Return the token of a role from the file named by ``PERSIA_TOKEN_FILE``; None without one.
 
     Raises:
         AuthError: The file cannot be read, or is too short.
     """
-    path = os.environ.get("PERSIA_TOKEN_FILE", "").strip()
-    return role_token(secret(path), role) if path else None
+    path = token_file()
+    return None if path is None else role_token(secret(path), role)

@@ -177,7 +177,7 @@ def finish() -> None:
     others = _process.peers
     if _process.failed:
         raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
-    if others is None and env.get_world_size() > 1 and os.environ.get("PERSIA_NATS_URL", "").strip():
+    if others is None and env.get_world_size() > 1 and env.nats_url() is not None:
         raise UsageError(
             f"the script of rank {env.get_rank()} of {env.get_world_size()} ended without a TrainCtx; each needs one"
         )

@@ -128,6 +128,11 @@ def staleness(argument: int | None) -> int:
     return value
 
 
+def nats_url() -> str | None:
+    """Return ``PERSIA_NATS_URL``; None without it, in the embedded mode."""
+    return os.environ.get("PERSIA_NATS_URL", "").strip() or None
+
+
 def start_timeout() -> float:
     """Return how many seconds a trainer waits for its peers at its start: ``PERSIA_START_TIMEOUT``, else 60."""
     return _seconds("PERSIA_START_TIMEOUT", 60.0)

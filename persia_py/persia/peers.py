@@ -7,20 +7,17 @@ Messages are lines of JSON. They carry flags and names, never tensors.
 """
 
 import contextlib
-import hmac
 import json
 import os
-import secrets
 import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
 from typing import Any
 
-from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
+from persia.errors import RunLostError, UnreachableError, UsageError
 from persia.logger import get_logger
 
 _logger = get_logger("peers")
@@ -31,50 +28,18 @@ SILENCE_S = 120.0
 """How long a rank may be silent before it counts as lost: stopped, frozen, or its network is gone."""
 _GRACE_S = 15.0
 """How long the training loop may take to notice that a rank is lost, before this process ends by itself."""
-_REMIND_S = 30.0
+REMIND_S = 30.0
+"""How often a long wait is logged."""
 _LINE = 1 << 20
 """Bytes a message may have."""
-_SLICE_S = 0.5
+SLICE_S = 0.5
 """How long a signal may have to wait."""
 
 Message = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Introduction:
-    """Who a rank is; the first thing it sends.
-
-    Attributes:
-        job: The job's name.
-        rank: From 0.
-        world_size: Ranks it counts on.
-        version: Of persia.
-        host: Where it runs.
-        pid: Its process there.
-        token: The token of the trainer's role, or an empty string; on its way, the proof that the rank has it.
-    """
-
-    job: str
-    rank: int
-    world_size: int
-    version: str
-    host: str
-    pid: int
-    token: str
-
-    def __repr__(self) -> str:
-        """Name it; the token stays out of every log."""
-        return f"rank {self.rank} (pid {self.pid} on {self.host})"
-
-
-def proof(me: Introduction, challenge: str) -> str:
-    """Return what shows that a rank has the token, and says what it says, without telling the token."""
-    said = json.dumps({**asdict(me), "token": challenge}, sort_keys=True)
-    return hmac.new(me.token.encode(), said.encode(), "sha256").hexdigest()
-
-
-class _Link:
-    """One connection, and lines of JSON over it."""
+class Link:
+    """One connection between two ranks, and lines of JSON over it."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -128,14 +93,19 @@ class _Link:
 class Peers:
     """This rank's view of the others.
 
-    Made by :func:`host` on rank 0 and by :func:`join` on the others.
+    Made by :func:`persia.meeting.host` on rank 0 and by :func:`persia.meeting.join` on the others.
+
+    Args:
+        rank: This one.
+        world_size: How many there are.
+        links: A connection to each of the others on rank 0, to rank 0 on the others.
 
     Attributes:
         loops: Training loops this rank has begun, in all contexts of its process; for :meth:`note`.
     """
 
-    def __init__(self, me: Introduction, links: dict[int, _Link]) -> None:
-        self.rank, self.world_size = me.rank, me.world_size
+    def __init__(self, rank: int, world_size: int, links: dict[int, Link]) -> None:
+        self.rank, self.world_size = rank, world_size
         self.loops = 0
         self._links = links
         self._changed = threading.Condition()
@@ -185,7 +155,7 @@ class Peers:
             self._check_left(missing())
             return None if missing() else True
 
-        self._wait(complete, lambda: f"{_ranks(missing())} to say: {topic}")
+        self._wait(complete, lambda: f"{names(missing())} to say: {topic}")
         del self._shares[number]
         different = {rank: at for rank, (at, _) in shares.items() if at != topic}
         values = [value if rank == 0 else shares[rank][1] for rank in range(self.world_size)]
@@ -214,10 +184,10 @@ class Peers:
 
         def done() -> bool | None:
             if behind() and time.monotonic() > deadline:
-                raise UnreachableError(f"waited {timeout_s:g} s for {_ranks(behind())} {what}")
+                raise UnreachableError(f"waited {timeout_s:g} s for {names(behind())} {what}")
             return None if behind() else True
 
-        self._wait(done, lambda: f"{_ranks(behind())} {what}")
+        self._wait(done, lambda: f"{names(behind())} {what}")
 
     def blame(self, error: BaseException) -> None:
         """After a collective failed: if that is because a rank is gone, say which.
@@ -260,8 +230,8 @@ class Peers:
                     raise self._lost_error()
                 if (found := look()) is not None:
                     return found
-                self._changed.wait(_SLICE_S)
-                if time.monotonic() - reminded > _REMIND_S:
+                self._changed.wait(SLICE_S)
+                if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
                     _logger.warning("waiting for %s since %.0f s", what(), reminded - started)
 
@@ -274,7 +244,7 @@ class Peers:
             if rank in self._left:
                 raise RunLostError(f"rank {rank} is gone: its script has ended, while this one goes on")
 
-    def _read(self, rank: int, link: _Link) -> None:
+    def _read(self, rank: int, link: Link) -> None:
         """Take what ``rank`` sends until its connection ends."""
         while (message := link.receive()) is not None:
             with self._changed:
@@ -339,163 +309,6 @@ class Peers:
         os._exit(error.exit_code)
 
 
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens on a free port of ``address``, for :func:`host`."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family)
-
-
-def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
-    """On rank 0: wait for every other rank of the run.
-
-    Raises:
-        UnreachableError: Ranks did not come in time; all are named.
-    """
-    deadline = time.monotonic() + timeout_s
-    links: dict[int, _Link] = {}
-    known: dict[int, Introduction] = {}
-    reminded = time.monotonic()
-    for connection in _accept(listener, lambda: len(links) + 1 < me.world_size):
-        if connection is not None:
-            _admit(connection, me, links, known)
-        missing = [rank for rank in range(1, me.world_size) if rank not in links]
-        if missing and time.monotonic() > deadline:
-            raise UnreachableError(
-                f"job {me.job!r}: {_ranks(missing)} of {me.world_size} did not come within {timeout_s:g} s "
-                f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number that was started?"
-            )
-        if missing and time.monotonic() - reminded > _REMIND_S / 3:
-            reminded = time.monotonic()
-            _logger.info("waiting for %s of %d", _ranks(missing), me.world_size)
-    peers = Peers(me, links)
-    threading.Thread(target=_refuse, args=(listener, me, peers, known), name="persia-refuse", daemon=True).start()
-    return peers
-
-
-def _accept(listener: socket.socket, wanted: Callable[[], bool]) -> Iterator[socket.socket | None]:
-    """Yield connections while they are wanted, and None now and then."""
-    listener.settimeout(_SLICE_S)
-    while wanted():
-        try:
-            yield listener.accept()[0]
-        except TimeoutError:
-            yield None
-
-
-def _admit(
-    connection: socket.socket, me: Introduction, links: dict[int, _Link], known: dict[int, Introduction]
-) -> None:
-    challenge = secrets.token_hex(16)
-    link, them = _introduced(connection, challenge)
-    if them is None:
-        link.close()
-        return
-    taken = links.get(them.rank)
-    if taken is not None and taken.over:
-        _logger.warning("%r is gone before the run began; another may take its place", known[them.rank])
-        links.pop(them.rank).close()
-        taken = None
-    refused = _reason_to_refuse(me, challenge, them, None if taken is None else known[them.rank])
-    if refused is not None:
-        _logger.warning("refused %r: %s", them, refused[1])
-        link.send({"refused": refused})
-        link.close()
-        return
-    link.send({"welcome": True})
-    connection.settimeout(None)
-    links[them.rank], known[them.rank] = link, them
-
-
-def _introduced(connection: socket.socket, challenge: str) -> tuple[_Link, Introduction | None]:
-    """Return who connects; None for what is no rank."""
-    connection.settimeout(5.0)
-    link = _Link(connection)
-    link.send({"challenge": challenge})
-    message = link.receive()
-    try:
-        them = Introduction(**message["hello"]) if message is not None else None
-    except (KeyError, TypeError):
-        return link, None
-    right = them is not None and all(type(getattr(them, field.name)) is field.type for field in fields(them))
-    return link, them if right else None
-
-
-def _reason_to_refuse(
-    me: Introduction, challenge: str, them: Introduction, same: Introduction | None
-) -> tuple[str, str] | None:
-    """Return the kind of the error and its text."""
-    if not hmac.compare_digest(them.token.encode(), proof(replace(them, token=me.token), challenge).encode()):
-        return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
-    if them.version != me.version:
-        return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"
-    if (them.job, them.world_size) != (me.job, me.world_size) or not 0 < them.rank < me.world_size:
-        return "UsageError", (
-            f"rank 0 of job {me.job!r} has WORLD_SIZE={me.world_size}, {them!r} of job {them.job!r} has "
-            f"WORLD_SIZE={them.world_size}"
-        )
-    if same is not None:
-        return "UsageError", (
-            f"rank {them.rank} of job {me.job!r} is running already: pid {same.pid} on {same.host}; stop it, or give "
-            "the other job another name (PERSIA_JOB)"
-        )
-    return None
-
-
-def _refuse(listener: socket.socket, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
-    """Tell ranks that come when all are there who has their place.
-
-    One that comes as its predecessor or the run is ending hears nothing, and tries again: the next rank 0 takes it.
-    """
-    with listener, contextlib.suppress(OSError):  # the listener fails: nobody is told any more
-        for connection in _accept(listener, lambda: not peers.closed):
-            if connection is None:
-                continue
-            challenge = secrets.token_hex(16)
-            link, them = _introduced(connection, challenge)
-            refused = None if them is None else _reason_to_refuse(me, challenge, them, known.get(them.rank))
-            if them is not None and refused is not None and (them.rank not in known or peers.holds(them.rank)):
-                _logger.warning("refused %r: %s", them, refused[1])
-                link.send({"refused": refused})
-            link.close()
-
-
-def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
-    """On the other ranks: connect to rank 0.
-
-    Raises:
-        UnreachableError: It cannot be reached; whether its name resolves and its port answers is told.
-        PersiaError: It refused this rank; its words.
-    """
-    try:
-        connection = socket.create_connection(address, timeout=timeout_s)
-    except OSError as error:
-        raise UnreachableError(f"rank 0 of job {me.job!r} at {unreachable(address, error)}") from error
-    link = _Link(connection)
-    message = link.receive()
-    if message is not None and isinstance(challenge := message.get("challenge"), str):
-        link.send({"hello": asdict(replace(me, token=proof(me, challenge)))})
-        message = link.receive()
-    if message is None or "welcome" not in message:
-        link.close()
-        kind, text = message["refused"] if message is not None and "refused" in message else ("", "")
-        if not text:
-            raise UnreachableError(
-                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} ended the connection before its welcome"
-            )
-        kinds: dict[str, type[PersiaError]] = {"AuthError": AuthError, "IncompatibleError": IncompatibleError}
-        raise kinds.get(kind, UsageError)(text)
-    connection.settimeout(None)
-    return Peers(me, {0: link})
-
-
-def unreachable(address: tuple[str, int], error: OSError) -> str:
-    """Say what is wrong with ``host:port``: its name, or its port."""
-    name, port = address
-    if isinstance(error, socket.gaierror):
-        return f"{name}:{port} not reachable (DNS failed: {error.strerror})"
-    kind = "no answer" if isinstance(error, TimeoutError) else "refused" if error.errno == 111 else str(error.strerror)
-    return f"{name}:{port} not reachable (DNS ok / TCP {kind})"
-
-
-def _ranks(ranks: list[int]) -> str:
+def names(ranks: list[int]) -> str:
+    """Name ranks in a message."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -2,25 +2,21 @@
 
 import contextlib
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import distributed as torch_distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
-from persia import __version__, auth, distributed, env, interfaces, job, peers
+from persia import auth, distributed, env, interfaces, job, peers, service
 from persia.common import CommonContext, Offender, Settings
 from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
 from persia.logger import get_logger
+from persia.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia_core.data import Batch
-from persia_core.discovery import Discovery, advertised_host
+from persia_core.discovery import advertised_host
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
 
@@ -31,18 +27,6 @@ if TYPE_CHECKING:
     from persia.feed.server import FeedServer
 
 _logger = get_logger("remote")
-
-TRAINER = "persia-trainer"
-"""The name that ranks announce."""
-
-_ASK_S = 2.0
-_AFTER_OTHERS_S = 30.0
-"""What follows the wait for other ranks has this many seconds, however long that wait was."""
-
-
-def requested() -> bool:
-    """Whether the distributed mode is asked for: ``PERSIA_NATS_URL`` is set."""
-    return bool(os.environ.get("PERSIA_NATS_URL", "").strip())
 
 
 class RemoteContext(CommonContext):
@@ -79,113 +63,53 @@ class RemoteContext(CommonContext):
         self._option = option or distributed.get_default_distributed_option(device_id)
         self._scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
         self._job = job.job_name()
-        self._url = os.environ["PERSIA_NATS_URL"].strip()
-        self._deadline = time.monotonic() + env.start_timeout()
+        self._url = service.nats_url()
         self._peers: peers.Peers | None = None
         self._begun = False
         self._restored = False
         self._announcement: Any = None
         self.feed: FeedServer | None = None
-        token_file = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
-        self._discovery = Discovery(self._url, self._job, token_file)
+        self._discovery = service.discovery()
+        self._place = Rendezvous(self._discovery, self._url, self.rank, self.world_size)
         try:
-            self._connect(token_file)
+            self._connect()
         except BaseException as error:
             self.close(error)
             raise
 
-    def _connect(self, token_file: str | None) -> None:
+    def _connect(self) -> None:
         self.engine = Engine.connect(
             self._embedding,
             self._discovery,
             rank=self.rank,
             world_size=self.world_size,
-            token_file=token_file,
+            token_file=auth.token_file(),
             checkpoint_root=os.environ.get("PERSIA_CKPT_DIR", "").strip() or None,
             rpc_timeout_s=env.rpc_timeout(),
         )
-        self._discovery.wait_connected(self._left())
+        self._discovery.wait_connected(self._place.left())
         if self._trains:
             self._meet()
-        self.engine.wait_ready(self._left(min(_AFTER_OTHERS_S, env.start_timeout())))
+        self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, env.start_timeout())))
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.embedding_config_path, self._job)
-
-    def _left(self, least: float = 1.0) -> float:
-        """Return the seconds left to start in, ``least`` for what could not begin before the other ranks were there."""
-        return max(least, self._deadline - time.monotonic())
 
     def _meet(self) -> None:
         """Announce this rank, and get in touch with the others."""
         from persia import feed
 
-        address = advertised_host(self._url)
-        self.feed = feed.serve(self._job, host=address)
+        self.feed = feed.serve(self._job, host=advertised_host(self._url))
         self._peers = distributed.peers()
-        again = self._peers is not None  # a second context of this process: the ranks know each other
-        listener, store = None, None
-        extra = dict(distributed.announced())
-        if self.world_size > 1 and self.rank == 0 and not again:
-            listener, store = _listen(address), _listen(address)
-            extra = {
-                name: f"{address}:{each.getsockname()[1]}" for name, each in (("peers", listener), ("store", store))
-            }
-        self._announcement = self._discovery.announce(
-            TRAINER, self.rank, self.world_size, self.feed.address, {"rank": str(self.rank), **extra}
-        )
-        self._refuse_twins()
-        if self._peers is not None:
+        if self._peers is not None:  # a second context of this process: the ranks know each other
+            self._announcement = self._place.announce(self.feed.address, distributed.announced())
             self._peers.note(self._peers.loops)  # also for a loop that was left open by the context before
-        if self.world_size == 1 or again:
-            return
-        me = peers.Introduction(
-            job=self._job,
-            rank=self.rank,
-            world_size=self.world_size,
-            version=__version__,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            token=auth.token("trainer") or "",
-        )
-        if listener is not None and store is not None:
-            self._peers = peers.host(listener, me, self._left())
-            torch_store = _store(
-                address, store.getsockname()[1], self._left(_AFTER_OTHERS_S), descriptor=store.detach()
-            )
+        elif self.world_size == 1:
+            self._announcement = self._place.announce(self.feed.address, {})
         else:
-            self._peers, place = self._join_rank_0(me)
-            torch_store = _store(*place, self._left(_AFTER_OTHERS_S))
-        distributed.adopt(self._peers, torch_store, extra)
-        self._start_torch(torch_store)
-
-    def _refuse_twins(self) -> None:
-        """Refuse to be a rank that another live process is; the one that came first stays."""
-        mine = f"{socket.gethostname()} {os.getpid()}"
-        found = [peer for peer in self._discovery.find(TRAINER, _ASK_S) if peer["index"] == str(self.rank)]
-        own = next((peer["started"] for peer in found if f"{peer['host']} {peer['pid']}" == mine), None)
-        for peer in found:
-            other = f"{peer['host']} {peer['pid']}"
-            if other != mine and (own is None or (peer["started"], other) < (own, mine)):
-                raise UsageError(
-                    f"rank {self.rank} of job {self._job!r} is running already: pid {peer['pid']} on {peer['host']}; "
-                    "stop it, or give this job another name (PERSIA_JOB)"
-                )
-
-    def _join_rank_0(self, me: peers.Introduction) -> tuple[peers.Peers, tuple[str, int]]:
-        """Find rank 0 and connect to it, until it is there or the time is up."""
-        nats = _shown(self._url)
-        why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to NATS at {nats}"
-        while True:
-            found = [peer for peer in self._discovery.find(TRAINER, _ASK_S) if peer["index"] == "0"]
-            for peer in sorted(found, key=lambda peer: peer["started"]):
-                if "peers" not in peer:
-                    why = f"rank 0 of job {self._job!r} runs with WORLD_SIZE=1, rank {self.rank} with {self.world_size}"
-                    continue
-                try:
-                    return peers.join(_address(peer["peers"]), me, min(5.0, self._left())), _address(peer["store"])
-                except UnreachableError as error:
-                    why = str(error)
-            if time.monotonic() > self._deadline:
-                raise UnreachableError(f"{why}; waited {env.start_timeout():g} s (PERSIA_START_TIMEOUT)")
+            extra = self._place.open()
+            self._announcement = self._place.announce(self.feed.address, extra)
+            self._peers, store = self._place.meet()
+            distributed.adopt(self._peers, store, extra)
+            self._start_torch(store)
 
     def _start_torch(self, store: "Store") -> None:
         """Start torch's process group, on the interface that this process is reached by."""
@@ -360,7 +284,7 @@ class RemoteContext(CommonContext):
         """
         if self._trains or distributed.peers() is not None:
             return
-        for peer in self._discovery.find(TRAINER, _ASK_S):
+        for peer in service.trainers(self._discovery):
             raise UsageError(
                 f"{what} in a process that only evaluates, while job {self._job!r} is trained by pid {peer['pid']} on "
                 f"{peer['host']}: it would replace the rows in training; do it in the training script, or afterwards"
@@ -413,38 +337,3 @@ class RemoteContext(CommonContext):
         if self._announcement is not None:
             self._announcement.close()
         self._discovery.close()
-
-
-def _listen(address: str) -> socket.socket:
-    """Return a socket on a free port of ``address``; of every interface when that is not this host's own."""
-    try:
-        return peers.listen(address)
-    except OSError as error:
-        if auth.token("trainer") is None:
-            raise UsageError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
-        return peers.listen("0.0.0.0")  # noqa: S104  # PERSIA_ADVERTISE is an address that others translate
-
-
-def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None) -> "Store":
-    """Return torch's store; with a listening socket's ``descriptor`` this rank serves it."""
-    try:
-        return TCPStore(
-            host,
-            port,
-            is_master=descriptor is not None,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-    except RuntimeError as error:
-        raise UnreachableError(f"torch's store of rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
-
-
-def _shown(url: str) -> str:
-    """Return a URL's host and port; what else it has may be a password."""
-    return urlsplit(url).netloc.rpartition("@")[2]
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)

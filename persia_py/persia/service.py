@@ -1,9 +1,14 @@
 """Where the parts of this job are."""
 
-import os
-
-from persia import job, nats
+from persia import auth, env, job, nats
 from persia.errors import UsageError
+from persia_core.discovery import Discovery
+
+TRAINER = "persia-trainer"
+"""The name that ranks announce."""
+
+_ASK_S = 2.0
+"""How long answers are waited for."""
 
 
 def get_embedding_worker_services() -> list[str]:
@@ -23,7 +28,25 @@ def nats_url(given: str | None = None) -> str:
     Raises:
         UsageError: Neither is there.
     """
-    url = (given or os.environ.get("PERSIA_NATS_URL", "")).strip()
-    if not url:
+    url = (given or "").strip() or env.nats_url()
+    if url is None:
         raise UsageError("PERSIA_NATS_URL is not set; the embedded mode has no services")
     return url
+
+
+def discovery() -> Discovery:
+    """Return a connection to this job's discovery, which may still be on its way.
+
+    Raises:
+        UsageError: ``PERSIA_NATS_URL`` is not set.
+    """
+    return Discovery(nats_url(), job.job_name(), auth.token_file())
+
+
+def trainers(found_by: Discovery) -> list[dict[str, str]]:
+    """Return what the ranks of this job announce.
+
+    Raises:
+        UnreachableError: NATS does not answer.
+    """
+    return found_by.find(TRAINER, _ASK_S)

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
-from persia import distributed, interfaces, nats, peers, remote
+from persia import distributed, interfaces, meeting, nats, peers, rendezvous
 from persia.errors import AuthError, IncompatibleError, RunLostError, UnreachableError, UsageError
 from persia.job import finished_summary
 
 LONG = 20.0
 
 
-def me(rank: int, world_size: int = 2, **changes: Any) -> peers.Introduction:
+def me(rank: int, world_size: int = 2, **changes: Any) -> meeting.Introduction:
     known: dict[str, Any] = {"version": "1", "host": "here", "pid": 100 + rank, "token": "secret", **changes}
-    return peers.Introduction(job=known.pop("job", "j"), rank=rank, world_size=world_size, **known)
+    return meeting.Introduction(job=known.pop("job", "j"), rank=rank, world_size=world_size, **known)
 
 
 Meet = Callable[[int], list[peers.Peers]]
@@ -42,11 +42,11 @@ def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
     listeners: list[socket.socket] = []
 
     def together(count: int) -> list[peers.Peers]:
-        listener = peers.listen("127.0.0.1")
+        listener = meeting.listen("127.0.0.1")
         listeners.append(listener)
-        first = pool.submit(peers.host, listener, me(0, count), LONG)
+        first = pool.submit(meeting.host, listener, me(0, count), LONG)
         address = ("127.0.0.1", listener.getsockname()[1])
-        others = [pool.submit(peers.join, address, me(rank, count), LONG) for rank in range(1, count)]
+        others = [pool.submit(meeting.join, address, me(rank, count), LONG) for rank in range(1, count)]
         made.extend(future.result(LONG) for future in (first, *others))
         return made
 
@@ -109,11 +109,11 @@ def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatc
     """Stopped, not dead: its connection stays open."""
     monkeypatch.setattr(peers, "_ALIVE_S", 0.05)
     monkeypatch.setattr(peers, "SILENCE_S", 0.5)
-    listener = peers.listen("127.0.0.1")
-    first = pool.submit(peers.host, listener, me(0), LONG)
+    listener = meeting.listen("127.0.0.1")
+    first = pool.submit(meeting.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as silent:
         challenge = json.loads(silent.recv(1000))["challenge"]
-        hello = {**me(1).__dict__, "token": peers.proof(me(1), challenge)}
+        hello = {**me(1).__dict__, "token": meeting.proof(me(1), challenge)}
         assert "secret" not in str(hello)
         silent.sendall(json.dumps({"hello": hello}).encode() + b"\n")
         alone = first.result(LONG)
@@ -126,7 +126,7 @@ def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatc
 def test_waiting_for_a_rank_is_logged(
     meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "_REMIND_S", 0.1)
+    monkeypatch.setattr(peers, "REMIND_S", 0.1)
     first, second = meet(2)
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
@@ -160,29 +160,29 @@ def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
 def test_a_rank_that_does_not_fit_is_refused(
     pool: ThreadPoolExecutor, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    listener = peers.listen("127.0.0.1")
-    first = pool.submit(peers.host, listener, me(0), LONG)
+    listener = meeting.listen("127.0.0.1")
+    first = pool.submit(meeting.host, listener, me(0), LONG)
     with pytest.raises(error, match=text):
-        peers.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
-    right = peers.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+        meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
+    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     alone = first.result(LONG)
     with pytest.raises(UsageError, match="rank 1 of job 'j' is running already: pid 101 on here"):
-        peers.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
+        meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)
     listener.close()
 
 
 def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
-    listener = peers.listen("127.0.0.1")
-    first = pool.submit(peers.host, listener, me(0), LONG)
+    listener = meeting.listen("127.0.0.1")
+    first = pool.submit(meeting.host, listener, me(0), LONG)
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 7}\n', b"[]\n", b'{"hello": {"rank": 1}}\n'):
         with socket.create_connection(listener.getsockname()) as stranger:
             assert b"challenge" in stranger.recv(1000)
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-    right = peers.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
         each.leave(None)
     listener.close()
@@ -191,19 +191,19 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
 @pytest.mark.parametrize("met", [True, False])
 def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExecutor, met: bool) -> None:
     """It comes while rank 0 does not know yet, or has not ended yet: that is no reason to give up."""
-    listener = peers.listen("127.0.0.1")
+    listener = meeting.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(peers.host, listener, me(0, 2 if met else 3), LONG)
-    killed = peers.join(address, me(1, 2 if met else 3), LONG)
+    first = pool.submit(meeting.host, listener, me(0, 2 if met else 3), LONG)
+    killed = meeting.join(address, me(1, 2 if met else 3), LONG)
     killed._links[0].send({"alive": True})  # it may have said something before
     killed._links[0].hang_up()
     if met:
         alone = first.result(LONG)
         with pytest.raises(UnreachableError, match="ended the connection before its welcome"):
-            peers.join(address, me(1, pid=7), LONG)
+            meeting.join(address, me(1, pid=7), LONG)
         made = [alone]
     else:
-        made = [peers.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
+        made = [meeting.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
         made.append(first.result(LONG))
         assert share(pool, made, "step 1")[0].result(LONG) == [0, 10, 20]
     for each in (killed, *made):
@@ -212,10 +212,10 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
 
 
 def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> None:
-    listener = peers.listen("127.0.0.1")
+    listener = meeting.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(peers.host, listener, me(0), LONG)
-    ranks = [peers.join(address, me(1), LONG), first.result(LONG)]
+    first = pool.submit(meeting.host, listener, me(0), LONG)
+    ranks = [meeting.join(address, me(1), LONG), first.result(LONG)]
     wrong: list[Any] = [7, {"rank": [1]}, {**me(1).__dict__, "rank": [1]}, {**me(1, pid=9).__dict__, "token": "é"}]
     for hello in wrong:
         with socket.create_connection(address) as stranger:
@@ -223,17 +223,17 @@ def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> 
             stranger.sendall(json.dumps({"hello": hello}).encode() + b"\n")
             assert b"101" not in stranger.recv(1000)
     with pytest.raises(AuthError):
-        peers.join(address, me(1, token="other"), LONG)  # noqa: S106
+        meeting.join(address, me(1, token="other"), LONG)  # noqa: S106
     with pytest.raises(UsageError, match="pid 101 on here"):
-        peers.join(address, me(1, pid=7), LONG)
+        meeting.join(address, me(1, pid=7), LONG)
     for each in ranks:
         each.leave(None)
     listener.close()
 
 
 def test_missing_ranks_are_named() -> None:
-    with peers.listen("127.0.0.1") as listener, pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"):
-        peers.host(listener, me(0, 3), 0.1)
+    with meeting.listen("127.0.0.1") as listener, pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"):
+        meeting.host(listener, me(0, 3), 0.1)
 
 
 def test_a_token_is_in_no_text() -> None:
@@ -241,7 +241,7 @@ def test_a_token_is_in_no_text() -> None:
 
 
 def test_a_password_in_an_address_is_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert remote._shown("nats://user:secret@broker:4222") == "broker:4222"
+    assert rendezvous._shown("nats://user:secret@broker:4222") == "broker:4222"
     with pytest.raises(UsageError, match="want nats://HOST:PORT") as caught:
         nats.services("http://user:secret@broker:4222")
     assert "secret" not in str(caught.value)
@@ -249,12 +249,12 @@ def test_a_password_in_an_address_is_in_no_text(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.row("S0-20")
 def test_a_rank_0_that_does_not_listen_is_told_with_name_and_port() -> None:
-    with peers.listen("127.0.0.1") as free:
+    with meeting.listen("127.0.0.1") as free:
         port = free.getsockname()[1]
     with pytest.raises(UnreachableError, match=rf"127.0.0.1:{port} not reachable \(DNS ok / TCP refused\)"):
-        peers.join(("127.0.0.1", port), me(1), 2.0)
+        meeting.join(("127.0.0.1", port), me(1), 2.0)
     with pytest.raises(UnreachableError, match=r"no\.such\.host\.invalid:1 not reachable \(DNS failed"):
-        peers.join(("no.such.host.invalid", 1), me(1), 2.0)
+        meeting.join(("no.such.host.invalid", 1), me(1), 2.0)
 
 
 @pytest.mark.row("S0-19")

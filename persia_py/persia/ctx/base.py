@@ -1,11 +1,11 @@
 """What every context has: entry, exit, nesting, and the engine."""
 
-import os
 from enum import Enum
 from types import TracebackType
 
 from typing_extensions import Self
 
+from persia import env
 from persia.common import CommonContext
 from persia.embedded import EmbeddedContext
 from persia.errors import UsageError
@@ -75,7 +75,7 @@ class BaseCtx:
 
     def _open(self) -> CommonContext:
         """What the outermost context holds for all inside it."""
-        if os.environ.get("PERSIA_NATS_URL", "").strip():
+        if env.nats_url() is not None:
             from persia.remote import RemoteContext
 
             return RemoteContext(trains=False, device_id=self.device_id)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from persia import env
+from persia import env, service
 from persia.embedding.data import PersiaBatch
 from persia.errors import FeatureTypeError, UnreachableError, UsageError
 from persia.feed import SERVED, RunRestarted, Stopped
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _logger = get_logger("feed")
 
-_ASK_S = 1.0
 """Seconds that trainers have to answer where they are."""
 
 
@@ -56,7 +55,7 @@ class DataCtx:
         """
         if self._sender is not None:
             raise UsageError("this DataCtx is already entered")
-        if os.environ.get("PERSIA_NATS_URL", "").strip():
+        if env.nats_url() is not None:
             self._sender = self._connect()
         else:
             from persia.feed import script
@@ -67,15 +66,13 @@ class DataCtx:
     def _connect(self) -> "Sender":
         from persia.feed.sender import Sender
         from persia.job import job_name
-        from persia_core.discovery import Discovery
 
         job, index, size = job_name(), env.get_replica_index(), env.get_replica_size()
-        token_file = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
-        discovery = self._discovery = Discovery(os.environ["PERSIA_NATS_URL"], job, token_file=token_file)
+        discovery = self._discovery = service.discovery()
 
         def find() -> list[dict[str, str]]:
             try:
-                return discovery.find("persia-trainer", _ASK_S)
+                return service.trainers(discovery)
             except UnreachableError:  # NATS is away, which discovery logs; trainers may be there later
                 return []
 

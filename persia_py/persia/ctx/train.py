@@ -97,7 +97,7 @@ class TrainCtx(EmbeddingCtx):
         self._loader: DataLoader | None = None
 
     def _open(self) -> CommonContext:
-        if os.environ.get("PERSIA_NATS_URL", "").strip():
+        if env.nats_url() is not None:
             from persia.remote import RemoteContext
 
             return RemoteContext(

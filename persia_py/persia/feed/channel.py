@@ -106,7 +106,7 @@ class RoleCheck(grpc.ServerInterceptor):
 
 def auth_error(address: str, details: str | None) -> AuthError:
     """Return the error for a call that a peer refused for its role or token."""
-    given = os.environ.get("PERSIA_TOKEN_FILE", "").strip() or "not set"
+    given = auth.token_file() or "not set"
     return AuthError(f"{address} refuses this process: {details} (PERSIA_TOKEN_FILE: {given})")
 
 

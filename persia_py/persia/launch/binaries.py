@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
+from persia import auth
 from persia.launch.entry import check_replica
 from persia.utils import resolve_binary_execute_path
 
@@ -29,7 +30,7 @@ def run(
     """
     check_replica(index, size)
     program = resolve_binary_execute_path(binary)
-    host = "0.0.0.0" if os.environ.get("PERSIA_TOKEN_FILE", "").strip() else "127.0.0.1"  # noqa: S104
+    host = "0.0.0.0" if auth.token_file() else "127.0.0.1"  # noqa: S104
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
     if not os.environ.get("PERSIA_LISTEN", "").strip():
         command += ["--listen", f"{host}:{port}"]

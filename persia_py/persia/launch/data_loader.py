@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from persia import env
 from persia.errors import UsageError
 from persia.feed import SERVED
 from persia.launch.data import AGAIN
@@ -31,7 +32,7 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
         UsageError: The index is not below the size, or PERSIA_NATS_URL is not set.
     """
     check_replica(index, size)
-    if not os.environ.get("PERSIA_NATS_URL", "").strip():
+    if env.nats_url() is None:
         raise UsageError(
             "PERSIA_NATS_URL is not set: in the embedded mode the trainer runs the data script itself; "
             "start only the trainer, or give NATS's address"

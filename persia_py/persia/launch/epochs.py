@@ -1,15 +1,10 @@
 """Noticing that trainers are up that have had no data yet."""
 
-import os
-
-from persia import job
 from persia.errors import UnreachableError
 from persia.launch.watch import Events
 
 _PERIOD = 2.0
 """Seconds between two looks at who is there."""
-_ASK = 1.0
-"""Seconds given to the answers of one look."""
 
 
 def wait_for_new_trainers(events: Events, *, served: str) -> bool:
@@ -24,15 +19,13 @@ def wait_for_new_trainers(events: Events, *, served: str) -> bool:
     Returns:
         Whether there is one; False after a signal.
     """
-    from persia_core.discovery import Discovery
+    from persia import service
 
-    discovery = Discovery(
-        os.environ["PERSIA_NATS_URL"], job.job_name(), token_file=os.environ.get("PERSIA_TOKEN_FILE") or None
-    )
+    discovery = service.discovery()
     try:
         while True:
             try:
-                trainers = discovery.find("persia-trainer", _ASK)
+                trainers = service.trainers(discovery)
             except UnreachableError:  # NATS is away, which discovery logs
                 trainers = []
             if any(str(peer["index"]) == "0" and peer["address"] != served for peer in trainers):

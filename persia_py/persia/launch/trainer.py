@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from persia import job
+from persia import env, job
 from persia.errors import UsageError
 from persia.launch.process import Process
 from persia.launch.watch import Events, stop
@@ -47,7 +47,7 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
             f"{max(nodes, 1) - 1}, and at least one node and rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
         )
     _check_devices(ranks)
-    folder = job.run_dir() if distributed() else None
+    folder = job.run_dir() if env.nats_url() is not None else None
     if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
         say_finished(folder, summary)
         return 0
@@ -64,11 +64,6 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
             for local in range(ranks)
         ]
         return _watch(started, events, folder)
-
-
-def distributed() -> bool:
-    """Return whether this process is part of a job with servers of its own."""
-    return bool(os.environ.get("PERSIA_NATS_URL", "").strip())
 
 
 def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
