@@ -12,19 +12,22 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from waiting import wait_until
 
+from persia.auth import role_token, secret
 from persia.launch.local import BINARIES, Command, Kind, LocalJob, free_ports
 from persia.launch.process import Process
 from persia.utils import find_free_port, resolve_binary_execute_path
 
 START = 30.0
-"""Seconds the parts have to be ready."""
+"""Seconds a part has to be ready."""
 END = 30.0
 """Seconds a part has to end after SIGTERM."""
 
@@ -57,23 +60,21 @@ class Part:
 
     def wait(self, timeout: float = 60.0) -> int:
         """Return its exit code, or minus the signal that ended it."""
-        deadline = time.monotonic() + timeout
-        while self.process.running:
-            assert time.monotonic() < deadline, f"{self.process.name} still runs after {timeout} s\n{self.output}"
-            time.sleep(0.01)
+        wait_until(
+            f"{self.process.name} to end", lambda: not self.process.running, timeout, evidence=lambda: self.output
+        )
         return self.process.code
 
     def says(self, text: str, timeout: float = 30.0) -> str:
         """Wait until it has written a line with ``text``, and return the line."""
-        deadline = time.monotonic() + timeout
-        while True:
+
+        def said() -> str | None:
             ended = not self.process.running
-            for line in list(self.lines):
-                if text in line:
-                    return line
-            assert not ended, f"{self.process.name} {self.process.how()} without saying {text!r}\n{self.output}"
-            assert time.monotonic() < deadline, f"{self.process.name} did not say {text!r}\n{self.output}"
-            time.sleep(0.01)
+            line = next((line for line in list(self.lines) if text in line), None)
+            assert line or not ended, f"{self.process.name} {self.process.how()} without saying {text!r}\n{self.output}"
+            return line
+
+        return wait_until(f"{self.process.name} to say {text!r}", said, timeout, evidence=lambda: self.output)
 
 
 class Stack:
@@ -201,6 +202,15 @@ class Stack:
         self.parts[command.name] = part[0]
         return part[0]
 
+    def nats_client(self, timeout: float | None = None) -> Any:
+        """Return a client of its NATS, to be connected; ``timeout`` is for each message."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it imports pkg_resources, which is deprecated
+            from pynats import NATSClient
+        password = role_token(secret(self.job.token_file), "nats")
+        url = self.nats_url.replace("nats://", f"nats://persia:{password}@")
+        return NATSClient(url, socket_timeout=timeout)
+
     def healthy(self, kind: Kind, index: int = 0) -> bool:
         """Whether a part says that it is ready to serve."""
         words = [resolve_binary_execute_path(BINARIES[kind]), "--health", "--listen", self.job.address(kind, index)]
@@ -208,17 +218,21 @@ class Stack:
         done = subprocess.run(words, env=env, check=False, capture_output=True, timeout=START)
         return done.returncode == 0
 
-    def wait_ready(self, kinds: Sequence[Kind] = ("server", "middleware"), timeout: float = START) -> None:
-        """Wait until every part of these kinds is ready to serve."""
-        deadline = time.monotonic() + timeout
-        sizes = {"server": self.job.servers, "middleware": self.job.middlewares}
-        for kind in kinds:
-            for index in range(sizes[kind]):
-                part = self.parts[f"{kind}-{index}"]
-                while not self.healthy(kind, index):
-                    assert part.process.running, f"{part.process.name} {part.process.how()}\n{part.output}"
-                    assert time.monotonic() < deadline, f"{part.process.name} is not ready\n{part.output}"
-                    time.sleep(0.05)
+    def wait_ready(self) -> None:
+        """Wait until every server and middleware is ready to serve."""
+        sizes: dict[Kind, int] = {"server": self.job.servers, "middleware": self.job.middlewares}
+        for kind, size in sizes.items():
+            for index in range(size):
+                self._wait_healthy(kind, index)
+
+    def _wait_healthy(self, kind: Kind, index: int) -> None:
+        part = self.parts[f"{kind}-{index}"]
+
+        def healthy() -> bool:
+            assert part.process.running, f"{part.process.name} {part.process.how()}\n{part.output}"
+            return self.healthy(kind, index)
+
+        wait_until(f"{part.process.name} to be ready", healthy, START, evidence=lambda: part.output)
 
     def kill(self, name: str) -> None:
         """End a part as kill -9 does, and wait until it is gone."""

@@ -5,20 +5,18 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
+from waiting import wait_until
 
 Result = subprocess.CompletedProcess[str]
 
 BUILD = 2400.0
 """Seconds that building all images may take: PyTorch is downloaded, the engine compiled."""
-
-VARIABLES = re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,7 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def docker(*arguments: str, timeout: float = 60.0, check: bool = True, env: Mapping[str, str] | None = None) -> Result:
     """Run the docker command in the root of the clone, with ``env`` in place of what this shell chose for the stack."""
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    chosen = re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE)
+    environment = {name: value for name, value in os.environ.items() if name not in chosen}
     result = subprocess.run(
         ["docker", *arguments],
         cwd=ROOT,
@@ -115,10 +114,7 @@ class Project:
 
     def wait(self, what: str, condition: Callable[[], object], *, timeout: float = 90.0) -> None:
         """Wait until the condition holds."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {timeout} s for {what}\n{self.logs()}"
-            time.sleep(0.2)
+        wait_until(what, condition, timeout, evidence=self.logs, interval=0.2)
 
     def says(self, service: str, text: str, *, times: int = 1, timeout: float = 90.0) -> None:
         """Wait until a service has written ``text``."""

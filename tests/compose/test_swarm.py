@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from compose.conftest import docker
 from compose.test_stack import EXAMPLE, SHORT
@@ -26,10 +26,8 @@ def swarm() -> Iterator[None]:
     yield
     docker("stack", "rm", NAME, check=False)
     # A container that still ends keeps its volumes and networks.
-    deadline = time.monotonic() + 90
-    while docker("ps", "--all", "--quiet", "--filter", f"label=com.docker.stack.namespace={NAME}").stdout:
-        assert time.monotonic() < deadline, "the stack's containers do not end"
-        time.sleep(0.5)
+    mine = ["--filter", f"label=com.docker.stack.namespace={NAME}"]
+    wait_until("the stack's containers to end", lambda: not docker("ps", "--all", "--quiet", *mine).stdout, 90)
     docker("swarm", "leave", "--force")
     for volume in docker("volume", "ls", "--quiet", "--filter", f"name={NAME}_").stdout.split():
         docker("volume", "rm", volume)
@@ -57,10 +55,13 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
         listed = docker("service", "ps", "--format", "{{.CurrentState}}", f"{NAME}_trainer").stdout
         return [line.split()[0] for line in listed.splitlines()]
 
-    deadline = time.monotonic() + 300
-    while states().count("Complete") < 2:
-        assert time.monotonic() < deadline, logs("trainer") + logs("emb_server")
-        time.sleep(1)
+    wait_until(
+        "two trainers to finish",
+        lambda: states().count("Complete") >= 2,
+        300,
+        evidence=lambda: logs("trainer") + logs("emb_server"),
+        interval=1,
+    )
     volume = ["--volume", f"{NAME}_runs:/runs", "--entrypoint", "cat", "persia/runtime:dev", "/runs/summary.json"]
     assert json.loads(docker("run", "--rm", *volume).stdout)["status"] == "finished"
     assert "packaged sha256=" in logs("emb_server")

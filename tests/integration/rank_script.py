@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import TinyModel
+from waiting import wait_until
 
 from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
@@ -96,15 +96,6 @@ def due(event: str, step: int) -> bool:
     return wanted is not None and wanted["rank"] == RANK and wanted["step"] == step
 
 
-def wait_for(path: str) -> None:
-    """Wait until the test makes a file."""
-    deadline = time.monotonic() + 60
-    while not Path(path).exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(path)
-        time.sleep(0.02)
-
-
 def before(step: int) -> None:
     """Do what the plan wants before a step."""
     if due("kill", step):
@@ -114,7 +105,7 @@ def before(step: int) -> None:
     if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
         if RANK == 0:
             Path(pause["reached"]).touch()
-        wait_for(pause["until"])
+        wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 60)
 
 
 def evaluate(model: torch.nn.Module | None) -> None:

@@ -142,15 +142,18 @@ def test_a_data_script_without_a_context_is_told(pair: Stack, tmp_path: Path) ->
 
 def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: Stack, tmp_path: Path) -> None:
     """The script lingers behind its context until the next run waits."""
-    linger = "if ctx_epoch == 1:\n    import time\n    while not os.path.exists(FILE):\n        time.sleep(0.05)\n"
-    linger = linger.replace("FILE", repr(str(tmp_path / "go")))
+    go = tmp_path / "go"
+    linger = (
+        "if ctx_epoch == 1:\n    from waiting import wait_until\n"
+        f"    wait_until('the test', lambda: os.path.exists({str(go)!r}), 60)\n"
+    )
     text = SENDS.replace("    for batch", "    ctx_epoch = ctx.epoch\n    for batch") + linger
     (tmp_path / "data.py").write_text(text)
     sender, trainer = pair.data(tmp_path / "data.py"), train(pair, STOP_AT=10)
     assert trainer.wait(60) == 0, trainer.output
     again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
     again.says("of job test, rank 0 of 1")
-    (tmp_path / "go").touch()
+    go.touch()
     assert again.wait(60) == 0, again.output
     sender.says("the trainers want no more batches")
 

@@ -21,6 +21,13 @@ def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> lis
     return [stack.trainer(SCRIPT, json.dumps(plan), node=node, nodes=count, env=env) for node in range(count)]
 
 
+def wait_for_questions(stack: Stack, count: int) -> None:
+    """Wait until ranks have asked this often where the others are."""
+    with stack.nats_client(timeout=60) as client:
+        client.subscribe("$SRV.INFO.persia-trainer", callback=lambda _: None)
+        client.wait(count=count)
+
+
 def test_a_step_with_nan_on_one_rank_is_skipped_on_all(make_stack: MakeStack) -> None:
     stack = make_stack(servers=2)
     first, second = nodes(stack, {"steps": 6, "nan": {"rank": 1, "step": 3}})
@@ -165,7 +172,7 @@ def test_ranks_may_start_in_any_order(make_stack: MakeStack) -> None:
     stack = make_stack()
     plan = json.dumps({"steps": 4})
     second = stack.trainer(SCRIPT, plan, node=1, nodes=2)
-    time.sleep(3)  # longer than its first look for rank 0
+    wait_for_questions(stack, 3)  # the second looked for rank 0 in vain
     first = stack.trainer(SCRIPT, plan, node=0, nodes=2)
     assert first.wait() == 0, first.output
     assert second.wait() == 0, second.output

@@ -16,8 +16,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from stack import LiveStack, MakeStack, Stack
 
 import persia
-import persia.nats
-from persia.auth import role_token, secret
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
@@ -34,10 +32,8 @@ def run(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.Co
 class Announced:
     """Answers ``$SRV.INFO`` for processes that do not exist, as the NATS services API has it."""
 
-    def __init__(self, url: str, password: str, processes: list[tuple[str, dict[str, str]]]) -> None:
-        from pynats import NATSClient  # persia.nats has imported it without its warning
-
-        self._client = NATSClient(url.replace("nats://", f"nats://persia:{password}@"))
+    def __init__(self, stack: Stack, processes: list[tuple[str, dict[str, str]]]) -> None:
+        self._client = stack.nats_client()
         self._client.connect()
         self._processes, self._closed = processes, False
         self._client.subscribe("$SRV.INFO", callback=self._answer)
@@ -84,10 +80,8 @@ def said(index: int, replicas: int, address: str = "", **more: str) -> dict[str,
 
 def test_what_is_missing_and_what_disagrees(make_stack: MakeStack, healthy: str) -> None:
     stack = make_stack(nats_only=True)
-    password = role_token(secret(stack.job.token_file), "nats")
     announced = Announced(
-        stack.nats_url,
-        password,
+        stack,
         [
             ("persia-server", said(0, 3, healthy)),
             ("persia-server", said(2, 3, "127.0.0.1:1", version="0.0.9")),

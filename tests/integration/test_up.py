@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 from stack import missing
+from waiting import wait_until
 
 from persia.errors import UsageError
 from persia.launch.up import up as start_up
@@ -21,10 +21,10 @@ from persia.launch.up import up as start_up
 DEADLINE = 60.0
 TRAIN = """\
 import os
-import time
 from pathlib import Path
 import torch
 from conftest import Batches, TinyModel
+from waiting import wait_until
 from persia import distributed, env
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
@@ -37,7 +37,8 @@ with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precisio
         output, labels = ctx.forward(batch)
         ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
         print("step", step, "rank", env.get_rank(), flush=True)
-        time.sleep(float(os.environ.get("PAUSE", "0")))
+        if step == 2 and "HOLD" in os.environ:
+            wait_until("the test", Path(os.environ["HOLD"]).exists, 60)
     rows = sum(ctx.get_embedding_size())
 distributed.report({"rows": rows})
 """
@@ -85,14 +86,14 @@ class Up:
 
     def says(self, pattern: str) -> str:
         """Wait for a line that matches, and return it."""
-        deadline = time.monotonic() + DEADLINE
-        while True:
+
+        def said() -> str | None:
             ended = not self._reader.is_alive()
-            for line in list(self.lines):
-                if re.search(pattern, line):
-                    return line
-            assert not ended and time.monotonic() < deadline, f"no line matches {pattern!r}\n{self.output}"
-            time.sleep(0.02)
+            line = next((line for line in list(self.lines) if re.search(pattern, line)), None)
+            assert line or not ended, f"no line matches {pattern!r}\n{self.output}"
+            return line
+
+        return wait_until(f"a line that matches {pattern!r}", said, DEADLINE, evidence=lambda: self.output)
 
     def send(self, number: int) -> None:
         self._process.send_signal(number)
@@ -197,10 +198,12 @@ def test_two_ranks_train_and_a_second_start_says_so(up: StartUp, tmp_path: Path)
 
 @pytest.mark.usefixtures("binaries")
 def test_a_killed_server_is_named_and_the_run_starts_again(up: StartUp, tmp_path: Path) -> None:
-    one = up(TWO, STEPS="30", PAUSE="0.1")
+    hold = tmp_path / "hold"
+    one = up(TWO, STEPS="30", HOLD=str(hold))
     one.says("step 2 rank 0")
     one.child("sharded-server.*--replica-index 1").kill()
     one.says("server-1 was killed by SIGKILL")
+    hold.touch()
     one.says(r"trainer ended with exit code 75")
     assert one.wait() == 0, one.output
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
@@ -209,9 +212,12 @@ def test_a_killed_server_is_named_and_the_run_starts_again(up: StartUp, tmp_path
 
 @pytest.mark.usefixtures("binaries")
 def test_a_killed_server_without_restarts_never_looks_finished(up: StartUp, tmp_path: Path) -> None:
-    one = up(TWO + "restarts: 0\n", STEPS="100", PAUSE="0.1")
+    hold = tmp_path / "hold"
+    one = up(TWO + "restarts: 0\n", STEPS="100", HOLD=str(hold))
     one.says("step 2 rank 0")
     one.child("sharded-server.*--replica-index 0").kill()
+    one.says("server-0 was killed by SIGKILL")
+    hold.touch()
     assert one.wait() == 75, one.output
     assert not (tmp_path / "runs" / "two" / "summary.json").exists()
 
@@ -219,8 +225,8 @@ def test_a_killed_server_without_restarts_never_looks_finished(up: StartUp, tmp_
 @pytest.mark.usefixtures("binaries")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_everything(up: StartUp, tmp_path: Path, number: int) -> None:
-    one = up(TWO, STEPS="1000", PAUSE="0.1")
-    one.says("step 1 rank 0")
+    one = up(TWO, STEPS="1000", HOLD=str(tmp_path / "never"))
+    one.says("step 2 rank 0")
     processes = one.children()
     one.send(number)
     assert one.wait() == 75, one.output
@@ -229,9 +235,9 @@ def test_a_signal_ends_everything(up: StartUp, tmp_path: Path, number: int) -> N
 
 
 @pytest.mark.usefixtures("binaries")
-def test_nothing_is_left_when_it_is_killed(up: StartUp) -> None:
-    one = up(TWO, STEPS="1000", PAUSE="0.1")
-    one.says("step 1 rank 0")
+def test_nothing_is_left_when_it_is_killed(up: StartUp, tmp_path: Path) -> None:
+    one = up(TWO, STEPS="1000", HOLD=str(tmp_path / "never"))
+    one.says("step 2 rank 0")
     processes = one.children()
     assert len(processes) >= 7
     one.send(signal.SIGKILL)

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from persia import auth
 from persia.errors import AuthError
@@ -73,13 +73,11 @@ def up(process: "subprocess.Popen[str]", ranks: int) -> list[int]:
     return pids
 
 
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
+def wait_gone(pids: list[int]) -> None:
+    def gone() -> bool:
+        return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+    wait_until(f"processes {pids} to end", gone, DEADLINE)
 
 
 @pytest.mark.parametrize("order", ["options first", "file first", "file last"])
@@ -164,7 +162,7 @@ def test_a_signal_before_the_end_asks_to_be_started_again(launch: Launch, tmp_pa
     process.send_signal(number)
     code, output = result(process)
     assert code == 75, output
-    assert gone(pids)
+    wait_gone(pids)
 
 
 def test_nothing_is_left_of_a_launcher_that_was_killed(launch: Launch, tmp_path: Path) -> None:
@@ -172,7 +170,7 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(launch: Launch, tmp_path:
     process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
     pids = up(process, 2)
     process.kill()
-    assert gone(pids)
+    wait_gone(pids)
 
 
 def test_a_finished_run_is_not_trained_again(launch: Launch, tmp_path: Path) -> None:

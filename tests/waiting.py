@@ -1,0 +1,23 @@
+"""Waiting for what can be observed."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+
+def wait_until(
+    what: str,
+    condition: Callable[[], Found | None],
+    timeout: float,
+    *,
+    evidence: Callable[[], str] = str,
+    interval: float = 0.02,
+) -> Found:
+    """Return what ``condition`` finds, once that is true; a failure says for what it waited and shows the evidence."""
+    deadline = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}\n{evidence()}"
+        time.sleep(interval)
+    return found
