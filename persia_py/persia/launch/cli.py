@@ -2,11 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from persia.errors import PersiaError
+from persia.launch import binaries
 from persia.launch.entry import entry, number
 from persia.launch.script import report
 
@@ -78,16 +79,7 @@ def embedding_worker(
     replica_size: _Size = None,
 ) -> None:
     """Become a middleware, which splits requests over the servers."""
-    from persia.launch import binaries
-
-    binaries.run(
-        binaries.MIDDLEWARE,
-        port=port,
-        embedding_config=embedding_config,
-        global_config=global_config,
-        index=_or(replica_index, "REPLICA_INDEX", 0),
-        size=_or(replica_size, "REPLICA_SIZE", 1),
-    )
+    _become(binaries.MIDDLEWARE, port, embedding_config, global_config, replica_index, replica_size)
 
 
 @app.command()
@@ -99,15 +91,19 @@ def embedding_parameter_server(
     replica_size: _Size = None,
 ) -> None:
     """Become an embedding server, which holds a part of the rows."""
-    from persia.launch import binaries
+    _become(binaries.SERVER, port, embedding_config, global_config, replica_index, replica_size)
 
+
+def _become(
+    binary: str, port: int, slots: Path | None, general: Path | None, index: int | None, size: int | None
+) -> NoReturn:
     binaries.run(
-        binaries.SERVER,
+        binary,
         port=port,
-        embedding_config=embedding_config,
-        global_config=global_config,
-        index=_or(replica_index, "REPLICA_INDEX", 0),
-        size=_or(replica_size, "REPLICA_SIZE", 1),
+        embedding_config=slots,
+        global_config=general,
+        index=_or(index, "REPLICA_INDEX", 0),
+        size=_or(size, "REPLICA_SIZE", 1),
     )
 
 
