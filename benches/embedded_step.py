@@ -3,12 +3,15 @@
 import argparse
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 import workload
 
+from persia.common import CommonContext
 from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
@@ -35,9 +38,11 @@ def build(ids: list[np.ndarray], per_sample: int) -> Batch:
     return builder.build()
 
 
-def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) -> None:
-    """Measure one case."""
-    context = EmbeddedContext()
+@contextmanager
+def stepper(
+    context: CommonContext, dim: int, per_sample: int, *, zipf: bool, rowwise: bool
+) -> Iterator[Callable[[int], None]]:
+    """Begin a run, give its step, and end its loop."""
     optimizer = Adagrad(workload.LEARNING_RATE, vectorwise_shared=rowwise)
     context.begin(optimizer=optimizer, config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
     pipeline = context.open_loop(1, False, 2)
@@ -53,14 +58,21 @@ def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) ->
         looked.push(gradients, 1.0)
         context.engine.drain()
 
+    yield step
+    context.close_loop(pipeline)
+
+
+def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) -> None:
+    """Measure one case."""
     case: dict[str, object] = {
         "dim": dim,
         "L": per_sample,
         "zipf": zipf,
         "optimizer": "rowwise" if rowwise else "adagrad",
     }
-    workload.measure("persia", case, workload.rows_of(per_sample), step, seconds)
-    pipeline.close()
+    context = EmbeddedContext()
+    with stepper(context, dim, per_sample, zipf=zipf, rowwise=rowwise) as step:
+        workload.measure("persia", case, workload.rows_of(per_sample), step, seconds)
     context.close()
 
 

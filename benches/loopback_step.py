@@ -20,12 +20,9 @@ import psutil
 import raw_tcp
 import torch
 import workload
-from embedded_step import build, make_batches
+from embedded_step import make_batches, stepper
 
-from persia.common import CommonContext
 from persia.embedded import EmbeddedContext
-from persia.embedding import EmbeddingConfig
-from persia.embedding.optim import Adagrad
 from persia.launch.local import Command, LocalJob
 from persia.launch.process import Process
 from persia.remote import RemoteContext
@@ -73,25 +70,6 @@ def cpu_seconds(pids: list[int]) -> float:
     return time.process_time() + sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
-def stepper(context: CommonContext, dim: int, per_sample: int) -> Callable[[int], None]:
-    """Begin a run and return its step."""
-    context.begin(optimizer=Adagrad(workload.LEARNING_RATE), config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
-    pipeline = context.open_loop(1, False, 2)
-    batches = make_batches(per_sample, zipf=False)
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(workload.BATCH, dim, generator=generator) * 1e-3 for _ in range(workload.FEATURES)]
-
-    def step(number: int) -> None:
-        pipeline.feed(build(batches[number % len(batches)], per_sample))
-        looked = pipeline.next(60.0)
-        assert looked is not None  # noqa: S101 - the source has not ended
-        looked.embeddings()
-        looked.push(gradients, 1.0)
-        context.engine.drain()
-
-    return step
-
-
 def cost(step: Callable[[int], None], pids: list[int], seconds: float) -> tuple[float, float, float]:
     """Return a step's CPU seconds, its spread (half the quartiles' distance over the median) and its wall seconds."""
     for number in range(4):
@@ -113,7 +91,8 @@ def cost(step: Callable[[int], None], pids: list[int], seconds: float) -> tuple[
 def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool) -> None:
     """Measure one case and print it."""
     embedded_context = EmbeddedContext()
-    embedded, _, embedded_wall = cost(stepper(embedded_context, dim, per_sample), [], seconds)
+    with stepper(embedded_context, dim, per_sample, zipf=False, rowwise=False) as step:
+        embedded, _, embedded_wall = cost(step, [], seconds)
     embedded_context.close()
     unique = statistics.mean(
         sum(len(np.unique(feature)) for feature in batch) for batch in make_batches(per_sample, zipf=False)
@@ -122,7 +101,8 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool) -
     raw = raw_tcp.cpu_seconds(up, down, 20) + raw_tcp.cpu_seconds(up + down, 0, 20)
     with job(folder, tcp=tcp) as pids:
         context = RemoteContext(trains=True)
-        loopback, spread, wall = cost(stepper(context, dim, per_sample), pids, seconds)
+        with stepper(context, dim, per_sample, zipf=False, rowwise=False) as step:
+            loopback, spread, wall = cost(step, pids, seconds)
         context.close(None)
     record = {
         "id": "B4",
