@@ -152,6 +152,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "row(*ids): rows of docs/checklist.md that this test shows")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line("markers", "integration: real processes on loopback; every test in tests/integration")
+    config.addinivalue_line("markers", "clone: reads what only a clone has; the images have no sources of the engine")
     config.addinivalue_line("markers", "live: also runs against the stack around it (PERSIA_TEST_LIVE=1)")
 
 
@@ -160,6 +161,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "integration" in item.path.parts:
             item.add_marker("integration")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip in an image what needs a clone."""
+    if item.get_closest_marker("clone") and not (ROOT / "Makefile").exists():
+        pytest.skip("no clone here")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

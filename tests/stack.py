@@ -272,7 +272,9 @@ class LiveStack:
         """Return why a test may not use the stack now, or None."""
         from persia import nats
 
-        trainers = nats.services(self.nats_url, "persia-trainer", job=self.settings.get("PERSIA_JOB"))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            self.use(monkeypatch)
+            trainers = nats.services(self.nats_url, "persia-trainer", job=self.settings.get("PERSIA_JOB"))
         return f"{len(trainers)} trainer rank(s) of this job are running" if trainers else None
 
 

@@ -17,6 +17,8 @@ from compose.test_stack import EXAMPLE, SHORT, digests, finished
 pytestmark = [pytest.mark.usefixtures("images"), pytest.mark.timeout(900, func_only=True)]
 
 FILES = {"persia_core.so", "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"}
+SECTIONS = ["Embedding server", "Middleware", "Engine (`persia_core`)", "Python package"]
+"""Of docs/troubleshooting.md."""
 PROJECT = {"COMPOSE_PROJECT_NAME": f"persia-dev-{os.getpid()}"}
 MINE = {"PERSIA_UID": str(os.getuid()), "PERSIA_GID": str(os.getgid())}
 
@@ -62,18 +64,19 @@ def test_everything_is_there_under_its_name(clone: Path) -> None:
 @pytest.mark.row("S0-03")
 def test_the_engine_builds_for_gpus_without_a_toolkit(clone: Path) -> None:
     cargo(clone, "build", "--package", "persia-core", "--features", "cuda", "--target-dir", "/opt/target")
-    listed = docker(
-        "run", "--rm", "--volume", f"{PROJECT['COMPOSE_PROJECT_NAME']}_target:/opt/target", "persia/dev:dev",
-        "ls", "/opt/target/debug",
-    ).stdout.split()  # fmt: skip
-    assert "libpersia_core.so" in listed
+    assert "libpersia_core.so" in built()
 
 
 @pytest.mark.row("S0-04")
 def test_one_package_gives_both_binaries(clone: Path) -> None:
-    cargo(clone, "build", "--package", "persia-embedding-sharded-server", "--target-dir", "target")
-    built = {path.name for path in (clone / "rust_core" / "target" / "debug").iterdir()}
-    assert FILES - {"persia_core.so"} <= built
+    cargo(clone, "build", "--package", "persia-embedding-sharded-server")
+    assert FILES - {"persia_core.so"} <= built()
+
+
+def built() -> set[str]:
+    """Return the names of what the development image's cargo has built for debugging."""
+    volume = f"{PROJECT['COMPOSE_PROJECT_NAME']}_target:/opt/target"
+    return set(docker("run", "--rm", "--volume", volume, "persia/dev:dev", "ls", "/opt/target/debug").stdout.split())
 
 
 @pytest.mark.slow
@@ -116,7 +119,7 @@ def blocks() -> dict[str, str]:
 
 
 @pytest.mark.row("S0-01")
-@pytest.mark.parametrize("section", blocks())
+@pytest.mark.parametrize("section", SECTIONS)
 def test_troubleshooting(clone: Path, section: str) -> None:
     commands = blocks()[section]
     assert 1 <= len(commands.strip().splitlines()) <= 4
@@ -125,4 +128,4 @@ def test_troubleshooting(clone: Path, section: str) -> None:
 
 @pytest.mark.row("S0-01")
 def test_each_component_has_a_section() -> None:
-    assert list(blocks()) == ["Embedding server", "Middleware", "Engine (`persia_core`)", "Python package"]
+    assert list(blocks()) == SECTIONS

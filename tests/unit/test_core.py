@@ -74,7 +74,7 @@ def test_a_stale_library_is_refused_with_both_versions(tmp_path: Path) -> None:
     assert persia.__version__ in done.stderr and ".9" in done.stderr and "make setup" in done.stderr
 
 
-def test_stubs_equal_the_binary() -> None:
+def test_stubs_equal_the_binary(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -84,7 +84,7 @@ def test_stubs_equal_the_binary() -> None:
             "--allowlist",
             str(ROOT / "tests/unit/stubtest_allowlist.txt"),
         ],
-        env={**os.environ, "MYPYPATH": str(ROOT / "rust_core/core/python")},
+        env={**os.environ, "MYPYPATH": str(ROOT / "rust_core/core/python"), "MYPY_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
+
+pytestmark = pytest.mark.clone
 
 COMMAND = (
     "python -m grpc_tools.protoc -Ipersia/proto=rust_core/wire/proto/persia/v1 --python_out=persia_py "

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.clone
+
 LAUNCH = ROOT / "launch"
 SERVER, MIDDLEWARE = "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"
 

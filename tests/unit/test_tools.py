@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.clone
+
 
 def load(name: str) -> ModuleType:
     """Import a tool by its file: ``tools/`` is no package."""

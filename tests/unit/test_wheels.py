@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.clone
+
 TRAIN = """
 import json
 from pathlib import Path
