@@ -104,7 +104,8 @@ fi
 if [ "$command" = pytest ]; then
     cd /opt/persia
     export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}"
-    export PYTEST_ADDOPTS="-p no:cacheprovider ${PERSIA_RUN_DIR:+--basetemp=$PERSIA_RUN_DIR/pytest} ${PYTEST_ADDOPTS-}"
+    export PYTEST_ADDOPTS="-p no:cacheprovider ${PYTEST_ADDOPTS-}"
+    [ -z "${PERSIA_RUN_DIR-}" ] || export PYTEST_DEBUG_TEMPROOT="$PERSIA_RUN_DIR"
 fi
 
 exec "$@"
