@@ -75,6 +75,8 @@ def test_a_stale_library_is_refused_with_both_versions(tmp_path: Path) -> None:
 
 
 def test_stubs_equal_the_binary(tmp_path: Path) -> None:
+    if Path(persia_core.__file__).name == "persia_core.so":
+        pytest.skip("persia_core.so stands alone here, without stubs")
     done = subprocess.run(
         [
             sys.executable,
