@@ -166,7 +166,7 @@ def test_pytest_passes_in_the_trainer(stacks: Stacks) -> None:
 
 
 def digests(project: Project) -> dict[str, str]:
-    """Return the hash of every file of the run's last checkpoint, but those of Python's random state, which is nobody's."""
+    """Return the hash of every file of the run's last checkpoint, except Python's own random state."""
     text = project.run("sh", "-c", "cat $(find /checkpoints -name MANIFEST.json | sort | tail -n 1)").stdout
     files: list[dict[str, Any]] = json.loads(text)["files"]
     return {file["name"]: file["blake3"] for file in files if not re.fullmatch(r"rank-\d+\.state", file["name"])}
