@@ -123,6 +123,18 @@ def test_a_rank_that_does_not_come_is_named(make_stack: MakeStack) -> None:
     first.says("ranks 1, 2 of 3 did not come within")
 
 
+def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    other = tmp_path / "embedding_config.yml"
+    other.write_text(Path(stack.settings["PERSIA_EMBEDDING_CONFIG"]).read_text() + "# another\n")
+    first = stack.trainer(SCRIPT, '{"steps": 5}', node=0, nodes=2)
+    second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_EMBEDDING_CONFIG": str(other)})
+    assert first.wait(60) == 2, first.output
+    first.says("the ranks have different embedding_config.yml: rank 1 differs from rank 0")
+    # It finds the same, or that rank 0 is gone, whichever it hears first.
+    assert second.wait(60) in {2, 75}, second.output
+
+
 def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path) -> None:
     """The senders that waited at a rank 0 that gave up send everything to the one that comes after it."""
     stack = make_stack()
