@@ -59,7 +59,7 @@ def stepper(
         context.engine.drain()
 
     yield step
-    context.close_loop(pipeline)
+    context.close_loop(pipeline, together=False)
 
 
 def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) -> None:

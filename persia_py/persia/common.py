@@ -139,8 +139,9 @@ class CommonContext(ABC):
         del state
         return None
 
-    def close_loop(self, pipeline: Pipeline) -> None:
-        """End a training loop, whole or left early."""
+    def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
+        """End a training loop, whole or left early; ``together`` where all ranks end it in agreement."""
+        del together
         pipeline.close()
 
     def lookup(self, batch: Batch) -> TrainingBatch:

@@ -202,8 +202,12 @@ class RemoteContext(CommonContext):
                         "every rank the same"
                     )
 
-    def close_loop(self, pipeline: Pipeline) -> None:
-        """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied."""
+    def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
+        """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
+
+        Where all ranks end it ``together``, each goes on when the pushes of all are applied: what it then evaluates or
+        saves does not depend on who was faster.
+        """
         pipeline.close()
         if self._peers is None:
             return
@@ -212,6 +216,9 @@ class RemoteContext(CommonContext):
             self._peers.note(self._peers.loops)
         except PersiaError as error:  # it is told again by whatever uses the engine next
             _logger.warning("the training loop ends without its last pushes: %s", error)
+            return
+        if together:
+            self._peers.share("end of a loop", None)
 
     def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None."""

@@ -122,12 +122,12 @@ class TrainCtx(EmbeddingCtx):
         self._spread()
         return pipeline
 
-    def close_loop(self, pipeline: Pipeline) -> None:
+    def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, whole or left early; one that outlives this context has no other ranks to tell."""
         if self.common_context is None:
             pipeline.close()
         else:
-            self.common_context.close_loop(pipeline)
+            self.common_context.close_loop(pipeline, together=together)
 
     def _spread(self) -> None:
         """Give the other ranks what rank 0 has loaded from a checkpoint."""

@@ -86,19 +86,20 @@ class DataLoader:
         pipeline = context.open_loop(self, self.dataset.buffer_size)
         positions: deque[str] = deque()
         feeder = threading.Thread(target=self._feed, args=(pipeline, positions), name="persia-feed", daemon=True)
-        whole = False
+        whole = together = False
         try:
             self._skip = self._resume(context.adopt(self))
             feeder.start()
             while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
                 yield held.pop()
+            together = True
             if distributed.peers() is None or not pipeline.has_next():
                 self._cursor = self._start = self._end
                 whole = True
             elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
                 self._cursor = self._start
         finally:
-            context.close_loop(pipeline)
+            context.close_loop(pipeline, together=together)
             self._end_reading(feeder, whole=whole)
 
     def _all_go_on(self, pipeline: Pipeline, positions: deque[str], context: TrainCtx) -> bool:
