@@ -127,9 +127,8 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
 
         let start = now();
         for ((feature, gradients), sum) in batch.id_features().iter().zip(&outputs).zip(&mut sums) {
-            let (starts, samples) = (feature.occurrence_starts(), feature.occurrence_samples());
-            let input = SegmentSum { gradients, dim, starts, samples, factors: None, map: None };
-            kernels::segment_sum(&input, &mut sum[..feature.unique().len() * dim]);
+            let input = SegmentSum { gradients, dim, uses: feature.uses(), factors: None, scale: 1.0 };
+            kernels::segment_sum(&input, 0, &mut sum[..feature.unique().len() * dim]);
         }
         segment.push((now() - start) / ids);
         unique = batch.id_features().iter().map(|feature| feature.unique().len()).sum();
