@@ -83,7 +83,7 @@ impl<'s> Span<'_, 's> {
 }
 
 /// Addresses of a span's rows, to be brought near some ids before they are used: all at once would not stay there.
-/// They are never read through.
+/// Null where there is no row; never read through.
 pub(crate) struct Ahead {
     first: usize,
     rows: [*const f32; SPAN],
@@ -93,13 +93,14 @@ impl Ahead {
     /// Ask for the first `len` floats of the first rows.
     #[inline(always)]
     pub(crate) fn start(&self, len: usize) {
-        self.rows[..rows_ahead(len)].iter().for_each(|row| prefetch_from(*row, len));
+        let first = self.rows[..rows_ahead(len)].iter();
+        first.filter(|row| !row.is_null()).for_each(|row| prefetch_from(*row, len));
     }
 
     /// Ask for the first `len` floats of the row that comes some ids after position `at`.
     #[inline(always)]
     pub(crate) fn fetch(&self, at: usize, len: usize) {
-        if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)) {
+        if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)).filter(|row| !row.is_null()) {
             prefetch_from(*row, len);
         }
     }
