@@ -179,6 +179,9 @@ impl Tables for PlainTables {
             .map(|(t, rows)| (t.table, t.uses.map_or(t.ids.len(), |uses| uses.samples.len()), rows.len()))
             .collect();
         self.check_tables(&shapes)?;
+        for table in request.tables {
+            table.uses.map_or(Ok(()), |uses| uses.check(table.ids.len(), uses.samples.len()))?;
+        }
         let trains = request.mode == Mode::Train;
         if trains && run.optimizer.is_none() {
             return Err(TablesError::NoOptimizer);
