@@ -15,6 +15,6 @@ pub mod tables;
 pub mod token;
 
 pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards, shard_of};
-pub use schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+pub use schema::{HashStack, Initializer, Optimizer, Pooling, Schema, Slot, Table};
 pub use tables::{Mode, Tables, TablesError};
 pub use token::{JobId, Token};

@@ -23,7 +23,7 @@ mod tokens;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use persia_types::schema::{Pooling, Schema, Slot, Table};
+use persia_types::schema::{Schema, Slot, Table};
 use persia_types::tables::Tables;
 
 /// Makes an empty holder of rows for [`schema`] on which nothing has begun.
@@ -39,8 +39,7 @@ pub fn cases() -> Vec<Case> {
 
 /// The schema `make` must use: two tables, of dimensions 4 and 19.
 pub fn schema() -> Schema {
-    let slot =
-        |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
+    let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
     Schema {
         slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
         tables: vec![Table { name: "ac".into(), dim: 4 }, Table { name: "b".into(), dim: 19 }],

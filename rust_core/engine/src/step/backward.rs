@@ -13,6 +13,7 @@ use crate::stats::Stopwatch;
 use crate::step::buffer::Buffer;
 use crate::step::kernels::{self, SegmentSum};
 use crate::step::plan::{Plan, TablePlan};
+use crate::step::weighted::segment_sum_weighted;
 
 /// A push's result and its times.
 pub(crate) struct Backward {
@@ -78,7 +79,7 @@ fn sum_table(
     }
     for member in &table.members {
         let Some(gradient) = &gradients[member.feature] else { continue };
-        let feature = &batch.id_features()[member.feature];
+        let feature = plan.feature(batch, member.feature);
         let slot = &context.schema.slots[plan.slots()[member.feature]];
         let factors = kernels::divisors(slot, feature.offsets())
             .map(|divisors| divisors.into_iter().map(|divisor| 1.0 / divisor).collect::<Vec<_>>());
@@ -90,7 +91,10 @@ fn sum_table(
             factors: factors.as_deref(),
             map: member.map.as_deref(),
         };
-        kernels::segment_sum(&input, sum.as_mut());
+        match feature.grouped_weights() {
+            None => kernels::segment_sum(&input, sum.as_mut()),
+            Some(weights) => segment_sum_weighted(&input, weights, sum.as_mut()),
+        }
     }
     if factor != 1.0 {
         kernels::scale(sum.as_mut(), factor);

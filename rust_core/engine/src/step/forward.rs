@@ -6,18 +6,32 @@ use persia_types::tables::{LookupReport, LookupRequest, Mode, TableIds, TablesEr
 use persia_types::token::Token;
 
 use crate::batch::Batch;
+use crate::batch::feature::IdFeature;
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::buffer::Buffer;
 use crate::step::kernels::{self, Pool};
 use crate::step::plan::{Member, Plan};
+use crate::step::weighted::pool_weighted;
 
-/// The pooled rows of one id feature, `[batch, dim]`, 64-byte aligned.
+/// The rows of one id feature, 64-byte aligned: pooled, `[batch, dim]`; of a raw feature `[batch, places, dim]`.
 #[derive(Debug)]
 pub struct Output {
     slot: usize,
     dim: usize,
     buffer: Buffer,
+    raw: Option<Raw>,
+}
+
+/// What a raw feature has beside its rows.
+#[derive(Debug)]
+pub struct Raw {
+    /// Places of a sample: `sample_fixed_size`.
+    pub places: usize,
+    /// `[batch, places]`: whether an id is there. Rows of the other places are zeros.
+    pub mask: Vec<bool>,
+    /// Ids left out, because their samples have more of them than places.
+    pub cut: usize,
 }
 
 impl Output {
@@ -29,6 +43,11 @@ impl Output {
     /// Floats per sample.
     pub fn dim(&self) -> usize {
         self.dim
+    }
+
+    /// Places, mask, and what was left out; `None` for a pooled feature.
+    pub fn raw(&self) -> Option<&Raw> {
+        self.raw.as_ref()
     }
 
     /// The floats alone; their memory is used again once dropped.
@@ -81,9 +100,15 @@ pub(crate) fn forward(
         for member in &table.members {
             let slot = plan.slots()[member.feature];
             let dim = dim(table.table);
-            let mut buffer = context.buffers.take(batch.batch_size() * dim);
-            pool_member(context, batch, slot, member, rows.as_ref(), buffer.as_mut());
-            outputs[member.feature] = Some(Output { slot, dim, buffer });
+            let feature = plan.feature(batch, member.feature);
+            let mut buffer = context.buffers.take(feature.samples() * dim);
+            pool_member(context, feature, slot, member, rows.as_ref(), buffer.as_mut());
+            let raw = context.schema.slots[slot].sample_fixed_size.map(|places| Raw {
+                places: places as usize,
+                mask: (0..feature.samples()).map(|place| !feature.occurrences_of(place).is_empty()).collect(),
+                cut: plan.cut(member.feature),
+            });
+            outputs[member.feature] = Some(Output { slot, dim, buffer, raw });
         }
     }
     let outputs = outputs.into_iter().flatten().collect();
@@ -92,13 +117,12 @@ pub(crate) fn forward(
 
 fn pool_member(
     context: &Context,
-    batch: &Batch,
+    feature: &IdFeature,
     slot: usize,
     member: &Member,
     rows: &[f32],
     out: &mut [f32],
 ) {
-    let feature = &batch.id_features()[member.feature];
     let slot = &context.schema.slots[slot];
     let composed: Option<Vec<u32>> =
         member.map.as_ref().map(|map| feature.inverse().iter().map(|unique| map[*unique as usize]).collect());
@@ -110,5 +134,8 @@ fn pool_member(
         offsets: feature.offsets(),
         divisors: divisors.as_deref(),
     };
-    kernels::pool(&input, out);
+    match feature.weights() {
+        None => kernels::pool(&input, out),
+        Some(weights) => pool_weighted(&input, weights, out),
+    }
 }

@@ -42,16 +42,19 @@ pub struct SegmentSum<'a> {
     pub map: Option<&'a [u32]>,
 }
 
-/// What each sample's sum is divided by: `n` for a mean, `sqrt(n)` for sqrt scaling, with n at least 1.
-/// `None` where that is 1 for all.
+/// What each sample's sum is divided by: its number of ids for a mean, the root of its number of rows (ids × rounds of
+/// a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
+///
+/// `offsets` are those of the feature as it is looked up.
 pub fn divisors(slot: &Slot, offsets: Option<&[u32]>) -> Option<Vec<f32>> {
     if slot.pooling == Pooling::Sum && !slot.sqrt_scaling {
         return None;
     }
+    let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds);
     let divisor = |bounds: &[u32]| {
-        let ids = (bounds[1] - bounds[0]).max(1) as f32;
-        let mean = if slot.pooling == Pooling::Mean { ids } else { 1.0 };
-        let root = if slot.sqrt_scaling { ids.sqrt() } else { 1.0 };
+        let rows = bounds[1] - bounds[0];
+        let mean = if slot.pooling == Pooling::Mean { (rows / rounds).max(1) as f32 } else { 1.0 };
+        let root = if slot.sqrt_scaling { (rows.max(1) as f32).sqrt() } else { 1.0 };
         mean * root
     };
     offsets.map(|offsets| offsets.windows(2).map(divisor).collect())

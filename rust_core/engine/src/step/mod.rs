@@ -6,3 +6,4 @@ pub(crate) mod forward;
 pub mod kernels;
 pub(crate) mod plan;
 mod simd;
+pub(crate) mod weighted;

@@ -5,12 +5,13 @@
 #![allow(unsafe_code)]
 
 use crate::step::kernels::{Pool, SegmentSum, pool_body, scale_body, segment_sum_body};
+use crate::step::weighted::{pool_weighted_body, segment_sum_weighted_body};
 
 /// Compile `$body` for AVX-512, AVX2 and the baseline, and choose at run time.
 macro_rules! dispatch {
-    ($(#[$doc:meta])* pub fn $name:ident($($arg:ident: $ty:ty),* $(,)?) => $body:path) => {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) => $body:path) => {
         $(#[$doc])*
-        pub fn $name($($arg: $ty),*) {
+        $vis fn $name($($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx512f,avx512vl,avx512dq,avx512bw")]
@@ -47,6 +48,17 @@ dispatch! {
 dispatch! {
     /// Multiply every float by `factor`.
     pub fn scale(values: &mut [f32], factor: f32) => scale_body
+}
+
+dispatch! {
+    /// As [`pool`], every row multiplied by its occurrence's weight before it is added.
+    pub(crate) fn pool_weighted(input: &Pool<'_>, weights: &[f32], out: &mut [f32]) => pool_weighted_body
+}
+
+dispatch! {
+    /// As [`segment_sum`], every gradient multiplied by its occurrence's weight too.
+    pub(crate) fn segment_sum_weighted(input: &SegmentSum<'_>, weights: &[f32], out: &mut [f32])
+        => segment_sum_weighted_body
 }
 
 #[cfg(target_arch = "x86_64")]
