@@ -43,7 +43,8 @@ def main() -> None:
         dense = torch.from_numpy(rng.standard_normal((BATCH, 3), dtype=np.float32)[mine])
         label = torch.from_numpy((a % 3 == 0).astype(np.float32)[mine, None])
         vectors = tables({"a": a[mine].copy(), "b": b[mine].copy()})
-        torch.nn.functional.binary_cross_entropy_with_logits(whole([dense], [*vectors.values()]), label).backward()
+        output = whole([dense], [*vectors.values()])
+        torch.autograd.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, label))
         optimizer.step()
         optimizer.zero_grad()
     assert tables.step == STEPS

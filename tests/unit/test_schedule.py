@@ -1,6 +1,7 @@
 """Learning-rate schedules: their formulas, and that pushes follow them, resumed runs too."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_step_uses_its_own_rate(configure: Configure) -> None:
             for batch in loader:
                 ctx.prepare_features(batch)
                 factor = torch.tensor(1.0 if batch.step == 1 else scale)
-                gradients = [torch.full(tuple(each.shape), 0.25) * factor for each in batch.embeddings()]  # type: ignore[call-overload]
+                gradients = [torch.full(tuple(each.shape), 0.25) * factor for each in batch.embeddings()]
                 batch.push(gradients, optimizer.lr_factor(batch.step))
             results.append(everything(ctx))
     assert results[0] == results[1]
@@ -79,7 +80,7 @@ def test_update_lr_and_a_schedule_multiply() -> None:
 
 
 def test_wrong_schedules_are_refused() -> None:
-    for make_it, text in [
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: LRSchedule("step"), "course='step'"),  # type: ignore[arg-type]
         (lambda: LRSchedule("linear"), "total_steps=None"),
         (lambda: LRSchedule("cosine", warmup_steps=9, total_steps=9), "more than warmup_steps"),
@@ -87,6 +88,7 @@ def test_wrong_schedules_are_refused() -> None:
         (lambda: LRSchedule(warmup_steps=-1, end=2), "warmup_steps=-1.*end=2"),
         (lambda: SGD(0.1).scheduled(lambda step: math.nan).lr_factor(3), "nan at step 3"),
         (lambda: SGD(0.1).scheduled(lambda step: -1.0).lr_factor(3), "-1.0 at step 3"),
-    ]:
+    ]
+    for make_it, text in cases:
         with pytest.raises(ConfigError, match=text):
             make_it()

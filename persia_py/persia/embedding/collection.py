@@ -231,7 +231,7 @@ class _LookedUp(torch.autograd.Function):
     """The vectors of one step; their gradients go to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, anchor: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """Return the vectors, in the batch's order."""
         del anchor
         ctx.step = step
@@ -239,7 +239,7 @@ class _LookedUp(torch.autograd.Function):
         return tuple(map(from_dlpack, step.embeddings()))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
         """Push; a vector that the loss does not depend on has no gradient."""
         ctx.step.push(gradients)
