@@ -7,7 +7,7 @@
 //! * `tokens`, `memo`: what counts once, and what a push may expect to find where its look-up did
 //! * `span`, `lookup`, `push`: a request cut into blocks, and what happens to a block
 //! * `shard`, `table`: rows, budget and eviction; `index`, `memory`: from ids to slots to bytes
-//! * `optimizer`, `initial`: the mathematics; `simd`: the same loop for every instruction set
+//! * `optimizer`, `initial`: the mathematics
 //! * `export`, `snapshot`: to and from the files of [`checkpoint`]
 
 pub mod checkpoint;
@@ -23,11 +23,11 @@ mod push;
 mod request;
 mod run;
 mod shard;
-mod simd;
 mod snapshot;
 mod span;
 mod store;
 mod table;
 mod tokens;
 
+use persia_types::simd;
 pub use store::{Store, StoreOptions};

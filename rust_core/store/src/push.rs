@@ -2,20 +2,21 @@
 
 use std::convert::Infallible;
 
-use parking_lot::{Mutex, MutexGuard};
-use persia_types::ShardedIds;
-use persia_types::id::hash_id;
+use parking_lot::Mutex;
+use persia_types::Schema;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{PushReport, TableGradients};
 
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::optimizer::{RowRule, Rule, all_finite};
 use crate::shard::Shard;
-use crate::simd::{Lanes, Level, Work, prefetch};
-use crate::span::{Piece, blocks, for_each_span};
+use crate::simd::{Lanes, Level, Work};
+use crate::span::{Span, for_each_span};
 
 /// One push whose request was checked.
 pub(crate) struct Push<'a> {
+    pub(crate) schema: &'a Schema,
     pub(crate) level: Level,
     pub(crate) rule: Rule,
     pub(crate) tables: &'a [TableGradients<'a>],
@@ -50,24 +51,24 @@ impl Push<'_> {
     ) -> PushReport {
         // Either all parts have remembered slots or all are searched: a push is the answer to its look-up.
         let lookup_part = |memo: &Memo, part: &TableGradients<'_>| memo.part_of(part.table, part.ids.len());
-        let remembered: Option<Vec<usize>> =
-            memo.as_ref().and_then(|memo| self.tables.iter().map(|part| lookup_part(memo, part)).collect());
-        let known = remembered.is_some();
+        let known = memo
+            .as_ref()
+            .is_some_and(|memo| self.tables.iter().all(|part| lookup_part(memo, part).is_some()));
         let memo = memo.get_or_insert_default();
-        let memo_parts = remembered.unwrap_or_else(|| {
+        if !known {
             memo.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
-            (0..self.tables.len()).collect()
-        });
-        let parts: Vec<(usize, &ShardedIds)> =
-            self.tables.iter().map(|part| (part.table, part.ids)).collect();
+        }
         let mut counts = Counts::default();
-        let Ok(()) = for_each_span(shards, &parts, |locked, pieces| {
-            for block in blocks(pieces) {
-                let (tables, memo_parts, counts) = (self.tables, &memo_parts[..], &mut counts);
-                self.level.run(ApplyBlock { locked, block, tables, memo, memo_parts, known, rule, counts });
-            }
-            Ok::<(), Infallible>(())
-        });
+        for (number, part) in self.tables.iter().enumerate() {
+            let dim = self.schema.tables[part.table].dim;
+            let memo_part = lookup_part(memo, part).unwrap_or(number);
+            let (slots, row) = memo.part_and_row(memo_part, dim);
+            let Ok(()) = for_each_span(shards, part.ids, |span| {
+                let counts = &mut counts;
+                self.level.run(ApplySpan { span, number, part, slots, row, known, rule, counts });
+                Ok::<(), Infallible>(())
+            });
+        }
         self.report(&counts)
     }
 
@@ -85,92 +86,61 @@ impl Push<'_> {
     }
 }
 
-/// The rows of one block: as in a look-up, every loop asks for the lines that the next one needs.
-struct ApplyBlock<'a, 's, R> {
-    locked: &'a mut [MutexGuard<'s, Shard>],
-    block: &'a [Piece],
-    tables: &'a [TableGradients<'a>],
-    memo: &'a mut Memo,
-    /// Which part of the memo belongs to which part of the push.
-    memo_parts: &'a [usize],
-    /// Whether the memo's slots come from a look-up, to be checked, rather than from a search here.
+/// The rows of one span: as in a look-up, every loop asks for the lines that the next one needs.
+struct ApplySpan<'a, 'b, 's, R> {
+    span: Span<'b, 's>,
+    /// Which of the push's tables.
+    number: usize,
+    part: &'a TableGradients<'a>,
+    /// Of all the table's ids.
+    slots: &'a mut [u32],
+    /// Room for a gradient.
+    row: &'a mut [f32],
+    /// Whether the slots come from a look-up, to be checked, rather than from a search here.
     known: bool,
     rule: R,
     counts: &'a mut Counts,
 }
 
-impl<R: RowRule> Work for ApplyBlock<'_, '_, R> {
+impl<R: RowRule> Work for ApplySpan<'_, '_, '_, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run<L: Lanes>(mut self) {
-        if !self.known {
-            self.search::<L>();
+    fn run<L: Lanes>(self) {
+        let Self { span, number, part, slots, row, known, rule, counts } = self;
+        let (ids, dim) = (part.ids.ids(), row.len());
+        if !known {
+            span.find::<L>(part.table, ids, slots);
         }
-        self.prefetch_rows();
-        self.update::<L>();
-    }
-}
-
-impl<R: RowRule> ApplyBlock<'_, '_, R> {
-    #[inline(always)]
-    fn search<L: Lanes>(&mut self) {
-        for piece in self.block {
-            let index = &self.locked[piece.shard].tables[piece.table].index;
-            for id in &self.tables[piece.part].ids.ids()[piece.range.clone()] {
-                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
-            }
-        }
-        for piece in self.block {
-            let table = &self.locked[piece.shard].tables[piece.table];
-            let ids = &self.tables[piece.part].ids.ids()[piece.range.clone()];
-            let slots = &mut self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
-            for (slot, id) in slots.iter_mut().zip(ids) {
-                *slot = table.find::<L>(*id);
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn prefetch_rows(&mut self) {
-        for piece in self.block {
-            let table = &self.locked[piece.shard].tables[piece.table];
-            let stride = table.layout().stride();
-            for slot in &self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()] {
-                if *slot != NO_SLOT {
-                    prefetch(table.rows(), *slot as usize * stride, stride);
-                    if self.known {
-                        prefetch(table.meta(), *slot as usize, 1);
+        let ahead = span.addresses(part.table, slots, known);
+        let stride = span.stride(part.table);
+        ahead.start(stride);
+        for (shard, range) in span.shards.iter_mut().zip(span.ranges) {
+            let table = &mut shard.tables[part.table];
+            for at in range.clone() {
+                ahead.fetch(at, stride);
+                let gradient: &[f32] = match &part.gradients {
+                    Gradients::Rows(rows) => &rows[at * dim..][..dim],
+                    Gradients::Samples(sum) => {
+                        sum.fetch_ahead(at);
+                        sum.write(at, row);
+                        row
                     }
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn update<L: Lanes>(&mut self) {
-        for piece in self.block {
-            let table = &mut self.locked[piece.shard].tables[piece.table];
-            let dim = table.layout().dim;
-            let part = &self.tables[piece.part];
-            let slots = &self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
-            let ids = &part.ids.ids()[piece.range.clone()];
-            let gradients = part.gradients[piece.range.start * dim..piece.range.end * dim].chunks_exact(dim);
-            for (at, ((slot, id), gradient)) in slots.iter().zip(ids).zip(gradients).enumerate() {
+                };
                 if !all_finite::<L>(gradient) {
-                    self.counts.nonfinite += 1;
-                    let first = self.counts.first_nonfinite.get_or_insert((usize::MAX, 0));
-                    *first = (*first).min((piece.part, piece.range.start + at));
+                    counts.nonfinite += 1;
+                    counts.first_nonfinite.get_or_insert((number, at));
                     continue;
                 }
-                let slot = if self.known && !table.holds(*slot, *id) { table.find::<L>(*id) } else { *slot };
+                let slot = slots[at];
+                let slot = if known && !table.holds(slot, ids[at]) { table.find::<L>(ids[at]) } else { slot };
                 if slot == NO_SLOT {
-                    self.counts.missing += 1;
+                    counts.missing += 1;
                     continue;
                 }
                 let (weights, state) = table.row_mut(slot).split_at_mut(dim);
-                self.rule.row::<L>(weights, state, gradient);
-                self.counts.applied += 1;
+                rule.row::<L>(weights, state, gradient);
+                counts.applied += 1;
             }
         }
     }
