@@ -6,12 +6,13 @@
 //! * `request`, `run`: what is checked, before anything changes
 //! * `tokens`, `memo`: what counts once, and what a push may expect to find where its look-up did
 //! * `span`, `lookup`, `push`: a request cut into blocks, and what happens to a block
-//! * `shard`, `table`: rows, budget and eviction; `index`, `memory`: from ids to slots to bytes
+//! * `shard`, `table`: rows, budget and eviction; `index`, `memory`, `arena`: from ids to slots to bytes
 //! * `optimizer`, `initial`: the mathematics
 //! * `export`, `snapshot`: to and from the files of [`checkpoint`]
 
 pub mod checkpoint;
 
+mod arena;
 mod export;
 mod index;
 mod initial;
