@@ -8,7 +8,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 DIST ?= dist
-COMPOSE_TESTS ?= tests/compose
 BIN := $(VENV)/bin
 CARGO := cargo
 MANIFEST := rust_core/Cargo.toml
@@ -58,7 +57,7 @@ test-python: setup ## Run the Python tests
 	$(BIN)/python -m pytest tests --ignore=tests/compose
 
 test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
-	$(BIN)/python -m pytest $(COMPOSE_TESTS)
+	$(BIN)/python -m pytest tests/compose
 
 lint: lint-rust lint-python ## Check formatting, types, lints and the direction of dependencies
 
