@@ -121,6 +121,7 @@ class CommonContext(ABC):
             optimizer=None if settings.optimizer is None else settings.optimizer.spec,
             initializer=settings.config.initializer,
             admit_probability=settings.config.admit_probability,
+            admit_min_count=settings.config.admit_min_count,
             weight_bound=settings.config.weight_bound,
             after_epoch=after_epoch,
             step=step,

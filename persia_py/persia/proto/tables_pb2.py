@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19persia/proto/tables.proto\x12\tpersia.v1\">\n\x05Token\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"=\n\tTablePart\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x14\n\x0cshard_counts\x18\x03 \x03(\r\"B\n\x05\x43hunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\"\x7f\n\nLookupHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1d\n\x04mode\x18\x03 \x01(\x0e\x32\x0f.persia.v1.Mode\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\"_\n\rLookupRequest\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.persia.v1.LookupHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"P\n\x0cLookupReport\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x10\n\x08inserted\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x04\"b\n\x0bLookupReply\x12 \n\x04rows\x18\x01 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x17.persia.v1.LookupReportH\x00\x42\x06\n\x04part\"\x7f\n\x08PushHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tlr_factor\x18\x03 \x01(\x02\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\x12\x0c\n\x04only\x18\x05 \x03(\r\"\x82\x01\n\x0bPushRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x13.persia.v1.PushHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12%\n\tgradients\x18\x03 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"\xc5\x01\n\nPushReport\x12\x13\n\x0brows_pushed\x18\x01 \x01(\x04\x12\x14\n\x0crows_applied\x18\x02 \x01(\x04\x12\x14\n\x0crows_missing\x18\x03 \x01(\x04\x12\x16\n\x0erows_nonfinite\x18\x04 \x01(\x04\x12\x16\n\x0erows_duplicate\x18\x05 \x01(\x04\x12\x32\n\x0f\x66irst_nonfinite\x18\x06 \x01(\x0b\x32\x14.persia.v1.NonFiniteH\x00\x88\x01\x01\x42\x12\n\x10_first_nonfinite\"&\n\tNonFinite\x12\r\n\x05table\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\x06\"3\n\tPushReply\x12&\n\x07servers\x18\x01 \x03(\x0b\x32\x15.persia.v1.ServerPush\"w\n\nServerPush\x12\x0e\n\x06server\x18\x01 \x01(\r\x12(\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x15.persia.v1.PushReportH\x00\x12$\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x12.persia.v1.FailureH\x00\x42\t\n\x07outcome\"8\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\"#\n\x05\x46\x65nce\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"c\n\x0c\x42\x65ginRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07servers\x18\x03 \x01(\r\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x12\n\ncheck_only\x18\x05 \x01(\x08\"\x0c\n\nBeginReply\"E\n\x0fSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\"3\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x03 \x01(\t\"=\n\rSnapshotReply\x12\x1e\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x0f.persia.v1.File\x12\x0c\n\x04rows\x18\x02 \x03(\x04\"x\n\x0eRestoreRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x1e\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x0f.persia.v1.File\x12\x12\n\ncheck_only\x18\x04 \x01(\x08\"\x0e\n\x0cRestoreReply\"\x0e\n\x0cStatsRequest\"=\n\x0bServerStats\x12\x0e\n\x06server\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stats\x18\x03 \x01(\t\"G\n\nStatsReply\x12\x0f\n\x07servers\x18\x01 \x01(\r\x12(\n\x08\x61nswered\x18\x02 \x03(\x0b\x32\x16.persia.v1.ServerStats\"/\n\x0c\x43learRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\"\x0c\n\nClearReply*K\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0e\n\nMODE_TRAIN\x10\x01\x12\r\n\tMODE_EVAL\x10\x02\x12\x0e\n\nMODE_INFER\x10\x03\x32\xb5\x03\n\x0f\x45mbeddingServer\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12@\n\x08Snapshot\x12\x1a.persia.v1.SnapshotRequest\x1a\x18.persia.v1.SnapshotReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReply2\xb0\x03\n\nMiddleware\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12@\n\x08Snapshot\x12\x1a.persia.v1.SnapshotRequest\x1a\x18.persia.v1.SnapshotReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19persia/proto/tables.proto\x12\tpersia.v1\">\n\x05Token\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"=\n\tTablePart\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x14\n\x0cshard_counts\x18\x03 \x03(\r\"B\n\x05\x43hunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\"\x7f\n\nLookupHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1d\n\x04mode\x18\x03 \x01(\x0e\x32\x0f.persia.v1.Mode\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\"_\n\rLookupRequest\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.persia.v1.LookupHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"a\n\x0cLookupReport\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x10\n\x08inserted\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x05 \x01(\x04\"b\n\x0bLookupReply\x12 \n\x04rows\x18\x01 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x17.persia.v1.LookupReportH\x00\x42\x06\n\x04part\"\x7f\n\x08PushHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tlr_factor\x18\x03 \x01(\x02\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\x12\x0c\n\x04only\x18\x05 \x03(\r\"\x82\x01\n\x0bPushRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x13.persia.v1.PushHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12%\n\tgradients\x18\x03 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"\xc5\x01\n\nPushReport\x12\x13\n\x0brows_pushed\x18\x01 \x01(\x04\x12\x14\n\x0crows_applied\x18\x02 \x01(\x04\x12\x14\n\x0crows_missing\x18\x03 \x01(\x04\x12\x16\n\x0erows_nonfinite\x18\x04 \x01(\x04\x12\x16\n\x0erows_duplicate\x18\x05 \x01(\x04\x12\x32\n\x0f\x66irst_nonfinite\x18\x06 \x01(\x0b\x32\x14.persia.v1.NonFiniteH\x00\x88\x01\x01\x42\x12\n\x10_first_nonfinite\"&\n\tNonFinite\x12\r\n\x05table\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\x06\"3\n\tPushReply\x12&\n\x07servers\x18\x01 \x03(\x0b\x32\x15.persia.v1.ServerPush\"w\n\nServerPush\x12\x0e\n\x06server\x18\x01 \x01(\r\x12(\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x15.persia.v1.PushReportH\x00\x12$\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x12.persia.v1.FailureH\x00\x42\t\n\x07outcome\"8\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\"#\n\x05\x46\x65nce\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"c\n\x0c\x42\x65ginRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07servers\x18\x03 \x01(\r\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x12\n\ncheck_only\x18\x05 \x01(\x08\"\x0c\n\nBeginReply\"E\n\x0fSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\"3\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x03 \x01(\t\"=\n\rSnapshotReply\x12\x1e\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x0f.persia.v1.File\x12\x0c\n\x04rows\x18\x02 \x03(\x04\"x\n\x0eRestoreRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x1e\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x0f.persia.v1.File\x12\x12\n\ncheck_only\x18\x04 \x01(\x08\"\x0e\n\x0cRestoreReply\"\x0e\n\x0cStatsRequest\"=\n\x0bServerStats\x12\x0e\n\x06server\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stats\x18\x03 \x01(\t\"G\n\nStatsReply\x12\x0f\n\x07servers\x18\x01 \x01(\r\x12(\n\x08\x61nswered\x18\x02 \x03(\x0b\x32\x16.persia.v1.ServerStats\"/\n\x0c\x43learRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\"\x0c\n\nClearReply*K\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0e\n\nMODE_TRAIN\x10\x01\x12\r\n\tMODE_EVAL\x10\x02\x12\x0e\n\nMODE_INFER\x10\x03\x32\xb5\x03\n\x0f\x45mbeddingServer\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12@\n\x08Snapshot\x12\x1a.persia.v1.SnapshotRequest\x1a\x18.persia.v1.SnapshotReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReply2\xb0\x03\n\nMiddleware\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12@\n\x08Snapshot\x12\x1a.persia.v1.SnapshotRequest\x1a\x18.persia.v1.SnapshotReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'persia.proto.tables_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MODE']._serialized_start=2069
-  _globals['_MODE']._serialized_end=2144
+  _globals['_MODE']._serialized_start=2086
+  _globals['_MODE']._serialized_end=2161
   _globals['_TOKEN']._serialized_start=40
   _globals['_TOKEN']._serialized_end=102
   _globals['_TABLEPART']._serialized_start=104
@@ -44,51 +44,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKUPREQUEST']._serialized_start=364
   _globals['_LOOKUPREQUEST']._serialized_end=459
   _globals['_LOOKUPREPORT']._serialized_start=461
-  _globals['_LOOKUPREPORT']._serialized_end=541
-  _globals['_LOOKUPREPLY']._serialized_start=543
-  _globals['_LOOKUPREPLY']._serialized_end=641
-  _globals['_PUSHHEAD']._serialized_start=643
-  _globals['_PUSHHEAD']._serialized_end=770
-  _globals['_PUSHREQUEST']._serialized_start=773
-  _globals['_PUSHREQUEST']._serialized_end=903
-  _globals['_PUSHREPORT']._serialized_start=906
-  _globals['_PUSHREPORT']._serialized_end=1103
-  _globals['_NONFINITE']._serialized_start=1105
-  _globals['_NONFINITE']._serialized_end=1143
-  _globals['_PUSHREPLY']._serialized_start=1145
-  _globals['_PUSHREPLY']._serialized_end=1196
-  _globals['_SERVERPUSH']._serialized_start=1198
-  _globals['_SERVERPUSH']._serialized_end=1317
-  _globals['_FAILURE']._serialized_start=1319
-  _globals['_FAILURE']._serialized_end=1375
-  _globals['_FENCE']._serialized_start=1377
-  _globals['_FENCE']._serialized_end=1412
-  _globals['_BEGINREQUEST']._serialized_start=1414
-  _globals['_BEGINREQUEST']._serialized_end=1513
-  _globals['_BEGINREPLY']._serialized_start=1515
-  _globals['_BEGINREPLY']._serialized_end=1527
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1529
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1598
-  _globals['_FILE']._serialized_start=1600
-  _globals['_FILE']._serialized_end=1651
-  _globals['_SNAPSHOTREPLY']._serialized_start=1653
-  _globals['_SNAPSHOTREPLY']._serialized_end=1714
-  _globals['_RESTOREREQUEST']._serialized_start=1716
-  _globals['_RESTOREREQUEST']._serialized_end=1836
-  _globals['_RESTOREREPLY']._serialized_start=1838
-  _globals['_RESTOREREPLY']._serialized_end=1852
-  _globals['_STATSREQUEST']._serialized_start=1854
-  _globals['_STATSREQUEST']._serialized_end=1868
-  _globals['_SERVERSTATS']._serialized_start=1870
-  _globals['_SERVERSTATS']._serialized_end=1931
-  _globals['_STATSREPLY']._serialized_start=1933
-  _globals['_STATSREPLY']._serialized_end=2004
-  _globals['_CLEARREQUEST']._serialized_start=2006
-  _globals['_CLEARREQUEST']._serialized_end=2053
-  _globals['_CLEARREPLY']._serialized_start=2055
-  _globals['_CLEARREPLY']._serialized_end=2067
-  _globals['_EMBEDDINGSERVER']._serialized_start=2147
-  _globals['_EMBEDDINGSERVER']._serialized_end=2584
-  _globals['_MIDDLEWARE']._serialized_start=2587
-  _globals['_MIDDLEWARE']._serialized_end=3019
+  _globals['_LOOKUPREPORT']._serialized_end=558
+  _globals['_LOOKUPREPLY']._serialized_start=560
+  _globals['_LOOKUPREPLY']._serialized_end=658
+  _globals['_PUSHHEAD']._serialized_start=660
+  _globals['_PUSHHEAD']._serialized_end=787
+  _globals['_PUSHREQUEST']._serialized_start=790
+  _globals['_PUSHREQUEST']._serialized_end=920
+  _globals['_PUSHREPORT']._serialized_start=923
+  _globals['_PUSHREPORT']._serialized_end=1120
+  _globals['_NONFINITE']._serialized_start=1122
+  _globals['_NONFINITE']._serialized_end=1160
+  _globals['_PUSHREPLY']._serialized_start=1162
+  _globals['_PUSHREPLY']._serialized_end=1213
+  _globals['_SERVERPUSH']._serialized_start=1215
+  _globals['_SERVERPUSH']._serialized_end=1334
+  _globals['_FAILURE']._serialized_start=1336
+  _globals['_FAILURE']._serialized_end=1392
+  _globals['_FENCE']._serialized_start=1394
+  _globals['_FENCE']._serialized_end=1429
+  _globals['_BEGINREQUEST']._serialized_start=1431
+  _globals['_BEGINREQUEST']._serialized_end=1530
+  _globals['_BEGINREPLY']._serialized_start=1532
+  _globals['_BEGINREPLY']._serialized_end=1544
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1546
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1615
+  _globals['_FILE']._serialized_start=1617
+  _globals['_FILE']._serialized_end=1668
+  _globals['_SNAPSHOTREPLY']._serialized_start=1670
+  _globals['_SNAPSHOTREPLY']._serialized_end=1731
+  _globals['_RESTOREREQUEST']._serialized_start=1733
+  _globals['_RESTOREREQUEST']._serialized_end=1853
+  _globals['_RESTOREREPLY']._serialized_start=1855
+  _globals['_RESTOREREPLY']._serialized_end=1869
+  _globals['_STATSREQUEST']._serialized_start=1871
+  _globals['_STATSREQUEST']._serialized_end=1885
+  _globals['_SERVERSTATS']._serialized_start=1887
+  _globals['_SERVERSTATS']._serialized_end=1948
+  _globals['_STATSREPLY']._serialized_start=1950
+  _globals['_STATSREPLY']._serialized_end=2021
+  _globals['_CLEARREQUEST']._serialized_start=2023
+  _globals['_CLEARREQUEST']._serialized_end=2070
+  _globals['_CLEARREPLY']._serialized_start=2072
+  _globals['_CLEARREPLY']._serialized_end=2084
+  _globals['_EMBEDDINGSERVER']._serialized_start=2164
+  _globals['_EMBEDDINGSERVER']._serialized_end=2601
+  _globals['_MIDDLEWARE']._serialized_start=2604
+  _globals['_MIDDLEWARE']._serialized_end=3036
 # @@protoc_insertion_point(module_scope)

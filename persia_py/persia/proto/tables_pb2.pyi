@@ -73,16 +73,18 @@ class LookupRequest(_message.Message):
     def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class LookupReport(_message.Message):
-    __slots__ = ("hits", "inserted", "missing", "evicted")
+    __slots__ = ("hits", "inserted", "missing", "evicted", "expired")
     HITS_FIELD_NUMBER: _ClassVar[int]
     INSERTED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     hits: int
     inserted: int
     missing: int
     evicted: int
-    def __init__(self, hits: _Optional[int] = ..., inserted: _Optional[int] = ..., missing: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
+    expired: int
+    def __init__(self, hits: _Optional[int] = ..., inserted: _Optional[int] = ..., missing: _Optional[int] = ..., evicted: _Optional[int] = ..., expired: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("rows", "report")

@@ -93,7 +93,7 @@ impl Engine {
     /// that are held. Returns the epoch.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
-        *, seed, optimizer, initializer, admit_probability, weight_bound, after_epoch, step, fresh=false
+        *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_epoch, step, fresh=false
     ))]
     fn begin(
         &self,
@@ -102,6 +102,7 @@ impl Engine {
         optimizer: Option<&OptimizerSpec>,
         initializer: &InitializerSpec,
         admit_probability: f32,
+        admit_min_count: u32,
         weight_bound: f32,
         after_epoch: u64,
         step: u64,
@@ -116,6 +117,7 @@ impl Engine {
             optimizer: optimizer.map(|spec| spec.0),
             initializer: initializer.0,
             admit_probability,
+            admit_min_count,
             weight_bound,
             fresh,
             world_size: self.world_size,

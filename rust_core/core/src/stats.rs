@@ -23,6 +23,7 @@ pub(crate) fn describe<'py>(
         ("inserted", found.inserted),
         ("missing", found.missing),
         ("evicted", found.evicted),
+        ("expired", found.expired),
     ] {
         lookups.set_item(name, value)?;
     }

@@ -151,7 +151,7 @@ fn schema(dim: usize) -> Schema {
     let slot = |i| Slot { name: name(i), table: i, pooling: Pooling::Sum, sqrt_scaling: false };
     Schema {
         slots: (0..FEATURES).map(slot).collect(),
-        tables: (0..FEATURES).map(|i| Table { name: name(i), dim }).collect(),
+        tables: (0..FEATURES).map(|i| Table::new(name(i), dim)).collect(),
     }
 }
 
@@ -173,6 +173,7 @@ fn begun_store(dim: usize) -> Arc<Store> {
         optimizer: Some(optimizer),
         initializer: Initializer::Uniform { low: -0.01, high: 0.01 },
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 10.0,
         fresh: false,
         world_size: 1,

@@ -9,7 +9,7 @@ use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::run::ActiveRun;
 use crate::shard::{Shard, no_memory};
-use crate::simd::{LANES, Lanes, Level, Portable, Work, prefetch};
+use crate::simd::{Lanes, Level, Portable, Work, prefetch};
 use crate::span::{Piece, blocks, for_each_span};
 
 /// What a look-up may change, and how it reads what is missing.
@@ -19,8 +19,15 @@ pub(crate) enum Effect {
     Admit(u32),
     /// A repeated one: changes nothing; a missing id reads as the row it would be given, if it is admitted.
     Repeat(u32),
-    /// Evaluation: changes nothing; a missing id reads as zeros.
-    Read,
+    /// Evaluation at this step: changes nothing; a missing id reads as zeros.
+    Read(u32),
+}
+
+impl Effect {
+    fn step(self) -> u32 {
+        let (Self::Admit(step) | Self::Repeat(step) | Self::Read(step)) = self;
+        step
+    }
 }
 
 /// One look-up whose request was checked.
@@ -44,13 +51,16 @@ impl Lookup<'_> {
         memo.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
         let parts: Vec<(usize, &ShardedIds)> =
             self.tables.iter().map(|part| (part.table, part.ids)).collect();
-        let step = if let Effect::Admit(step) = self.effect { Some(step) } else { None };
+        let (step, trains) = (self.effect.step(), matches!(self.effect, Effect::Admit(_)));
         let mut report = LookupReport::default();
+        if trains {
+            report.expired += self.sweep(shards, step);
+        }
         for_each_span(shards, &parts, |locked, pieces| {
             let mut hits = 0;
             for block in blocks(pieces) {
                 let tables = self.tables;
-                hits += self.level.run(ReadBlock { locked, block, tables, rows, memo, step });
+                hits += self.level.run(ReadBlock { locked, block, tables, rows, memo, step, trains });
             }
             let asked: usize = pieces.iter().map(|piece| piece.range.len()).sum();
             report.hits += hits;
@@ -60,6 +70,13 @@ impl Lookup<'_> {
             Ok(())
         })?;
         Ok(report)
+    }
+
+    /// Free the memory of expired rows in the shard that is due at this step, if the request has ids there.
+    fn sweep(&self, shards: &[Mutex<Shard>], step: u32) -> u64 {
+        let due = step as usize % shards.len();
+        let asked = self.tables.iter().any(|part| !part.ids.range(due).is_empty());
+        if asked { shards[due].lock().sweep(step) } else { 0 }
     }
 
     /// The second pass over some shards: every id that the first did not find.
@@ -96,37 +113,45 @@ impl Lookup<'_> {
         out: &mut [f32],
         report: &mut LookupReport,
     ) -> Result<u32, TablesError> {
-        let (Effect::Admit(step) | Effect::Repeat(step)) = self.effect else {
+        if let Effect::Read(_) = self.effect {
             out.fill(0.0);
             report.missing += 1;
             return Ok(NO_SLOT);
-        };
-        // An id that stands in the request twice got its row the first time.
+        }
+        let (step, run) = (self.effect.step(), self.run.table(table));
+        let out_of_memory = |error| no_memory(&self.schema.tables[table].name, error);
         let slot = shard.tables[table].find::<Portable>(id);
-        if slot != NO_SLOT {
-            out.copy_from_slice(&shard.tables[table].row(slot)[..out.len()]);
+        if slot != NO_SLOT && shard.tables[table].is_alive(slot, run.layout.oldest_alive(step)) {
+            // An id that stands in the request twice got its row the first time.
+            run.layout.read::<Portable>(shard.tables[table].row(slot), out);
             report.hits += 1;
             return Ok(slot);
         }
-        if !self.run.admits(id, step) {
+        let trains = matches!(self.effect, Effect::Admit(_));
+        if slot != NO_SLOT && trains {
+            shard.remove(table, id);
+            report.expired += 1;
+        }
+        let asked_enough = if trains {
+            shard.count(table, id, run.admission.min_count).map_err(out_of_memory)?
+        } else {
+            !shard.is_waiting(table, id)
+        };
+        if !asked_enough || !self.run.draws_admission(table, id, step) {
             out.fill(0.0);
             report.missing += 1;
             return Ok(NO_SLOT);
         }
-        self.run.write_initial(table, id, out);
-        if matches!(self.effect, Effect::Repeat(_)) {
+        run.initial_weights(id, out);
+        if !trains {
             report.missing += 1;
             return Ok(NO_SLOT);
         }
-        let fill = |row: &mut [f32]| {
-            let (weights, state) = row.split_at_mut(out.len());
-            weights.copy_from_slice(out);
-            self.run.write_initial_state(state);
-        };
-        let inserted = shard.insert(table, id, step, fill);
-        let (slot, evicted) = inserted.map_err(|error| no_memory(&self.schema.tables[table].name, error))?;
+        let inserted = shard.insert(table, id, step, |row| run.write_initial(row, out));
+        let (slot, left) = inserted.map_err(out_of_memory)?;
         report.inserted += 1;
-        report.evicted += evicted;
+        report.evicted += left.evicted;
+        report.expired += left.expired;
         Ok(slot)
     }
 }
@@ -141,8 +166,10 @@ struct ReadBlock<'a, 'r, 's> {
     tables: &'a [TableIds<'a>],
     rows: &'a mut [&'r mut [f32]],
     memo: &'a mut Memo,
-    /// Recency to note.
-    step: Option<u32>,
+    /// Decides which rows are expired.
+    step: u32,
+    /// Whether to note their use at that step.
+    trains: bool,
 }
 
 impl Work for ReadBlock<'_, '_, '_> {
@@ -150,7 +177,7 @@ impl Work for ReadBlock<'_, '_, '_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) -> u64 {
-        let Self { locked, block, tables, rows, memo, step } = self;
+        let Self { locked, block, tables, rows, memo, step, trains } = self;
         for piece in block {
             let index = &locked[piece.shard].tables[piece.table].index;
             for id in &tables[piece.part].ids.ids()[piece.range.clone()] {
@@ -159,14 +186,16 @@ impl Work for ReadBlock<'_, '_, '_> {
         }
         for piece in block {
             let table = &locked[piece.shard].tables[piece.table];
-            let (dim, stride) = (table.layout().dim, table.layout().stride());
+            let layout = table.layout();
+            let (words, stride) = (layout.weight_words(), layout.stride());
+            let reads_meta = trains || layout.oldest_alive(step) > 0;
             let ids = &tables[piece.part].ids.ids()[piece.range.clone()];
             let slots = &mut memo.part_mut(piece.part)[piece.range.clone()];
             for (slot, id) in slots.iter_mut().zip(ids) {
                 *slot = table.find::<L>(*id);
                 if *slot != NO_SLOT {
-                    prefetch(table.rows(), *slot as usize * stride, dim);
-                    if step.is_some() {
+                    prefetch(table.rows(), *slot as usize * stride, words);
+                    if reads_meta {
                         prefetch(table.meta(), *slot as usize, 1);
                     }
                 }
@@ -175,32 +204,25 @@ impl Work for ReadBlock<'_, '_, '_> {
         let mut hits = 0;
         for piece in block {
             let table = &mut locked[piece.shard].tables[piece.table];
-            let dim = table.layout().dim;
-            let slots = &memo.part_mut(piece.part)[piece.range.clone()];
+            let layout = table.layout();
+            let (dim, oldest) = (layout.dim, layout.oldest_alive(step));
+            let slots = &mut memo.part_mut(piece.part)[piece.range.clone()];
             let out = &mut rows[piece.part][piece.range.start * dim..piece.range.end * dim];
-            for (slot, out) in slots.iter().zip(out.chunks_exact_mut(dim)) {
-                if *slot != NO_SLOT {
-                    hits += 1;
-                    copy(&table.row(*slot)[..dim], out);
-                    if let Some(step) = step {
-                        table.touch(*slot, step);
-                    }
+            for (slot, out) in slots.iter_mut().zip(out.chunks_exact_mut(dim)) {
+                if *slot == NO_SLOT {
+                    continue;
+                }
+                if !table.is_alive(*slot, oldest) {
+                    *slot = NO_SLOT;
+                    continue;
+                }
+                hits += 1;
+                layout.read::<L>(table.row(*slot), out);
+                if trains {
+                    table.touch(*slot, step);
                 }
             }
         }
         hits
-    }
-}
-
-/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row.
-#[inline(always)]
-fn copy(from: &[f32], to: &mut [f32]) {
-    let (blocks, rest) = from.as_chunks::<LANES>();
-    let (out_blocks, out_rest) = to.as_chunks_mut::<LANES>();
-    for (out, block) in out_blocks.iter_mut().zip(blocks) {
-        *out = *block;
-    }
-    for (out, value) in out_rest.iter_mut().zip(rest) {
-        *out = *value;
     }
 }

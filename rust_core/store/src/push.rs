@@ -3,13 +3,17 @@
 use std::convert::Infallible;
 
 use parking_lot::{Mutex, MutexGuard};
-use persia_types::ShardedIds;
 use persia_types::id::hash_id;
+use persia_types::limits::MAX_DIM;
 use persia_types::tables::{PushReport, TableGradients};
+use persia_types::{Dtype, ShardedIds};
 
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::optimizer::{RowRule, Rule, all_finite};
+use crate::random::{RowDraws, Rounder};
+use crate::row::Layout;
+use crate::run::ActiveRun;
 use crate::shard::Shard;
 use crate::simd::{Lanes, Level, Work, prefetch};
 use crate::span::{Piece, blocks, for_each_span};
@@ -17,8 +21,25 @@ use crate::span::{Piece, blocks, for_each_span};
 /// One push whose request was checked.
 pub(crate) struct Push<'a> {
     pub(crate) level: Level,
-    pub(crate) rule: Rule,
+    pub(crate) step: u32,
     pub(crate) tables: &'a [TableGradients<'a>],
+    /// How the rows of each of `tables` change.
+    pub(crate) changes: Vec<Change>,
+}
+
+/// How the rows of one table change in one push.
+pub(crate) struct Change {
+    rule: Rule,
+    rounder: Option<Rounder>,
+}
+
+impl Change {
+    /// None without optimizer.
+    pub(crate) fn new(run: &ActiveRun, table: usize, lr_factor: f32, step: u32) -> Option<Self> {
+        let table = run.table(table);
+        let rule = Rule::new(table.optimizer.as_ref()?, lr_factor, run.weight_bound, step);
+        Some(Self { rule, rounder: table.rounder })
+    }
 }
 
 /// What became of rows, and the first with a bad gradient as `(part, position)`.
@@ -33,21 +54,6 @@ struct Counts {
 impl Push<'_> {
     /// Apply it. `memo` holds the slots of the look-up that this answers.
     pub(crate) fn apply(&self, shards: &[Mutex<Shard>], memo: &mut Option<Memo>) -> PushReport {
-        match self.rule {
-            Rule::Sgd(rule) => self.apply_rule(shards, memo, rule),
-            Rule::Momentum(rule) => self.apply_rule(shards, memo, rule),
-            Rule::Adagrad(rule) => self.apply_rule(shards, memo, rule),
-            Rule::RowAdagrad(rule) => self.apply_rule(shards, memo, rule),
-            Rule::Adam(rule) => self.apply_rule(shards, memo, rule),
-        }
-    }
-
-    fn apply_rule<R: RowRule>(
-        &self,
-        shards: &[Mutex<Shard>],
-        memo: &mut Option<Memo>,
-        rule: R,
-    ) -> PushReport {
         // Either all parts have remembered slots or all are searched: a push is the answer to its look-up.
         let lookup_part = |memo: &Memo, part: &TableGradients<'_>| memo.part_of(part.table, part.ids.len());
         let remembered: Option<Vec<usize>> =
@@ -61,10 +67,11 @@ impl Push<'_> {
         let parts: Vec<(usize, &ShardedIds)> =
             self.tables.iter().map(|part| (part.table, part.ids)).collect();
         let mut counts = Counts::default();
+        let mut wide = [0.0; MAX_DIM];
         let Ok(()) = for_each_span(shards, &parts, |locked, pieces| {
             for block in blocks(pieces) {
-                let (tables, memo_parts, counts) = (self.tables, &memo_parts[..], &mut counts);
-                self.level.run(ApplyBlock { locked, block, tables, memo, memo_parts, known, rule, counts });
+                let (push, memo_parts, counts, wide) = (self, &memo_parts[..], &mut counts, &mut wide);
+                self.level.run(ApplyBlock { locked, block, push, memo, memo_parts, known, counts, wide });
             }
             Ok::<(), Infallible>(())
         });
@@ -86,20 +93,21 @@ impl Push<'_> {
 }
 
 /// The rows of one block: as in a look-up, every loop asks for the lines that the next one needs.
-struct ApplyBlock<'a, 's, R> {
+struct ApplyBlock<'a, 's> {
     locked: &'a mut [MutexGuard<'s, Shard>],
     block: &'a [Piece],
-    tables: &'a [TableGradients<'a>],
+    push: &'a Push<'a>,
     memo: &'a mut Memo,
     /// Which part of the memo belongs to which part of the push.
     memo_parts: &'a [usize],
     /// Whether the memo's slots come from a look-up, to be checked, rather than from a search here.
     known: bool,
-    rule: R,
     counts: &'a mut Counts,
+    /// Room for the weights of a row that is not of f32.
+    wide: &'a mut [f32; MAX_DIM],
 }
 
-impl<R: RowRule> Work for ApplyBlock<'_, '_, R> {
+impl Work for ApplyBlock<'_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -112,18 +120,18 @@ impl<R: RowRule> Work for ApplyBlock<'_, '_, R> {
     }
 }
 
-impl<R: RowRule> ApplyBlock<'_, '_, R> {
+impl ApplyBlock<'_, '_> {
     #[inline(always)]
     fn search<L: Lanes>(&mut self) {
         for piece in self.block {
             let index = &self.locked[piece.shard].tables[piece.table].index;
-            for id in &self.tables[piece.part].ids.ids()[piece.range.clone()] {
+            for id in &self.push.tables[piece.part].ids.ids()[piece.range.clone()] {
                 prefetch(index.buckets(), index.home(hash_id(*id)), 1);
             }
         }
         for piece in self.block {
             let table = &self.locked[piece.shard].tables[piece.table];
-            let ids = &self.tables[piece.part].ids.ids()[piece.range.clone()];
+            let ids = &self.push.tables[piece.part].ids.ids()[piece.range.clone()];
             let slots = &mut self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
             for (slot, id) in slots.iter_mut().zip(ids) {
                 *slot = table.find::<L>(*id);
@@ -150,28 +158,63 @@ impl<R: RowRule> ApplyBlock<'_, '_, R> {
     #[inline(always)]
     fn update<L: Lanes>(&mut self) {
         for piece in self.block {
-            let table = &mut self.locked[piece.shard].tables[piece.table];
-            let dim = table.layout().dim;
-            let part = &self.tables[piece.part];
-            let slots = &self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
-            let ids = &part.ids.ids()[piece.range.clone()];
-            let gradients = part.gradients[piece.range.start * dim..piece.range.end * dim].chunks_exact(dim);
-            for (at, ((slot, id), gradient)) in slots.iter().zip(ids).zip(gradients).enumerate() {
-                if !all_finite::<L>(gradient) {
-                    self.counts.nonfinite += 1;
-                    let first = self.counts.first_nonfinite.get_or_insert((usize::MAX, 0));
-                    *first = (*first).min((piece.part, piece.range.start + at));
-                    continue;
-                }
-                let slot = if self.known && !table.holds(*slot, *id) { table.find::<L>(*id) } else { *slot };
-                if slot == NO_SLOT {
-                    self.counts.missing += 1;
-                    continue;
-                }
-                let (weights, state) = table.row_mut(slot).split_at_mut(dim);
-                self.rule.row::<L>(weights, state, gradient);
-                self.counts.applied += 1;
+            match self.push.changes[piece.part].rule {
+                Rule::Sgd(rule) => self.update_piece::<L, _>(piece, rule),
+                Rule::Momentum(rule) => self.update_piece::<L, _>(piece, rule),
+                Rule::Adagrad(rule) => self.update_piece::<L, _>(piece, rule),
+                Rule::RowAdagrad(rule) => self.update_piece::<L, _>(piece, rule),
+                Rule::Adam(rule) => self.update_piece::<L, _>(piece, rule),
             }
         }
     }
+
+    #[inline(always)]
+    fn update_piece<L: Lanes, R: RowRule>(&mut self, piece: &Piece, rule: R) {
+        let (step, rounder) = (self.push.step, self.push.changes[piece.part].rounder);
+        let table = &mut self.locked[piece.shard].tables[piece.table];
+        let layout = table.layout();
+        let (dim, oldest) = (layout.dim, layout.oldest_alive(step));
+        let part = &self.push.tables[piece.part];
+        let slots = &self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
+        let ids = &part.ids.ids()[piece.range.clone()];
+        let gradients = part.gradients[piece.range.start * dim..piece.range.end * dim].chunks_exact(dim);
+        for (at, ((slot, id), gradient)) in slots.iter().zip(ids).zip(gradients).enumerate() {
+            if !all_finite::<L>(gradient) {
+                self.counts.nonfinite += 1;
+                let first = self.counts.first_nonfinite.get_or_insert((usize::MAX, 0));
+                *first = (*first).min((piece.part, piece.range.start + at));
+                continue;
+            }
+            let slot = if self.known && !table.holds(*slot, *id) { table.find::<L>(*id) } else { *slot };
+            // A row looked up since is alive; only one that nobody looked up for this push can be expired.
+            if slot == NO_SLOT || !table.is_alive(slot, oldest) {
+                self.counts.missing += 1;
+                continue;
+            }
+            let row = table.row_mut(slot);
+            if layout.dtype == Dtype::F32 {
+                let (weights, state) = row.split_at_mut(dim);
+                rule.row::<L>(weights, state, gradient);
+            } else {
+                let draws = rounder.map(|rounder| rounder.row(*id, step));
+                update_halves::<L, R>(rule, layout, row, &mut self.wide[..dim], gradient, draws);
+            }
+            self.counts.applied += 1;
+        }
+    }
+}
+
+/// Update a row whose weights are of 16 bits, on an f32 copy of them.
+#[inline(always)]
+fn update_halves<L: Lanes, R: RowRule>(
+    rule: R,
+    layout: Layout,
+    row: &mut [f32],
+    wide: &mut [f32],
+    gradient: &[f32],
+    draws: Option<RowDraws>,
+) {
+    layout.read::<L>(row, wide);
+    rule.row::<L>(wide, &mut row[layout.weight_words()..], gradient);
+    layout.write::<L>(row, wide, draws);
 }

@@ -15,6 +15,8 @@ pub mod tables;
 pub mod token;
 
 pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards, shard_of};
-pub use schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+pub use schema::{
+    Admission, Dtype, Initializer, Optimizer, Pooling, Rounding, Schema, Slot, Table, TableSettings,
+};
 pub use tables::{Mode, Tables, TablesError};
 pub use token::{JobId, Token};

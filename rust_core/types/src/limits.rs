@@ -28,3 +28,9 @@ pub const MAX_NAME_BYTES: usize = 128;
 pub const MAX_STALENESS: usize = 64;
 /// Rows a shard's slab may hold per table, so that `u32` slots never wrap.
 pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;
+/// Look-ups after which an id may get its row.
+pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
+/// Mean of the Poisson initialiser, which draws about as many numbers for each weight.
+pub const MAX_POISSON_MEAN: f32 = 500.0;
+/// Ids without a row that a shard counts look-ups of: twice its budget of rows, within these.
+pub const WAITING_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

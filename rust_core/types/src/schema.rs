@@ -35,6 +35,79 @@ pub struct Table {
     pub name: String,
     /// Weights in a row.
     pub dim: usize,
+    /// What differs from the run's settings.
+    #[serde(default)]
+    pub settings: TableSettings,
+}
+
+impl Table {
+    /// A table of f32 rows that follows the run in everything.
+    pub fn new(name: impl Into<String>, dim: usize) -> Self {
+        Self { name: name.into(), dim, settings: TableSettings::default() }
+    }
+}
+
+/// How the rows of one table are kept, and where they differ from the run's settings.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TableSettings {
+    /// What a weight is stored as.
+    pub dtype: Dtype,
+    /// How an updated weight becomes one of `dtype`; f32 is never rounded.
+    pub rounding: Rounding,
+    /// In place of the run's.
+    pub optimizer: Option<Optimizer>,
+    /// In place of the run's.
+    pub initializer: Option<Initializer>,
+    /// In place of the run's.
+    pub admission: Option<Admission>,
+    /// A row that no training look-up asked for within this many steps is gone; None keeps it.
+    pub ttl: Option<u32>,
+}
+
+/// What a weight is stored as. Optimizer state is f32, look-ups give f32, and an update computes in f32.
+///
+/// What is beyond the largest finite number of a type (65504 for f16, 3.39e38 for bf16), an infinity included, is
+/// stored as that number, so that rounding never makes an infinity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE 754 binary32.
+    #[default]
+    F32,
+    /// IEEE 754 binary16: 11 significant bits, normal from 6.1e-5.
+    F16,
+    /// The upper half of a binary32: 8 significant bits, its whole range.
+    Bf16,
+}
+
+/// How an f32 becomes a number of fewer bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rounding {
+    /// To the nearest, ties to even. An update below half the distance of two numbers is lost.
+    #[default]
+    Nearest,
+    /// Up or down with the probability that makes the expectation exact (Gupta et al. 2015, "Deep Learning with
+    /// Limited Numerical Precision"), drawn by a hash of (seed, table, id, step, element).
+    Stochastic,
+}
+
+/// When a missing id gets a row: at a training look-up where both conditions hold. Until then it reads as zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Admission {
+    /// It is drawn with this probability, by a hash of (seed, id, step). In `0..=1`.
+    pub probability: f32,
+    /// This many training look-ups, this one included, asked for it since it last had a row. From 1.
+    pub min_count: u32,
+}
+
+impl Default for Admission {
+    /// Every id, at once.
+    fn default() -> Self {
+        Self { probability: 1.0, min_count: 1 }
+    }
 }
 
 /// Slots and tables of one configuration. Built by `config::EmbeddingConfig`.
@@ -137,4 +210,18 @@ pub enum Initializer {
         /// Standard deviation.
         std: f32,
     },
+    /// Gamma distribution of mean `shape * scale`.
+    Gamma {
+        /// k, above 0.
+        shape: f32,
+        /// Theta.
+        scale: f32,
+    },
+    /// Poisson distribution: whole numbers of mean and variance `lam`.
+    Poisson {
+        /// At most [`crate::limits::MAX_POISSON_MEAN`].
+        lam: f32,
+    },
+    /// Uniform in `[-b, b)`, `b = 1 / sqrt(dim)`: a row's expected squared length is 1/3, whatever its dimension.
+    InverseSqrtDim,
 }

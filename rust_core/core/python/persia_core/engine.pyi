@@ -28,6 +28,7 @@ class Engine:
         optimizer: OptimizerSpec | None,
         initializer: InitializerSpec,
         admit_probability: float,
+        admit_min_count: int,
         weight_bound: float,
         after_epoch: int,
         step: int,

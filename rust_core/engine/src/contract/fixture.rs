@@ -28,6 +28,7 @@ pub(super) fn run() -> Run {
         optimizer: Some(LEDGER),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,

@@ -43,7 +43,7 @@ pub fn schema() -> Schema {
         |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
     Schema {
         slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
-        tables: vec![Table { name: "ac".into(), dim: 4 }, Table { name: "b".into(), dim: 19 }],
+        tables: vec![Table::new("ac", 4), Table::new("b", 19)],
     }
 }
 

@@ -154,7 +154,7 @@ mod tests {
             |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
         Schema {
             slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
-            tables: vec![Table { name: "ac".into(), dim: 2 }, Table { name: "b".into(), dim: 3 }],
+            tables: vec![Table::new("ac", 2), Table::new("b", 3)],
         }
     }
 

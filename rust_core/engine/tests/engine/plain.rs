@@ -97,6 +97,7 @@ fn new_row(run: &Run, table: usize, id: Id) -> Row {
             Initializer::Zero => 0.0,
             Initializer::Uniform { low, high } => low + (high - low) * (mixed + 1.0) / 2.0,
             Initializer::Normal { mean, std } => mean + std * mixed, // near enough for a model
+            other => panic!("the plain model does not know {other:?}"),
         }
     };
     let state = run.optimizer.map_or(0, |optimizer| optimizer.state_len(dim));

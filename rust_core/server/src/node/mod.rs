@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     fn node(data: &std::path::Path) -> Node {
-        let schema = Schema { slots: vec![], tables: vec![Table { name: "a".into(), dim: 4 }] };
+        let schema = Schema { slots: vec![], tables: vec![Table::new("a", 4)] };
         let options = NodeOptions {
             job: "job".into(),
             index: 0,
@@ -288,6 +288,7 @@ mod tests {
             optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
             initializer: Initializer::Zero,
             admit_probability: 1.0,
+            admit_min_count: 1,
             weight_bound: 0.0,
             fresh: true,
             world_size: 1,

@@ -5,18 +5,46 @@ use std::time::Duration;
 
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{LookupReport, PushReport, Run};
-use persia_types::{Id, Initializer, Mode, Optimizer, Tables, TablesError};
+use persia_types::{
+    Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, Schema, TableSettings, Tables, TablesError,
+};
 use persia_wire::client::WireTables;
 
-use crate::stack::{Plan, Stack, lookup, push, run_of, schema, token};
+use crate::stack::{self, Plan, Stack, lookup, push, run_of, token};
 
 const DIMS: [usize; 3] = [8, 1, 19];
 const STEPS: u64 = 12;
 /// Few enough that rows are evicted all the time.
 const CAPACITY: u64 = 2_000;
 
+/// A table of each kind: all that may differ from the run's settings does, between them.
+fn schema() -> Schema {
+    let mut schema = stack::schema(&DIMS);
+    schema.tables[0].settings = TableSettings {
+        dtype: Dtype::Bf16,
+        rounding: Rounding::Stochastic,
+        admission: Some(Admission { probability: 0.9, min_count: 2 }),
+        ttl: Some(5),
+        ..TableSettings::default()
+    };
+    schema.tables[1].settings = TableSettings {
+        dtype: Dtype::F16,
+        optimizer: Some(Optimizer::Adagrad {
+            lr: 0.1,
+            weight_decay: 0.01,
+            initial_accumulator_value: 0.1,
+            g_square_momentum: 1.0,
+            eps: 1e-10,
+            vectorwise_shared: true,
+        }),
+        initializer: Some(Initializer::Gamma { shape: 0.5, scale: 0.1 }),
+        ..TableSettings::default()
+    };
+    schema
+}
+
 fn plan(servers: u32) -> Plan {
-    Plan { schema: schema(&DIMS), capacity: CAPACITY, ..Plan::new(servers) }
+    Plan { schema: schema(), capacity: CAPACITY, ..Plan::new(servers) }
 }
 
 fn run(plan: &Plan, ranks: u32) -> Run {
@@ -61,11 +89,12 @@ fn bits(steps: &[Step]) -> Vec<(LookupReport, Vec<Vec<u32>>, PushReport)> {
 fn any_number_of_servers_gives_the_bits_of_a_store_in_memory() {
     let reference = {
         let options = StoreOptions { capacity: CAPACITY, ..StoreOptions::default() };
-        let store = Store::new(schema(&DIMS), options).unwrap();
+        let store = Store::new(schema(), options).unwrap();
         store.begin(&run(&plan(1), 1)).unwrap();
         (1..=STEPS).map(|seq| step(&store, 0, seq)).collect::<Vec<_>>()
     };
     assert!(reference.iter().any(|(report, ..)| report.evicted > 0), "the test is to evict");
+    assert!(reference.iter().any(|(report, ..)| report.expired > 0), "rows are to expire");
     for servers in [1, 3] {
         let stack = Stack::start(plan(servers));
         let client = stack.client();

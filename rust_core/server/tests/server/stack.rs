@@ -206,7 +206,7 @@ impl<T: Send + Sync> Tables for Held<T> {
 }
 
 pub(crate) fn schema(dims: &[usize]) -> Schema {
-    let tables = dims.iter().enumerate().map(|(i, dim)| Table { name: format!("table_{i}"), dim: *dim });
+    let tables = dims.iter().enumerate().map(|(i, dim)| Table::new(format!("table_{i}"), *dim));
     Schema { slots: vec![], tables: tables.collect() }
 }
 
@@ -219,6 +219,7 @@ pub(crate) fn run_of(plan: &Plan) -> Run {
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,

@@ -58,7 +58,7 @@ pub(crate) struct Bench {
 impl Bench {
     /// Holds the ids of rows `0..rows`.
     pub(crate) fn new(dim: usize, rows: usize, optimizer: Optimizer) -> Self {
-        let schema = Schema { slots: vec![], tables: vec![Table { name: "bench".into(), dim }] };
+        let schema = Schema { slots: vec![], tables: vec![Table::new("bench", dim)] };
         let store = Store::new(schema.clone(), StoreOptions::default()).expect("a good schema");
         let run = Run {
             job: "bench".into(),
@@ -68,6 +68,7 @@ impl Bench {
             optimizer: Some(optimizer),
             initializer: Initializer::Zero,
             admit_probability: 1.0,
+            admit_min_count: 1,
             weight_bound: 10.0,
             fresh: false,
             world_size: 1,

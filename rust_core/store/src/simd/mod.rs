@@ -44,7 +44,7 @@ impl Level {
         let mut levels = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx2") {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
                 levels.push(Self::Avx2);
             }
             if is_x86_feature_detected!("avx512f")
@@ -85,7 +85,7 @@ fn portable<W: Work>(work: W) -> W::Output {
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
-#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+#[target_feature(enable = "avx2,f16c,bmi1,bmi2,lzcnt,popcnt")]
 fn avx2<W: Work>(work: W) -> W::Output {
     work.run::<Avx2>()
 }

@@ -18,7 +18,7 @@ pub(crate) const JOB: &str = "test";
 pub(crate) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
 
 pub(crate) fn schema(dims: &[usize]) -> Schema {
-    let tables = dims.iter().enumerate().map(|(i, dim)| Table { name: format!("table_{i}"), dim: *dim });
+    let tables = dims.iter().enumerate().map(|(i, dim)| Table::new(format!("table_{i}"), *dim));
     Schema { slots: vec![], tables: tables.collect() }
 }
 
@@ -31,6 +31,7 @@ pub(crate) fn run(dims: &[usize]) -> Run {
         optimizer: Some(LEDGER),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,

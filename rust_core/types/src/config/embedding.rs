@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::error::ConfigErrors;
 use super::groups::{GroupReader, SlotEntry};
 use super::reader::{Reader, Section, join};
+use super::settings::read_settings;
 use super::tree::Node;
 use super::{Parsed, later};
 use crate::limits::{MAX_DIM, MAX_SLOTS};
@@ -27,6 +28,7 @@ const SLOT_KEYS: &[&str] = &[
     "index_prefix",
     "pooling",
     "dtype",
+    "rounding",
     "optimizer",
     "init",
     "admission",
@@ -115,5 +117,6 @@ fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) ->
     reader.later(&hash_stack, &at("hash_stack_config"), later::HASH_STACK);
     reader.later(&section, path, later::SLOT);
     reader.without_effect(&section, path, &[("index_prefix", "ids keep all 64 bits")]);
-    SlotEntry { name, dim, pooling, sqrt_scaling }
+    let settings = read_settings(reader, &section, path);
+    SlotEntry { name, dim, pooling, sqrt_scaling, settings }
 }

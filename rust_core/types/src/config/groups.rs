@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use super::reader::{Reader, join, nearest};
+use super::settings::first_difference;
 use super::tree::{Key, Node, Place, Value};
-use crate::schema::{Pooling, Schema, Slot, Table};
+use crate::schema::{Pooling, Schema, Slot, Table, TableSettings};
 
 const PATH: &str = "feature_groups";
 
@@ -16,6 +17,8 @@ pub(super) struct SlotEntry<'a> {
     pub(super) dim: Option<usize>,
     pub(super) pooling: Pooling,
     pub(super) sqrt_scaling: bool,
+    /// None when they could not be read, which was reported.
+    pub(super) settings: Option<TableSettings>,
 }
 
 /// Reads `feature_groups` against the slots that were read before.
@@ -60,6 +63,7 @@ impl<'a> GroupReader<'a> {
             let Some(slot) = self.member(member, &path, group) else { continue };
             let one = *first.get_or_insert(slot);
             self.check_dim(one, slot, member.place, &path);
+            self.check_settings(one, slot, member.place, &path);
         }
     }
 
@@ -108,6 +112,20 @@ impl<'a> GroupReader<'a> {
         }
     }
 
+    fn check_settings(&mut self, one: usize, other: usize, place: Place, path: &str) {
+        let (one, other) = (&self.slots[one], &self.slots[other]);
+        if let (Some(expected), Some(found)) = (&one.settings, &other.settings)
+            && let Some((key, expected, found)) = first_difference(expected, found)
+        {
+            let message = format!(
+                "the slot `{}` has {key} {found} and `{}` has {key} {expected}; slots of one group share a table: \
+                 give both the same",
+                other.name, one.name
+            );
+            self.reader.error(place, path, message);
+        }
+    }
+
     /// Tables in the order of their first slot.
     pub(super) fn finish(mut self, bits: u64, bits_place: Place) -> Schema {
         self.check_names();
@@ -121,7 +139,10 @@ impl<'a> GroupReader<'a> {
             };
             if table == next {
                 let name = group.map_or(slot.name, |group| self.names[group].0.as_str());
-                schema.tables.push(Table { name: name.into(), dim: slot.dim.unwrap_or_default() });
+                schema.tables.push(Table {
+                    settings: slot.settings.unwrap_or_default(),
+                    ..Table::new(name, slot.dim.unwrap_or_default())
+                });
             }
             schema.slots.push(Slot {
                 name: slot.name.into(),

@@ -78,6 +78,8 @@ pub struct LookupReport {
     pub missing: u64,
     #[prost(uint64, tag = "4")]
     pub evicted: u64,
+    #[prost(uint64, tag = "5")]
+    pub expired: u64,
 }
 /// Every row once, in chunks of any order, then the report.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -136,34 +136,9 @@ fn what_comes_later_is_refused_by_name() {
             "found `false`, allowed: true (not in this version yet: raw (sequence) features, `false`)",
         ),
         (
-            "dtype: f16",
-            "dtype",
-            "found `f16`, allowed: f32 (not in this version yet: rows of `f16` and `bf16`)",
-        ),
-        (
             "hash_stack_config: {hash_stack_rounds: 2, embedding_size: 1_000}",
             "hash_stack_config.hash_stack_rounds",
             "found `2`, allowed: 0 (not in this version yet: hash stacks)",
-        ),
-        (
-            "optimizer: {kind: sgd}",
-            "optimizer",
-            "found a mapping, allowed: nothing, remove the key (not in this version yet: an optimizer per slot)",
-        ),
-        (
-            "init: zero",
-            "init",
-            "found `zero`, allowed: nothing, remove the key (not in this version yet: an initialiser per slot)",
-        ),
-        (
-            "admission: 0.5",
-            "admission",
-            "found `0.5`, allowed: nothing, remove the key (not in this version yet: admission per slot)",
-        ),
-        (
-            "ttl: 100",
-            "ttl",
-            "found `100`, allowed: nothing, remove the key (not in this version yet: time-to-live of rows)",
         ),
     ] {
         let said = slot(&format!("dim: 8, {keys}"));
