@@ -121,7 +121,9 @@ impl Checkpoint {
         let run = &self.manifest.head.run;
         let (now, _) = engine.running(py)?;
         for current in &now.schema.tables {
-            let Some(saved) = run.schema.tables.iter().find(|table| table.name == current.name) else { continue };
+            let Some(saved) = run.schema.tables.iter().find(|table| table.name == current.name) else {
+                continue;
+            };
             if let (Some(before), Some(after)) = (run.optimizer_of(saved), now.optimizer_of(current))
                 && kind(&before) != kind(&after)
             {

@@ -97,9 +97,10 @@ impl Index {
 
     /// Ids and their slots, in no order that means anything.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (u64, u32)> {
-        self.buckets.iter().copied().flat_map(move |bucket| {
-            (0..bucket.count()).map(move |lane| (bucket.0[lane], bucket.slot(lane)))
-        })
+        self.buckets
+            .iter()
+            .copied()
+            .flat_map(move |bucket| (0..bucket.count()).map(move |lane| (bucket.0[lane], bucket.slot(lane))))
     }
 
     /// Bytes allocated.

@@ -35,7 +35,9 @@ impl InitialWeights {
             Initializer::Normal { mean, std } => {
                 each(&|i| f64::from(mean) + f64::from(std) * normal(key, i));
             }
-            Initializer::Gamma { shape, scale } => each(&|i| f64::from(scale) * gamma(key, i, f64::from(shape))),
+            Initializer::Gamma { shape, scale } => {
+                each(&|i| f64::from(scale) * gamma(key, i, f64::from(shape)))
+            }
             Initializer::Poisson { lam } => each(&|i| poisson(key, i, f64::from(lam))),
         }
     }

@@ -11,7 +11,7 @@ use persia_types::{Dtype, ShardedIds};
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::optimizer::{RowRule, Rule, all_finite};
-use crate::random::{RowDraws, Rounder};
+use crate::random::{Rounder, RowDraws};
 use crate::row::Layout;
 use crate::run::ActiveRun;
 use crate::shard::Shard;

@@ -35,6 +35,9 @@ pub(crate) struct TableRun {
 impl ActiveRun {
     /// Check every number of `run`.
     pub(crate) fn new(run: &Run, schema: &Schema) -> Result<Self, TablesError> {
+        for table in &run.schema.tables {
+            check_settings(table)?;
+        }
         if run.schema != *schema {
             return bad(differing(schema, &run.schema));
         }
@@ -47,9 +50,6 @@ impl ActiveRun {
             check_optimizer(optimizer)?;
         }
         check_initializer(&run.initializer)?;
-        for table in &schema.tables {
-            check_settings(table)?;
-        }
         Ok(Self {
             epoch: run.epoch,
             trains: run.optimizer.is_some(),

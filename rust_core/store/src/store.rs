@@ -6,10 +6,10 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
+use persia_types::limits::MAX_DIM;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
-use persia_types::limits::MAX_DIM;
 use persia_types::{Mode, Schema, ShardedIds, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};

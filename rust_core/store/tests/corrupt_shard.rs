@@ -66,7 +66,8 @@ fn lies() {
     let dir = scratch();
     let mut rows = shards(1).remove(0);
     let held = rows.tables[0].ids.len();
-    rows.tables[0].waiting = (7..).zip(&ids_of(3, held + 5)[held..]).map(|(count, id)| (*id, count)).collect();
+    rows.tables[0].waiting =
+        (7..).zip(&ids_of(3, held + 5)[held..]).map(|(count, id)| (*id, count)).collect();
     let good = written(&rows);
     assert_eq!(read(dir.path(), &good).unwrap(), rows);
     let (mut accepted, mut refused) = (0, 0);
@@ -266,5 +267,7 @@ type Bits<'a> = (&'a str, &'a [u64], &'a [u64], Vec<u32>, Vec<u32>, &'a [(u64, u
 fn bits(rows: &ShardRows) -> Vec<Bits<'_>> {
     let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits()).collect();
     let tables = rows.tables.iter();
-    tables.map(|t| (&*t.name, &*t.ids, &*t.last_used, bits(&t.weights), bits(&t.state), &*t.waiting)).collect()
+    tables
+        .map(|t| (&*t.name, &*t.ids, &*t.last_used, bits(&t.weights), bits(&t.state), &*t.waiting))
+        .collect()
 }

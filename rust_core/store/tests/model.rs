@@ -198,7 +198,8 @@ impl Model {
             .map(|((table, id), row)| (row.last_used, *table, *id))
             .collect();
         held.sort_unstable();
-        let leaving = if full { (self.policy.budget / 16).max(1).saturating_sub(expired as usize) } else { 0 };
+        let leaving =
+            if full { (self.policy.budget / 16).max(1).saturating_sub(expired as usize) } else { 0 };
         let leaving = leaving.min(held.len());
         for (_, table, id) in &held[..leaving] {
             self.rows.remove(&(*table, *id));

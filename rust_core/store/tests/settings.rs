@@ -57,7 +57,11 @@ fn every_table_has_its_own_optimizer_and_initialiser() {
     let tables: Vec<_> = parts
         .iter()
         .zip(&gradients)
-        .map(|((table, ids), gradients)| persia_types::tables::TableGradients { table: *table, ids, gradients })
+        .map(|((table, ids), gradients)| persia_types::tables::TableGradients {
+            table: *table,
+            ids,
+            gradients,
+        })
         .collect();
     let request =
         persia_types::tables::PushRequest { token: token(0, 3), step: 3, lr_factor: 0.0, tables: &tables };
@@ -88,7 +92,10 @@ fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
             let ids: Vec<Id> = (0..500).collect();
             let (_, first) = train(&store, 1, 0, &ids);
             let mut expected: Vec<f32> = first.clone();
-            assert!(first.iter().all(|weight| rounded(dtype, *weight) == *weight), "what is read is what is held");
+            assert!(
+                first.iter().all(|weight| rounded(dtype, *weight) == *weight),
+                "what is read is what is held"
+            );
             let mut sums = vec![0.25f32; ids.len()];
             for seq in 1..=3 {
                 push(&store, seq, 0, &ids, 0.375);
@@ -229,14 +236,12 @@ fn counts_and_ages_go_on_after_a_restore() {
 #[test]
 fn an_expired_row_reads_as_missing_at_once_and_takes_no_gradient() {
     let own = TableSettings { ttl: Some(5), ..TableSettings::default() };
-    let run =
-        Run { initializer: Initializer::Uniform { low: 1.0, high: 2.0 }, ..with(&[own], &[1]) };
+    let run = Run { initializer: Initializer::Uniform { low: 1.0, high: 2.0 }, ..with(&[own], &[1]) };
     let store = store_of(&run, 1 << 20);
     let (_, first) = train(&store, 1, 0, &[7]);
     push(&store, 1, 0, &[7], 0.25);
-    let at = |step| {
-        try_lookup(&store, token(0, 99), step, Mode::Eval, &[(0, grouped(&[7]))]).unwrap().1[0][0]
-    };
+    let at =
+        |step| try_lookup(&store, token(0, 99), step, Mode::Eval, &[(0, grouped(&[7]))]).unwrap().1[0][0];
     assert_eq!((at(1), at(6), at(7)), (first[0] - 0.25, first[0] - 0.25, 0.0));
     let late = |step| {
         try_push(&store, token(1, step), step, &[(0, grouped(&[7]))], &[vec![1.0]]).unwrap().rows_applied

@@ -2,9 +2,7 @@
 
 use std::collections::HashSet;
 
-use persia_types::limits::{
-    MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS, WAITING_IDS_PER_SHARD,
-};
+use persia_types::limits::{MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS, WAITING_IDS_PER_SHARD};
 use persia_types::{VIRTUAL_SHARDS, shard_of};
 
 /// Floats of optimizer state per row: Adam keeps two per weight.

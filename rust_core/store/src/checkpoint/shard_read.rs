@@ -231,9 +231,7 @@ impl<'a> Columns<'a> {
                 .ok_or(format!("has the count {count} of id {id}, the limit is {MAX_MIN_COUNT}"))?;
             table.waiting.push((id, count));
         }
-        list(self.weights, self.rows, 0)?;
-        list(self.state, self.rows, 0)?;
-        Ok(())
+        list(self.weights, self.rows, 0).and(list(self.state, self.rows, 0)).map(drop)
     }
 }
 

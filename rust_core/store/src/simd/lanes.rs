@@ -238,7 +238,10 @@ mod x86 {
             unsafe {
                 let wide = _mm512_max_ps(_mm512_set1_ps(-F16_MAX), _mm512_loadu_ps(from.as_ptr()));
                 let wide = _mm512_min_ps(_mm512_set1_ps(F16_MAX), wide);
-                _mm256_storeu_si256(to.as_mut_ptr().cast(), _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(wide));
+                _mm256_storeu_si256(
+                    to.as_mut_ptr().cast(),
+                    _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(wide),
+                );
             }
             to
         }

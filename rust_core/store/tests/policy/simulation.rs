@@ -109,7 +109,9 @@ impl Shard {
             self.rows.iter().map(|(id, (last_used, _))| (*last_used, *id)).collect();
         order.sort_unstable();
         order.truncate(count);
-        order.iter().for_each(|(_, id)| drop(self.rows.remove(id)));
+        for (_, id) in &order {
+            self.rows.remove(id);
+        }
         order.len() as u64
     }
 

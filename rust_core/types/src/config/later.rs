@@ -14,9 +14,8 @@ pub(super) struct Later {
 }
 
 /// Of a slot.
-pub(super) const SLOT: &[Later] = &[
-    Later { key: "embedding_summation", accepted: &["true"], feature: "raw (sequence) features, `false`" },
-];
+pub(super) const SLOT: &[Later] =
+    &[Later { key: "embedding_summation", accepted: &["true"], feature: "raw (sequence) features, `false`" }];
 
 /// Of a slot's `hash_stack_config`.
 pub(super) const HASH_STACK: &[Later] =

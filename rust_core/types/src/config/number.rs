@@ -66,9 +66,15 @@ mod tests {
 
     #[test]
     fn every_spelling_of_a_fraction_is_read() {
-        for (text, value) in
-            [("0.5", 0.5), (".5", 0.5), ("-1", -1.0), ("1e-3", 1e-3), ("+1_0.5", 10.5), ("2.", 2.0), ("0", 0.0)]
-        {
+        for (text, value) in [
+            ("0.5", 0.5),
+            (".5", 0.5),
+            ("-1", -1.0),
+            ("1e-3", 1e-3),
+            ("+1_0.5", 10.5),
+            ("2.", 2.0),
+            ("0", 0.0),
+        ] {
             assert_eq!(number(text), Some(value), "{text}");
         }
         for text in ["", ".", "-", "inf", "nan", "-inf", "1e39", "--1", "1.5.", "0x10", "1,5", "half", "e5"] {

@@ -54,11 +54,7 @@ const INITIALIZERS: &[(&str, InitializerName, &[&str])] = &[
 ];
 
 /// The settings in a slot's section. None when one of them is wrong, which was reported.
-pub(super) fn read_settings(
-    reader: &mut Reader,
-    section: &Section<'_>,
-    path: &str,
-) -> Option<TableSettings> {
+pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<TableSettings> {
     let at = |key: &str| format!("{path}.{key}");
     let before = reader.error_count();
     let mut settings = TableSettings {
@@ -243,8 +239,7 @@ impl Entry<'_> {
     fn required(&mut self, section: &Section<'_>, key: &str, range: RangeInclusive<f32>) -> Option<f32> {
         let path = format!("{}.{key}", self.path);
         if section.get(key).is_none() {
-            let message =
-                format!("missing, allowed: a number from {:?} to {:?}", range.start(), range.end());
+            let message = format!("missing, allowed: a number from {:?} to {:?}", range.start(), range.end());
             self.reader.error(section.place, &path, message);
         }
         self.reader.number(section, &path, range)
