@@ -171,6 +171,6 @@ mod tests {
         let draws = [gamma(0, 0, 0.5), gamma(0, 0, 3.0), poisson(0, 0, 50.0)].map(f64::to_bits);
         assert_eq!(draws, [4578459785274447689, 4611714123415209196, 4632374429215621120]);
         let row = Rounder::new(0, "t").row(0, 1);
-        assert_eq!([0, 1, 2].map(|i| row.draw(i)), [0; 3]);
+        assert_eq!([0, 1, 2].map(|i| row.draw(i)), [1833501691, 1219237585, 4037771543]);
     }
 }

@@ -316,7 +316,7 @@ mod tests {
         ];
         for (change, expected) in changes {
             let said = refusal(change);
-            assert!(said.contains(&format!("table user: {expected}")), "{said}");
+            assert!(said.contains("table user: ") && said.contains(expected), "{said}");
         }
     }
 
