@@ -6,15 +6,15 @@
 //! * `request`, `run`: what is checked, before anything changes
 //! * `tokens`, `memo`: what counts once, and what a push may expect to find where its look-up did
 //! * `span`, `lookup`, `push`: a request cut into blocks, and what happens to a block
-//! * `shard`, `table`: rows, budget, eviction, time to live; `index`, `memory`: from ids to slots to bytes
-//! * `row`, `half`: a row's weights in 32 or 16 bits
-//! * `optimizer`, `initial`, `random`: the mathematics; `simd`: the same loop for every instruction set
+//! * `shard`, `table`: rows, budget, eviction, time to live; `index`, `memory`, `arena`: from ids to slots to bytes
+//! * `row`: a row's weights in 32 or 16 bits
+//! * `optimizer`, `initial`, `random`: the mathematics
 //! * `export`, `snapshot`: to and from the files of [`checkpoint`]
 
 pub mod checkpoint;
 
+mod arena;
 mod export;
-mod half;
 mod index;
 mod initial;
 mod lookup;
@@ -27,11 +27,11 @@ mod request;
 mod row;
 mod run;
 mod shard;
-mod simd;
 mod snapshot;
 mod span;
 mod store;
 mod table;
 mod tokens;
 
+use persia_types::simd;
 pub use store::{Store, StoreOptions};

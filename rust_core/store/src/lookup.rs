@@ -1,16 +1,19 @@
 //! Reading rows, and admitting those that are missing.
 
-use parking_lot::{Mutex, MutexGuard};
-use persia_types::id::hash_id;
+use std::convert::Infallible;
+
+use parking_lot::Mutex;
+use persia_types::kernels::{Uses, copy};
 use persia_types::tables::{LookupReport, TableIds};
-use persia_types::{Id, Schema, ShardedIds, TablesError};
+use persia_types::{Id, Schema, TablesError};
 
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
+use crate::row::Layout;
 use crate::run::ActiveRun;
 use crate::shard::{Shard, no_memory};
-use crate::simd::{Lanes, Level, Portable, Work, prefetch};
-use crate::span::{Piece, blocks, for_each_span};
+use crate::simd::{Lanes, Level, Portable, Work};
+use crate::span::{Span, for_each_span};
 
 /// What a look-up may change, and how it reads what is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,26 +52,25 @@ impl Lookup<'_> {
         memo: &mut Memo,
     ) -> Result<LookupReport, TablesError> {
         memo.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
-        let parts: Vec<(usize, &ShardedIds)> =
-            self.tables.iter().map(|part| (part.table, part.ids)).collect();
         let (step, trains) = (self.effect.step(), matches!(self.effect, Effect::Admit(_)));
-        let mut report = LookupReport::default();
+        let (mut report, mut asked) = (LookupReport::default(), 0);
         if trains {
             report.expired += self.sweep(shards, step);
         }
-        for_each_span(shards, &parts, |locked, pieces| {
-            let mut hits = 0;
-            for block in blocks(pieces) {
-                let tables = self.tables;
-                hits += self.level.run(ReadBlock { locked, block, tables, rows, memo, step, trains });
-            }
-            let asked: usize = pieces.iter().map(|piece| piece.range.len()).sum();
-            report.hits += hits;
-            if hits < asked as u64 {
-                return self.absent(locked, pieces, rows, memo, &mut report);
-            }
-            Ok(())
-        })?;
+        for (number, part) in self.tables.iter().enumerate() {
+            let layout = self.run.table(part.table).layout;
+            let (slots, _) = memo.part_and_row(number, layout.dim);
+            let mut target = Target { dim: layout.dim, uses: part.uses, out: &mut *rows[number] };
+            let Ok(()) = for_each_span(shards, part.ids, |span| {
+                let read = ReadSpan { span, part, layout, slots, target: &mut target, step, trains };
+                report.hits += self.level.run(read);
+                Ok::<(), Infallible>(())
+            });
+            asked += part.ids.len() as u64;
+        }
+        if report.hits < asked {
+            self.absent(shards, rows, memo, &mut report)?;
+        }
         Ok(report)
     }
 
@@ -79,28 +81,32 @@ impl Lookup<'_> {
         if asked { shards[due].lock().sweep(step) } else { 0 }
     }
 
-    /// The second pass over some shards: every id that the first did not find.
+    /// The second pass: every id that the first did not find.
     #[cold]
     fn absent(
         &self,
-        locked: &mut [MutexGuard<'_, Shard>],
-        pieces: &[Piece],
+        shards: &[Mutex<Shard>],
         rows: &mut [&mut [f32]],
         memo: &mut Memo,
         report: &mut LookupReport,
     ) -> Result<(), TablesError> {
-        for piece in pieces {
-            let dim = self.schema.tables[piece.table].dim;
-            let ids = self.tables[piece.part].ids.ids();
-            let slots = memo.part_mut(piece.part);
-            for at in piece.range.clone() {
-                if slots[at] != NO_SLOT {
-                    continue;
-                }
-                let out = &mut rows[piece.part][at * dim..][..dim];
-                let shard = &mut *locked[piece.shard];
-                slots[at] = self.absent_id(shard, piece.table, ids[at], out, report)?;
+        for (number, part) in self.tables.iter().enumerate() {
+            let dim = self.schema.tables[part.table].dim;
+            let (slots, row) = memo.part_and_row(number, dim);
+            if !slots.contains(&NO_SLOT) {
+                continue;
             }
+            let mut target = Target { dim, uses: part.uses, out: &mut *rows[number] };
+            for_each_span(shards, part.ids, |span| {
+                for (shard, at) in Span::walk(span.ranges) {
+                    if slots[at] == NO_SLOT {
+                        let id = part.ids.ids()[at];
+                        slots[at] = self.absent_id(&mut span.shards[shard], part.table, id, row, report)?;
+                        target.each(at, |out| copy(row, out));
+                    }
+                }
+                Ok::<(), TablesError>(())
+            })?;
         }
         Ok(())
     }
@@ -156,70 +162,72 @@ impl Lookup<'_> {
     }
 }
 
+/// Where the rows of one table go.
+struct Target<'a> {
+    dim: usize,
+    uses: Option<Uses<'a>>,
+    /// `[ids, dim]`, or `[samples, dim]` where samples use the ids.
+    out: &'a mut [f32],
+}
+
+impl Target<'_> {
+    /// Call `fill` with every place where the row of id number `at` is wanted.
+    #[inline(always)]
+    fn each(&mut self, at: usize, mut fill: impl FnMut(&mut [f32])) {
+        let dim = self.dim;
+        match self.uses {
+            None => fill(&mut self.out[at * dim..][..dim]),
+            Some(uses) => {
+                for sample in uses.of(at) {
+                    fill(&mut self.out[*sample as usize * dim..][..dim]);
+                }
+            }
+        }
+    }
+}
+
 /// The first pass: find and copy what is there. Returns the number of ids that have a row.
-///
-/// Three loops, each of which only asks for the cache lines that the next one reads, keep as many misses in
-/// flight as the processor can.
-struct ReadBlock<'a, 'r, 's> {
-    locked: &'a mut [MutexGuard<'s, Shard>],
-    block: &'a [Piece],
-    tables: &'a [TableIds<'a>],
-    rows: &'a mut [&'r mut [f32]],
-    memo: &'a mut Memo,
+struct ReadSpan<'a, 'b, 's, 't> {
+    span: Span<'b, 's>,
+    part: &'a TableIds<'a>,
+    layout: Layout,
+    /// Of all the table's ids.
+    slots: &'a mut [u32],
+    target: &'a mut Target<'t>,
     /// Decides which rows are expired.
     step: u32,
     /// Whether to note their use at that step.
     trains: bool,
 }
 
-impl Work for ReadBlock<'_, '_, '_> {
+impl Work for ReadSpan<'_, '_, '_, '_> {
     type Output = u64;
 
     #[inline(always)]
     fn run<L: Lanes>(self) -> u64 {
-        let Self { locked, block, tables, rows, memo, step, trains } = self;
-        for piece in block {
-            let index = &locked[piece.shard].tables[piece.table].index;
-            for id in &tables[piece.part].ids.ids()[piece.range.clone()] {
-                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
-            }
-        }
-        for piece in block {
-            let table = &locked[piece.shard].tables[piece.table];
-            let layout = table.layout();
-            let (words, stride) = (layout.weight_words(), layout.stride());
-            let reads_meta = trains || layout.oldest_alive(step) > 0;
-            let ids = &tables[piece.part].ids.ids()[piece.range.clone()];
-            let slots = &mut memo.part_mut(piece.part)[piece.range.clone()];
-            for (slot, id) in slots.iter_mut().zip(ids) {
-                *slot = table.find::<L>(*id);
-                if *slot != NO_SLOT {
-                    prefetch(table.rows(), *slot as usize * stride, words);
-                    if reads_meta {
-                        prefetch(table.meta(), *slot as usize, 1);
-                    }
-                }
-            }
-        }
+        let Self { span, part, layout, slots, target, step, trains } = self;
+        let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
+        span.find::<L>(number, part.ids.ids(), slots);
+        let ahead = span.addresses(number, slots, trains || oldest > 0);
+        ahead.start(words);
         let mut hits = 0;
-        for piece in block {
-            let table = &mut locked[piece.shard].tables[piece.table];
-            let layout = table.layout();
-            let (dim, oldest) = (layout.dim, layout.oldest_alive(step));
-            let slots = &mut memo.part_mut(piece.part)[piece.range.clone()];
-            let out = &mut rows[piece.part][piece.range.start * dim..piece.range.end * dim];
-            for (slot, out) in slots.iter_mut().zip(out.chunks_exact_mut(dim)) {
-                if *slot == NO_SLOT {
+        for (shard, range) in span.shards.iter_mut().zip(span.ranges) {
+            let table = &mut shard.tables[number];
+            for at in range.clone() {
+                ahead.fetch(at, words);
+                let slot = slots[at];
+                if slot == NO_SLOT {
                     continue;
                 }
-                if !table.is_alive(*slot, oldest) {
-                    *slot = NO_SLOT;
+                if !table.is_alive(slot, oldest) {
+                    slots[at] = NO_SLOT;
                     continue;
                 }
                 hits += 1;
-                layout.read::<L>(table.row(*slot), out);
+                let row = table.row(slot);
+                target.each(at, |out| layout.read::<L>(row, out));
                 if trains {
-                    table.touch(*slot, step);
+                    table.touch(slot, step);
                 }
             }
         }

@@ -3,11 +3,12 @@
 //! A row is `[weights | optimizer state]` in words of 32 bits. A weight of f32 fills a word; of 16 bits two share
 //! one, and of an odd number the last half is not used. State is always f32.
 
+use persia_types::half::{Bf16, F16, narrow, narrow_drawn, widen};
+use persia_types::kernels::copy;
 use persia_types::{Dtype, Table};
 
-use crate::half::{Bf16, F16, narrow, narrow_drawn, widen};
 use crate::random::RowDraws;
-use crate::simd::{LANES, Lanes, Portable};
+use crate::simd::{Lanes, Portable};
 
 /// See the module's documentation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,18 +95,5 @@ impl Layout {
     #[inline(always)]
     fn halves(self, row: &[f32]) -> &[u16] {
         &bytemuck::cast_slice::<f32, u16>(&row[..self.weight_words()])[..self.dim]
-    }
-}
-
-/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row.
-#[inline(always)]
-fn copy(from: &[f32], to: &mut [f32]) {
-    let (blocks, rest) = from.as_chunks::<LANES>();
-    let (out_blocks, out_rest) = to.as_chunks_mut::<LANES>();
-    for (out, block) in out_blocks.iter_mut().zip(blocks) {
-        *out = *block;
-    }
-    for (out, value) in out_rest.iter_mut().zip(rest) {
-        *out = *value;
     }
 }

@@ -10,14 +10,14 @@ use persia_types::limits::MAX_DIM;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
-use persia_types::{Mode, Schema, ShardedIds, Tables, TablesError, VIRTUAL_SHARDS};
+use persia_types::{Mode, Schema, ShardedIds, Table, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};
 use crate::export::{export, import};
 use crate::lookup::{Effect, Lookup};
 use crate::memo::Memos;
 use crate::push::{Change, Push};
-use crate::request::{Part, check_parts, check_step, malformed};
+use crate::request::{check_buffer, check_step, check_tables, malformed, of_table};
 use crate::row::Layout;
 use crate::run::{ActiveRun, bad};
 use crate::shard::Shard;
@@ -44,7 +44,8 @@ impl Default for StoreOptions {
 
 /// Embedding tables in memory, cut into [`VIRTUAL_SHARDS`].
 ///
-/// * A *look-up* locks each shard it has ids for once. Its side effects happen once per token; when it is
+/// * A *look-up* goes through its tables one after the other, with some neighbouring shards locked at a time, and
+///   then once more where ids had no row. Its side effects happen once per token; when it is
 ///   repeated it changes nothing, and an id without row reads as the row the first one would have given it.
 ///   It counts no ids in [`Stats`] then. Should memory run out, rows admitted so far stay and the token stays
 ///   unknown.
@@ -293,10 +294,10 @@ impl Tables for Store {
         if rows.len() != request.tables.len() {
             return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
         }
-        let parts = request.tables.iter().zip(rows.iter());
-        let parts =
-            parts.map(|(part, rows)| Part { table: part.table, ids: part.ids.len(), floats: rows.len() });
-        check_parts(&self.schema, parts, "buffer")?;
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for (part, rows) in request.tables.iter().zip(rows.iter()) {
+            check_buffer(&self.schema.tables[part.table], part, rows.len())?;
+        }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         match request.mode {
             Mode::Train => self.train_lookup(run, request, rows),
@@ -389,12 +390,11 @@ impl Store {
         if !(0.0..=f32::MAX).contains(&request.lr_factor) {
             return malformed(format!("lr_factor {} is not from 0 to {}", request.lr_factor, f32::MAX));
         }
-        let parts = request.tables.iter().map(|part| Part {
-            table: part.table,
-            ids: part.ids.len(),
-            floats: part.gradients.len(),
-        });
-        check_parts(&self.schema, parts, "gradient")?;
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for part in request.tables {
+            let Table { name, dim } = &self.schema.tables[part.table];
+            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error))?;
+        }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let changes = request.tables.iter().map(|part| Change::new(run, part.table, request.lr_factor, step));
         let changes = changes.collect::<Option<_>>().ok_or(TablesError::NoOptimizer)?;
@@ -419,3 +419,7 @@ mod tests {
         });
     }
 }
+
+#[cfg(test)]
+#[path = "level_tests.rs"]
+mod level_tests;

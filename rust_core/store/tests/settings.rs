@@ -5,6 +5,7 @@
 mod sample;
 
 use persia_store::{Store, StoreOptions};
+use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, Run};
 use persia_types::{
     Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, TableSettings, Tables, TablesError,
@@ -60,7 +61,7 @@ fn every_table_has_its_own_optimizer_and_initialiser() {
         .map(|((table, ids), gradients)| persia_types::tables::TableGradients {
             table: *table,
             ids,
-            gradients,
+            gradients: Gradients::Rows(gradients),
         })
         .collect();
     let request =

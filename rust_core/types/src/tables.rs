@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::id::{Id, ShardedIds};
+use crate::kernels::{Gradients, Uses};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
@@ -80,6 +81,8 @@ pub struct TableIds<'a> {
     pub table: usize,
     /// What is asked for.
     pub ids: &'a ShardedIds,
+    /// The samples that use each id, where they want its row themselves: every sample stands there once.
+    pub uses: Option<Uses<'a>>,
 }
 
 /// Rows of unique ids, please.
@@ -128,8 +131,8 @@ pub struct TableGradients<'a> {
     pub table: usize,
     /// The ids of the look-up this answers, or a part of them.
     pub ids: &'a ShardedIds,
-    /// `[ids.len(), dim]`, already summed per id; row `i` is for `ids.ids()[i]`.
-    pub gradients: &'a [f32],
+    /// One for each id, in their order.
+    pub gradients: Gradients<'a>,
 }
 
 /// Apply these gradients once.
@@ -361,7 +364,8 @@ pub trait Tables: Send + Sync {
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
-    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights.
+    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; where the table's ids have
+    /// [`uses`](TableIds::uses), `[samples, dim]`: the row of each sample's id.
     ///
     /// # Errors
     /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.

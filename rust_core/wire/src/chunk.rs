@@ -1,13 +1,16 @@
 //! Ids, rows and gradients as streams of checked chunks.
 //!
-//! A sender cuts at whole items ([`id_chunks`], [`row_chunks`], [`owned_row_chunks`]); a receiver of a request collects
+//! A sender cuts at whole items ([`id_chunks`], [`row_chunks`], [`gradient_chunks`], [`owned_row_chunks`]); a receiver of a request collects
 //! items in ascending order, taking memory as they come ([`Collect`]); a receiver of rows writes them straight to
-//! where they belong, in any order ([`Scatter`]).
+//! where they belong, in any order ([`Scatter`](crate::scatter::Scatter)).
+
+use std::borrow::Cow;
 
 use bytemuck::Pod;
 use bytes::Bytes;
 use persia_types::TablesError;
 use persia_types::id::Id;
+use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_CHUNK_BYTES;
 use tonic::Status;
 
@@ -40,7 +43,7 @@ pub enum ChunkError {
 }
 
 impl ChunkError {
-    fn bad_shape(what: String) -> Self {
+    pub(crate) fn bad_shape(what: String) -> Self {
         Self::Malformed(TablesError::BadShape { what })
     }
 
@@ -65,7 +68,7 @@ impl From<ChunkError> for Status {
 
 /// Bytes of one item of a stream: of an id, or of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Width(usize);
+pub struct Width(pub(crate) usize);
 
 impl Width {
     /// An id.
@@ -121,17 +124,36 @@ pub fn row_chunks(part: u32, dim: usize, rows: &[f32]) -> impl Iterator<Item = C
     borrowed(part, Width::row(dim), rows)
 }
 
+/// The gradients of part `part` with `ids` ids, summed chunk after chunk as they are asked for. Lengths were checked.
+pub fn gradient_chunks(
+    part: u32,
+    dim: usize,
+    ids: usize,
+    gradients: Gradients<'_>,
+) -> impl Iterator<Item = Chunk> + '_ {
+    Width::row(dim).ranges(ids).map(move |range| {
+        let data = match gradients.rows(range.clone(), dim) {
+            Cow::Borrowed(rows) => Bytes::copy_from_slice(bytemuck::cast_slice(rows)),
+            Cow::Owned(rows) => Bytes::from_owner(Floats(rows)),
+        };
+        chunk(part, range.start, data)
+    })
+}
+
+/// Floats that are given away as bytes.
+struct Floats(Vec<f32>);
+
+impl AsRef<[u8]> for Floats {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
 /// As [`row_chunks`], of rows that are given away: nothing is copied.
 pub fn owned_row_chunks(part: u32, dim: usize, rows: Vec<f32>) -> impl Iterator<Item = Chunk> + Send {
-    struct Rows(Vec<f32>);
-    impl AsRef<[u8]> for Rows {
-        fn as_ref(&self) -> &[u8] {
-            bytemuck::cast_slice(&self.0)
-        }
-    }
     let width = Width::row(dim);
     let items = rows.len().checked_div(dim).unwrap_or(0);
-    let bytes = Bytes::from_owner(Rows(rows));
+    let bytes = Bytes::from_owner(Floats(rows));
     width
         .ranges(items)
         .map(move |range| chunk(part, range.start, bytes.slice(range.start * width.0..range.end * width.0)))
@@ -165,7 +187,7 @@ pub(crate) fn cut(chunk: Chunk, width: Width, bounds: &[u64]) -> Result<Vec<(usi
     Ok(pieces)
 }
 
-fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
+pub(crate) fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
     let found = crc32c::crc32c(&chunk.data);
     if found == chunk.crc32c {
         return Ok(());
@@ -261,107 +283,6 @@ impl<T: Value> Collect<T> {
             }
         }
         Ok(self.parts.into_iter().map(|(_, _, values)| values).collect())
-    }
-}
-
-/// Ranges of items that have come, ascending, with a gap between any two.
-#[derive(Debug, Default)]
-struct Covered(Vec<std::ops::Range<u64>>);
-
-impl Covered {
-    /// Add a range; false when some of it was there.
-    fn add(&mut self, range: std::ops::Range<u64>) -> bool {
-        let at = self.0.partition_point(|other| other.end < range.start);
-        let touches_left = self.0.get(at).is_some_and(|left| left.end == range.start);
-        let right = if touches_left { at + 1 } else { at };
-        if self.0.get(right).is_some_and(|right| right.start < range.end) {
-            return false;
-        }
-        let touches_right = self.0.get(right).is_some_and(|right| right.start == range.end);
-        match (touches_left, touches_right) {
-            (true, true) => {
-                self.0[at].end = self.0[right].end;
-                self.0.remove(right);
-            }
-            (true, false) => self.0[at].end = range.end,
-            (false, true) => self.0[at].start = range.start,
-            (false, false) => self.0.insert(at, range),
-        }
-        true
-    }
-
-    fn count(&self) -> u64 {
-        self.0.iter().map(|range| range.end - range.start).sum()
-    }
-}
-
-/// Writes rows straight to where they belong. Chunks come in any order, each row once.
-#[derive(Debug)]
-pub struct Scatter<'a, 'b> {
-    rows: &'a mut [&'b mut [f32]],
-    parts: Vec<(Width, u64, Covered)>,
-}
-
-impl<'a, 'b> Scatter<'a, 'b> {
-    /// Into `rows[p]`, which holds `[parts[p].len(), parts[p].dim]`.
-    ///
-    /// # Errors
-    /// `BadShape` for a buffer of another length, or another number of buffers than of parts.
-    pub fn new(parts: &[Part], rows: &'a mut [&'b mut [f32]]) -> Result<Self, TablesError> {
-        let bad = |what: String| Err(TablesError::BadShape { what });
-        if parts.len() != rows.len() {
-            return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
-        }
-        for (part, rows) in parts.iter().zip(rows.iter()) {
-            if rows.len() != part.len() * part.dim {
-                return bad(format!(
-                    "table {}: a buffer of {} floats, want {} rows of dimension {}",
-                    part.table,
-                    rows.len(),
-                    part.len(),
-                    part.dim
-                ));
-            }
-        }
-        let of = |part: &Part| (Width::row(part.dim), part.len() as u64, Covered::default());
-        Ok(Self { parts: parts.iter().map(of).collect(), rows })
-    }
-
-    /// Write one chunk.
-    ///
-    /// # Errors
-    /// [`ChunkError`] for one that is damaged, was not asked for, or came before.
-    pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
-        let (index, parts) = (chunk.part as usize, self.parts.len());
-        let Some((width, asked, covered)) = self.parts.get_mut(index) else {
-            return Err(ChunkError::unknown_part(chunk, parts));
-        };
-        let items = width.items(chunk)?;
-        let Some(end) = chunk.first.checked_add(items).filter(|end| end <= asked) else {
-            return Err(ChunkError::out_of_range(chunk, items, *asked));
-        };
-        check_sum(chunk)?;
-        if !covered.add(chunk.first..end) {
-            let Chunk { part, first, .. } = chunk;
-            return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
-        }
-        let place: &mut [u8] = bytemuck::cast_slice_mut(self.rows[index]);
-        place[chunk.first as usize * width.0..end as usize * width.0].copy_from_slice(&chunk.data);
-        Ok(())
-    }
-
-    /// Check that every row has come.
-    ///
-    /// # Errors
-    /// [`ChunkError::CutShort`] when one has not.
-    pub fn finish(self) -> Result<(), ChunkError> {
-        for (part, (_, asked, covered)) in self.parts.iter().enumerate() {
-            let came = covered.count();
-            if came != *asked {
-                return Err(ChunkError::CutShort { what: format!("part {part}: {came} of {asked} rows") });
-            }
-        }
-        Ok(())
     }
 }
 

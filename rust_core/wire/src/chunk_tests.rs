@@ -1,6 +1,7 @@
 use persia_types::id::ShardedIds;
 
 use super::*;
+use crate::scatter::Scatter;
 
 fn sharded(count: u64) -> ShardedIds {
     ShardedIds::group(&(0..count).map(|id| id * 3 + 1).collect::<Vec<_>>()).unwrap()
@@ -46,7 +47,7 @@ fn rows_are_written_to_their_place_in_any_order() {
     chunks.swap(0, 2);
     let mut buffer = vec![f32::NAN; rows.len()];
     let mut buffers = [&mut buffer[..]];
-    let mut scatter = Scatter::new(&parts, &mut buffers).unwrap();
+    let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
     chunks.iter().for_each(|chunk| scatter.take(chunk).unwrap());
     scatter.finish().unwrap();
     assert_eq!(buffer, rows);
@@ -104,12 +105,12 @@ fn a_row_that_comes_twice_or_never_is_refused() {
     };
     for (first, again) in [(0..4, 0..4), (0..4, 3..5), (4..6, 0..5), (4..6, 5..6), (4..6, 0..10)] {
         let mut buffers = [&mut buffer[..]];
-        let mut scatter = Scatter::new(&parts, &mut buffers).unwrap();
+        let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
         scatter.take(&piece(first)).unwrap();
         assert!(scatter.take(&piece(again)).unwrap_err().to_string().contains("came before"));
     }
     let mut buffers = [&mut buffer[..]];
-    let mut scatter = Scatter::new(&parts, &mut buffers).unwrap();
+    let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
     for range in [6..8, 0..2, 3..6, 8..10] {
         scatter.take(&piece(range)).unwrap();
     }
@@ -128,6 +129,6 @@ fn a_claim_allocates_little_before_bytes_come() {
 #[test]
 fn buffers_of_another_size_are_refused() {
     let parts = [part(3, 10)];
-    assert!(Scatter::new(&parts, &mut []).is_err());
-    assert!(Scatter::new(&parts, &mut [&mut [0.0; 29]]).is_err());
+    assert!(Scatter::new(&parts, &[None; 1], &mut []).is_err());
+    assert!(Scatter::new(&parts, &[None; 1], &mut [&mut [0.0; 29]]).is_err());
 }

@@ -282,8 +282,8 @@ mod tests {
         assert!(read.requires_grad());
         for (a, b) in read.id_features().iter().zip(batch.id_features()) {
             assert_eq!(a.unique(), b.unique());
-            assert_eq!(a.occurrence_starts(), b.occurrence_starts());
-            assert_eq!(a.occurrence_samples(), b.occurrence_samples());
+            assert_eq!(a.uses().starts, b.uses().starts);
+            assert_eq!(a.uses().samples, b.uses().samples);
         }
         assert_eq!(read.dense(), batch.dense());
         assert_eq!(read.labels(), batch.labels());

@@ -4,6 +4,7 @@ use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use persia_types::id::{Id, ShardedIds};
+use persia_types::kernels::Uses;
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, MAX_OCCURRENCES};
 
 use crate::batch::dedup::{self, Unique};
@@ -128,14 +129,9 @@ impl IdFeature {
         self.offsets.as_deref()
     }
 
-    /// Per unique id where its entries of [`Self::occurrence_samples`] start (`unique + 1` offsets).
-    pub fn occurrence_starts(&self) -> &[u32] {
-        self.occurrences.starts()
-    }
-
-    /// Per unique id the samples it occurs in, in batch order.
-    pub fn occurrence_samples(&self) -> &[u32] {
-        self.occurrences.samples()
+    /// Per unique id the samples it occurs in (a sample twice where the id is in it twice).
+    pub fn uses(&self) -> Uses<'_> {
+        Uses { starts: self.occurrences.starts(), samples: self.occurrences.samples() }
     }
 
     /// Time its deduplication took.
@@ -199,9 +195,7 @@ mod tests {
         assert_eq!(feature.samples(), 3);
         assert_eq!(feature.unique().len(), 2);
         let place = feature.inverse()[0] as usize;
-        let starts = feature.occurrence_starts();
-        let samples = &feature.occurrence_samples()[starts[place] as usize..starts[place + 1] as usize];
-        assert_eq!(samples, [0, 0]);
+        assert_eq!(feature.uses().of(place), [0, 0]);
     }
 
     #[test]

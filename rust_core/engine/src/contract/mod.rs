@@ -18,6 +18,7 @@ mod files;
 mod fixture;
 mod refusals;
 mod rows;
+mod samples;
 mod tokens;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,7 +35,7 @@ pub type Case = (&'static str, fn(Make<'_>));
 
 /// Every case.
 pub fn cases() -> Vec<Case> {
-    [begin::CASES, tokens::CASES, rows::CASES, refusals::CASES, files::CASES].concat()
+    [begin::CASES, tokens::CASES, rows::CASES, samples::CASES, refusals::CASES, files::CASES].concat()
 }
 
 /// The schema `make` must use: two tables, of dimensions 4 and 19.

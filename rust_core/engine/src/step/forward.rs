@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use persia_types::kernels::{self, Pool, Uses};
 use persia_types::tables::{LookupReport, LookupRequest, Mode, TableIds, TablesError};
 use persia_types::token::Token;
 
@@ -9,8 +10,7 @@ use crate::batch::Batch;
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::buffer::Buffer;
-use crate::step::kernels::{self, Pool};
-use crate::step::plan::{Member, Plan};
+use crate::step::plan::{Member, Plan, TablePlan};
 
 /// The pooled rows of one id feature, `[batch, dim]`, 64-byte aligned.
 #[derive(Debug)]
@@ -58,6 +58,8 @@ pub(crate) struct Forward {
 }
 
 /// Look the batch up and pool it.
+///
+/// Where every sample has one id, pooling is a copy: the tables then write rows straight to the output.
 pub(crate) fn forward(
     context: &Context,
     batch: &Batch,
@@ -67,27 +69,47 @@ pub(crate) fn forward(
 ) -> Result<Forward, TablesError> {
     let mut watch = Stopwatch::start();
     let dim = |table: usize| context.schema.tables[table].dim;
-    let tables: Vec<TableIds<'_>> =
-        plan.tables().iter().map(|table| TableIds { table: table.table, ids: table.ids(batch) }).collect();
-    let mut rows: Vec<Buffer> =
-        tables.iter().map(|table| context.buffers.take(table.ids.len() * dim(table.table))).collect();
+    let samples = batch.batch_size();
+    let tables: Vec<TableIds<'_>> = plan
+        .tables()
+        .iter()
+        .map(|table| TableIds { table: table.table, ids: table.ids(batch), uses: one_each(batch, table) })
+        .collect();
+    let mut rows: Vec<Buffer> = tables
+        .iter()
+        .map(|table| if table.uses.is_some() { samples } else { table.ids.len() } * dim(table.table))
+        .map(|floats| context.buffers.take(floats))
+        .collect();
     let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(AsMut::as_mut).collect();
     let report = context.tables.lookup(&request, &mut targets)?;
     let lookup = watch.lap();
 
     let mut outputs: Vec<Option<Output>> = batch.id_features().iter().map(|_| None).collect();
-    for (table, rows) in plan.tables().iter().zip(&rows) {
+    for ((table, ids), rows) in plan.tables().iter().zip(&tables).zip(rows) {
+        let dim = dim(table.table);
+        let output =
+            |member: &Member, buffer| Some(Output { slot: plan.slots()[member.feature], dim, buffer });
+        if ids.uses.is_some() {
+            outputs[table.members[0].feature] = output(&table.members[0], rows);
+            continue;
+        }
         for member in &table.members {
+            let mut buffer = context.buffers.take(samples * dim);
             let slot = plan.slots()[member.feature];
-            let dim = dim(table.table);
-            let mut buffer = context.buffers.take(batch.batch_size() * dim);
             pool_member(context, batch, slot, member, rows.as_ref(), buffer.as_mut());
-            outputs[member.feature] = Some(Output { slot, dim, buffer });
+            outputs[member.feature] = output(member, buffer);
         }
     }
     let outputs = outputs.into_iter().flatten().collect();
     Ok(Forward { outputs, report, lookup, pool: watch.lap() })
+}
+
+/// Who uses the ids of a table that serves one feature with one id per sample.
+fn one_each<'a>(batch: &'a Batch, table: &TablePlan) -> Option<Uses<'a>> {
+    let [Member { feature, map: None }] = table.members[..] else { return None };
+    let feature = &batch.id_features()[feature];
+    feature.offsets().is_none().then(|| feature.uses())
 }
 
 fn pool_member(

@@ -9,6 +9,7 @@ use persia_server::middleware::{Link, MiddlewareService, Servers};
 use persia_server::node::{CheckpointRoot, EpochFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -241,7 +242,7 @@ pub(crate) fn lookup(
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let parts: Vec<TableIds<'_>> =
-        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids }).collect();
+        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, uses: None }).collect();
     let mut rows: Vec<Vec<f32>> =
         grouped.iter().zip(dims).map(|(ids, dim)| vec![-77.0; ids.len() * dim]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -270,7 +271,7 @@ pub(crate) fn push(
         .iter()
         .zip(&gradients)
         .enumerate()
-        .map(|(table, (ids, gradients))| TableGradients { table, ids, gradients })
+        .map(|(table, (ids, gradients))| TableGradients { table, ids, gradients: Gradients::Rows(gradients) })
         .collect();
     tables.push(&PushRequest { token, step: token.seq, lr_factor: 1.0, tables: &parts })
 }

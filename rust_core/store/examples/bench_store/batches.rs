@@ -1,6 +1,7 @@
 //! Ids, and a store that holds them.
 
 use persia_store::{Store, StoreOptions};
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -97,13 +98,17 @@ impl Bench {
     }
 
     pub(crate) fn lookup(&self, seq: u64, mode: Mode, ids: &ShardedIds, out: &mut [f32]) -> LookupReport {
-        let request =
-            LookupRequest { token: Self::token(seq), step: seq, mode, tables: &[TableIds { table: 0, ids }] };
+        let request = LookupRequest {
+            token: Self::token(seq),
+            step: seq,
+            mode,
+            tables: &[TableIds { table: 0, ids, uses: None }],
+        };
         self.store.lookup(&request, &mut [out]).expect("a good look-up")
     }
 
     pub(crate) fn push(&self, seq: u64, ids: &ShardedIds, gradients: &[f32]) -> PushReport {
-        let tables = [TableGradients { table: 0, ids, gradients }];
+        let tables = [TableGradients { table: 0, ids, gradients: Gradients::Rows(gradients) }];
         let request = PushRequest { token: Self::token(seq), step: seq, lr_factor: 1.0, tables: &tables };
         self.store.push(&request).expect("a good push")
     }

@@ -11,6 +11,7 @@ mod simulation;
 use std::collections::HashMap;
 
 use persia_store::{Store, StoreOptions};
+use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, LookupRequest, PushRequest, Run, TableGradients, TableIds, Tables};
 use persia_types::{
     Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Token, VIRTUAL_SHARDS,
@@ -34,7 +35,7 @@ fn main() {
         let ids = ShardedIds::group(&traffic.request(step)).unwrap();
         let token = Token { job: JobId::from_name("soak"), epoch: 1, rank: 0, seq: step };
         let rows = &mut rows[..ids.len() * DIM];
-        let tables = [TableIds { table: 0, ids: &ids }];
+        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
         let report = store.lookup(&request, &mut [&mut rows[..]]).unwrap();
         let (expected, values) = simulation.lookup(step as u32, &ids);
@@ -42,7 +43,7 @@ fn main() {
         for ((row, value), id) in rows.chunks_exact(DIM).zip(values).zip(ids.ids()) {
             assert_eq!(row, [value; DIM], "step {step}, id {id}");
         }
-        let tables = [TableGradients { table: 0, ids: &ids, gradients: &gradients[..ids.len() * DIM] }];
+        let tables = [TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&gradients[..ids.len() * DIM]) }];
         let applied =
             store.push(&PushRequest { token, step, lr_factor: 1.0, tables: &tables }).unwrap().rows_applied;
         assert_eq!(applied, simulation.push(&ids), "step {step}");

@@ -7,7 +7,7 @@
 use crate::simd::{LANES, Lanes};
 
 /// A format of 16 bits.
-pub(crate) trait Half {
+pub trait Half {
     /// The numbers that these bits stand for.
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
     /// The nearest bits.
@@ -21,7 +21,7 @@ const SIGN: u32 = 0x8000_0000;
 const INFINITY: u32 = 0x7F80_0000;
 
 /// IEEE 754 binary16.
-pub(crate) struct F16;
+pub struct F16;
 
 /// Bits of 65504, the largest, as an f32.
 const F16_MAX: u32 = 0x477F_E000;
@@ -68,7 +68,7 @@ fn f16_nan(magnitude: u32) -> u16 {
 
 /// [`Lanes::widen_f16`] of one number, with no instruction for it.
 #[inline(always)]
-pub(crate) fn f16_to_f32(half: u16) -> f32 {
+pub fn f16_to_f32(half: u16) -> f32 {
     let (sign, magnitude) = (u32::from(half & 0x8000) << 16, u32::from(half & 0x7FFF));
     let bits = match magnitude {
         0..0x400 => (magnitude as f32 * (1.0 / 16_777_216.0)).to_bits(),
@@ -81,7 +81,7 @@ pub(crate) fn f16_to_f32(half: u16) -> f32 {
 
 /// [`Lanes::narrow_f16`] of one number, with no instruction for it.
 #[inline(always)]
-pub(crate) fn f32_to_f16(number: f32) -> u16 {
+pub fn f32_to_f16(number: f32) -> u16 {
     let (sign, magnitude) = split(number);
     if magnitude > INFINITY {
         return sign | f16_nan(magnitude);
@@ -97,7 +97,7 @@ pub(crate) fn f32_to_f16(number: f32) -> u16 {
 }
 
 /// The upper half of a binary32.
-pub(crate) struct Bf16;
+pub struct Bf16;
 
 /// Bits of the largest finite one, as an f32.
 const BF16_MAX: u32 = 0x7F7F_0000;
@@ -138,7 +138,7 @@ fn split(number: f32) -> (u16, u32) {
 
 /// Widen a row; both are as long.
 #[inline(always)]
-pub(crate) fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
+pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
     blocks(to.len(), |at, width| {
         let mut block = [0; LANES];
         block[..width].copy_from_slice(&from[at..at + width]);
@@ -148,7 +148,7 @@ pub(crate) fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
 
 /// Narrow a row to the nearest numbers; both are as long.
 #[inline(always)]
-pub(crate) fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
+pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
     blocks(from.len(), |at, width| {
         let mut block = [0.0; LANES];
         block[..width].copy_from_slice(&from[at..at + width]);
@@ -158,7 +158,7 @@ pub(crate) fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
 
 /// Narrow a row as drawn: `draw(i)` is for element `i`. Both are as long.
 #[inline(always)]
-pub(crate) fn narrow_drawn<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
+pub fn narrow_drawn<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {
         *to = H::narrow_drawn(*from, draw(i as u32));
     }

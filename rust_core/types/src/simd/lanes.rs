@@ -5,10 +5,10 @@
 use crate::half::{f16_to_f32, f32_to_f16};
 
 /// Floats that are computed side by side; reductions keep this many partial sums everywhere.
-pub(crate) const LANES: usize = 16;
+pub const LANES: usize = 16;
 
 /// One instruction set's version of each. All give the same bits.
-pub(crate) trait Lanes {
+pub trait Lanes {
     /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
     /// The sum of all lanes: halves are added to halves, eight to eight, then four, two and one.
@@ -24,7 +24,7 @@ pub(crate) trait Lanes {
 }
 
 /// What every processor can do.
-pub(crate) struct Portable;
+pub struct Portable;
 
 impl Lanes for Portable {
     #[inline(always)]
