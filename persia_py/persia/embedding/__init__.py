@@ -1,4 +1,8 @@
-"""How embedding rows start, come and are bounded. Features and batches: ``data``; optimizers: ``optim``.
+"""How embedding rows start, come and are bounded.
+
+* :mod:`persia.embedding.data`: features and batches
+* :mod:`persia.embedding.optim`, :mod:`persia.embedding.schedule`: optimizers, and learning rates that vary
+* :mod:`persia.embedding.collection`: tables as a module of an existing model
 
 A new row's weights are a function of the run's seed, its table's name, its id and the place in the row; nothing else
 decides them, so that they are equal on any number of servers. ``embedding_config.yml`` may give a table settings of
@@ -8,9 +12,24 @@ its own: ``init`` (``{name: gamma, shape: 2}``, with the names and parameters of
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from persia.errors import ConfigError
 from persia_core.optim import InitializerSpec
+
+if TYPE_CHECKING:
+    from persia.embedding.collection import EmbeddingCollection as EmbeddingCollection
+    from persia.embedding.collection import TableConfig as TableConfig
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch and a context only for those who use it."""
+    if name not in {"EmbeddingCollection", "TableConfig"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from persia.embedding import collection
+
+    return getattr(collection, name)
+
 
 MAX_MIN_COUNT = 65_535
 MAX_POISSON_MEAN = 500

@@ -18,7 +18,7 @@ use persia_engine::{
 };
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+use persia_types::schema::{Initializer, Optimizer, Schema, Slot, Table};
 use persia_types::tables::{Run, Tables};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -147,7 +147,7 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
 
 fn schema(dim: usize) -> Schema {
     let name = |i: usize| format!("f{i}");
-    let slot = |i| Slot { name: name(i), table: i, pooling: Pooling::Sum, sqrt_scaling: false };
+    let slot = |i| Slot { name: name(i), table: i, ..Slot::default() };
     Schema {
         slots: (0..FEATURES).map(slot).collect(),
         tables: (0..FEATURES).map(|i| Table::new(name(i), dim)).collect(),

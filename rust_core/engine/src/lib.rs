@@ -52,5 +52,5 @@ pub use pipeline::push::{Gradient, PushOptions, Ticket};
 pub use pipeline::{Fed, Looked, Next, Pipeline, Wait};
 pub use stats::{EngineStats, SlotStats, StageTime};
 pub use step::buffer::Buffer;
-pub use step::forward::Output;
+pub use step::forward::{Output, Raw};
 pub use step::plan::Plan;

@@ -4,6 +4,10 @@
 pub const MAX_SLOTS: usize = 4096;
 /// Largest embedding dimension of a slot.
 pub const MAX_DIM: usize = 4096;
+/// Places of one sample in a raw feature.
+pub const MAX_SAMPLE_FIXED_SIZE: u32 = 1 << 16;
+/// Rounds of a hash stack.
+pub const MAX_HASH_STACK_ROUNDS: u32 = 64;
 /// Servers of one job: each holds at least one virtual shard.
 pub const MAX_SERVERS: usize = crate::id::VIRTUAL_SHARDS;
 /// Trainer ranks of one job.

@@ -5,18 +5,45 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::id::{Id, hash_id};
+
 /// How the rows of one sample's ids become one vector.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
     /// Their sum.
+    #[default]
     Sum,
     /// Their sum divided by `max(n, 1)`, n the sample's number of ids.
     Mean,
 }
 
+/// Few rows for many ids: an id's row is the sum of one bucket's row per round.
+///
+/// With `h(0) = id` and `h(k) = hash_id(h(k - 1))`, the bucket of round k, from 1, is
+/// `(k - 1) * buckets + h(k) mod buckets`: at most `rounds * buckets` rows, none shared by two rounds. Ids that share
+/// a bucket in one round rarely share it in the others (hash embeddings: Svenstrup and others, 2017).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HashStack {
+    /// Buckets per id, at least 1.
+    pub rounds: u32,
+    /// Buckets of one round, at least 1.
+    pub buckets: u32,
+}
+
+impl HashStack {
+    /// The buckets of `id`, round after round.
+    pub fn buckets_of(self, id: Id) -> impl Iterator<Item = Id> {
+        let mut hash = id;
+        (0..u64::from(self.rounds)).map(move |round| {
+            hash = hash_id(hash);
+            round * u64::from(self.buckets) + hash % u64::from(self.buckets)
+        })
+    }
+}
+
 /// A feature as the model sees it.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Slot {
     /// Feature name, as in the batch.
     pub name: String,
@@ -24,8 +51,14 @@ pub struct Slot {
     pub table: usize,
     /// Sum or mean.
     pub pooling: Pooling,
-    /// Divide the sum, and the gradient, by `sqrt(max(n, 1))`.
+    /// Divide the sum, and the gradient, by `sqrt(max(n, 1))`; n counts ids × rounds of a hash stack.
     pub sqrt_scaling: bool,
+    /// A raw (sequence) feature: the rows of a sample's first ids, this many places, instead of one vector.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample_fixed_size: Option<u32>,
+    /// Ids stand for buckets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hash_stack: Option<HashStack>,
 }
 
 /// A set of rows of one dimension.
@@ -224,4 +257,36 @@ pub enum Initializer {
     },
     /// Uniform in `[-b, b)`, `b = 1 / sqrt(dim)`: a row's expected squared length is 1/3, whatever its dimension.
     InverseSqrtDim,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn buckets_of_different_rounds_are_different_rows() {
+        let stack = HashStack { rounds: 3, buckets: 100 };
+        let ids = 0..10_000u64;
+        let buckets: Vec<Vec<Id>> = ids.map(|id| stack.buckets_of(id).collect()).collect();
+        for (round, range) in [0..100, 100..200, 200..300].into_iter().enumerate() {
+            let used: BTreeSet<Id> = buckets.iter().map(|buckets| buckets[round]).collect();
+            assert!(
+                used.iter().eq(range.collect::<Vec<Id>>().iter()),
+                "every bucket of round {round} is used"
+            );
+        }
+        // 10,000 ids in 10^6 combinations: some 50 pairs share all three buckets by chance.
+        let distinct = buckets.iter().collect::<BTreeSet<_>>().len();
+        assert!((9_850..10_000).contains(&distinct), "{distinct}");
+    }
+
+    /// Checkpoints depend on it.
+    #[test]
+    fn buckets_never_change() {
+        let stack = HashStack { rounds: 2, buckets: 1000 };
+        let buckets: Vec<Vec<Id>> = [0, 1, u64::MAX].map(|id| stack.buckets_of(id).collect()).into();
+        assert_eq!(buckets, [[173, 1404], [429, 1157], [345, 1677]]);
+    }
 }

@@ -24,7 +24,7 @@ mod tokens;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use persia_types::schema::{Pooling, Schema, Slot, Table};
+use persia_types::schema::{Schema, Slot, Table};
 use persia_types::tables::Tables;
 
 /// Makes an empty holder of rows for [`schema`] on which nothing has begun.
@@ -40,8 +40,7 @@ pub fn cases() -> Vec<Case> {
 
 /// The schema `make` must use: two tables, of dimensions 4 and 19.
 pub fn schema() -> Schema {
-    let slot =
-        |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
+    let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
     Schema {
         slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
         tables: vec![Table::new("ac", 4), Table::new("b", 19)],

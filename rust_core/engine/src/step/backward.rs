@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use persia_types::kernels::{self, Gradients, SegmentSum};
+use persia_types::kernels::{self, Gradients, SegmentSum, Uses};
 use persia_types::tables::{PushReport, PushRequest, TableGradients};
 use persia_types::token::Token;
 
@@ -72,7 +72,9 @@ pub(crate) fn backward(
 struct Source<'a> {
     gradients: &'a [f32],
     dim: usize,
-    uses: kernels::Uses<'a>,
+    uses: Uses<'a>,
+    /// Per use what its gradient is multiplied by.
+    weights: Option<&'a [f32]>,
     /// Per sample what its gradient is multiplied by; `None` is 1.
     factors: Option<Vec<f32>>,
 }
@@ -81,22 +83,23 @@ impl<'a> Source<'a> {
     fn new(
         context: &Context,
         batch: &'a Batch,
-        plan: &Plan,
+        plan: &'a Plan,
         feature: usize,
         gradients: &'a [Option<Gradient>],
     ) -> Option<Self> {
         let gradients = gradients[feature].as_ref()?.as_ref().as_ref();
         let slot = &context.schema.slots[plan.slots()[feature]];
-        let feature = &batch.id_features()[feature];
+        let feature = plan.feature(batch, feature);
         let factors = kernels::divisors(slot, feature.offsets())
             .map(|divisors| divisors.into_iter().map(|divisor| 1.0 / divisor).collect());
         let dim = context.schema.tables[slot.table].dim;
-        Some(Self { gradients, dim, uses: feature.uses(), factors })
+        Some(Self { gradients, dim, uses: feature.uses(), weights: feature.grouped_weights(), factors })
     }
 
     fn sum(&self, scale: f32) -> SegmentSum<'_> {
-        let Self { gradients, dim, uses, factors } = self;
-        SegmentSum { gradients, dim: *dim, uses: *uses, factors: factors.as_deref(), scale }
+        let Self { gradients, dim, uses, weights, factors } = self;
+        let (uses, weights) = (*uses, *weights);
+        SegmentSum { gradients, dim: *dim, uses, factors: factors.as_deref(), weights, scale }
     }
 }
 

@@ -24,6 +24,7 @@ pub(crate) fn schema(slots: &[(&str, usize, Pooling, bool)], dims: &[usize]) -> 
         table: *table,
         pooling: *pooling,
         sqrt_scaling: *sqrt_scaling,
+        ..Slot::default()
     };
     Schema {
         slots: slots.iter().map(slot).collect(),

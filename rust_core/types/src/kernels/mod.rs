@@ -29,20 +29,25 @@ pub struct Pool<'a> {
     pub places: &'a [u32],
     /// Where each sample's occurrences start (`samples + 1`); `None` is one per sample.
     pub offsets: Option<&'a [u32]>,
+    /// Per occurrence what its row is multiplied by; `None` is 1.
+    pub weights: Option<&'a [f32]>,
     /// Per sample what its sum is divided by; `None` is 1.
     pub divisors: Option<&'a [f32]>,
 }
 
-/// What each sample's sum is divided by: `n` for a mean, `sqrt(n)` for sqrt scaling, with n at least 1.
-/// `None` where that is 1 for all.
+/// What each sample's sum is divided by: its number of ids for a mean, the root of its number of rows (ids × rounds of
+/// a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
+///
+/// `offsets` are those of the feature as it is looked up.
 pub fn divisors(slot: &Slot, offsets: Option<&[u32]>) -> Option<Vec<f32>> {
     if slot.pooling == Pooling::Sum && !slot.sqrt_scaling {
         return None;
     }
+    let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds);
     let divisor = |bounds: &[u32]| {
-        let ids = (bounds[1] - bounds[0]).max(1) as f32;
-        let mean = if slot.pooling == Pooling::Mean { ids } else { 1.0 };
-        let root = if slot.sqrt_scaling { ids.sqrt() } else { 1.0 };
+        let rows = bounds[1] - bounds[0];
+        let mean = if slot.pooling == Pooling::Mean { (rows / rounds).max(1) as f32 } else { 1.0 };
+        let root = if slot.sqrt_scaling { (rows.max(1) as f32).sqrt() } else { 1.0 };
         mean * root
     };
     offsets.map(|offsets| offsets.windows(2).map(divisor).collect())
@@ -68,22 +73,29 @@ impl Work for PoolWork<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let Pool { rows, dim, places, offsets, divisors } = *self.input;
+        let Pool { rows, dim, places, offsets, weights, divisors } = *self.input;
         let outs = self.out.chunks_exact_mut(dim);
-        let Some(offsets) = offsets else {
+        if let (None, None) = (offsets, weights) {
             for (occurrence, (&place, out)) in places.iter().zip(outs).enumerate() {
                 fetch_ahead(rows, dim, places, occurrence);
                 copy(&rows[place as usize * dim..][..dim], out);
             }
             return;
-        };
+        }
         let sum = Sum { rows, dim, onto: false, scale: 1.0 };
-        for (sample, (bounds, out)) in offsets.windows(2).zip(outs).enumerate() {
-            let (start, end) = (bounds[0] as usize, bounds[1] as usize);
-            for occurrence in start..end {
+        for (sample, out) in outs.enumerate() {
+            let range = match offsets {
+                None => sample..sample + 1,
+                Some(offsets) => offsets[sample] as usize..offsets[sample + 1] as usize,
+            };
+            for occurrence in range.clone() {
                 fetch_ahead(rows, dim, places, occurrence);
             }
-            sum.write(places[start..end].iter().map(|place| (*place as usize * dim, 1.0)), out);
+            let own = places[range.clone()].iter().map(|place| *place as usize * dim);
+            match weights {
+                None => sum.write(own.map(|row| (row, 1.0)), out),
+                Some(weights) => sum.write(own.zip(weights[range].iter().copied()), out),
+            }
             if let Some(divisors) = divisors {
                 let divisor = divisors[sample];
                 out.iter_mut().for_each(|value| *value /= divisor);
@@ -204,21 +216,82 @@ mod tests {
         let places: Vec<u32> = (0..500u32).map(|i| i * 7 % 50).collect();
         let offsets: Vec<u32> = (0..=100).map(|i| i * 5).collect();
         let divisors: Vec<f32> = (0..100).map(|i| number(i).abs() + 1.0).collect();
+        let weights: Vec<f32> = (700..1200).map(number).collect();
         for dim in [1, 4, 16, 19, 64, 128, 211] {
             let rows: Vec<f32> = (0..100 * dim).map(number).collect();
             let divisors = Some(&divisors[..]);
-            let pooled = &Pool { rows: &rows, dim, places: &places, offsets: Some(&offsets), divisors };
-            let uses = Uses { starts: &offsets, samples: &places };
-            let summed = &SegmentSum { gradients: &rows, dim, uses, factors: divisors, scale: 0.3 };
-            let at = |level: Level| {
-                let mut outs = [(); 2].map(|()| vec![0.0; 100 * dim]);
-                level.run(PoolWork { input: pooled, out: &mut outs[0] });
-                level.run(SegmentSumWork { input: summed, first: 0, out: &mut outs[1] });
-                outs.map(|out| bits(&out))
-            };
-            for level in Level::supported() {
-                assert_eq!(at(level), at(Level::PORTABLE), "{level:?}, dim {dim}");
+            let offsets = &offsets[..];
+            for weights in [None, Some(&weights[..])] {
+                let pooled =
+                    &Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors };
+                let uses = Uses { starts: offsets, samples: &places };
+                let summed =
+                    &SegmentSum { gradients: &rows, dim, uses, factors: divisors, weights, scale: 0.3 };
+                let at = |level: Level| {
+                    let mut outs = [(); 2].map(|()| vec![0.0; 100 * dim]);
+                    level.run(PoolWork { input: pooled, out: &mut outs[0] });
+                    level.run(SegmentSumWork { input: summed, first: 0, out: &mut outs[1] });
+                    outs.map(|out| bits(&out))
+                };
+                for level in Level::supported() {
+                    assert_eq!(at(level), at(Level::PORTABLE), "{level:?}, dim {dim}");
+                }
             }
         }
+    }
+
+    #[test]
+    fn weights_multiply_rows_and_gradients() {
+        let (places, offsets) = ([3, 0, 0, 2, 5, 5, 1, 4, 2], [0, 2, 2, 7, 9]);
+        let weights: Vec<f32> = (0..9).map(number).collect();
+        for dim in [1, 3, 16, 19, 64, 131] {
+            let rows: Vec<f32> = (0..6 * dim).map(number).collect();
+            let (weights, mut out) = (Some(&weights[..]), vec![f32::NAN; 4 * dim]);
+            let offsets = Some(&offsets[..]);
+            let divisors = Some(&[2.0, 1.0, 5.0, 3.0][..]);
+            pool(&Pool { rows: &rows, dim, places: &places, offsets, weights, divisors }, &mut out);
+            let uses = Uses { starts: offsets.unwrap(), samples: &places };
+            let factors: Vec<f32> = (20..26).map(number).collect();
+            let mut sums = vec![f32::NAN; 4 * dim];
+            let factors = Some(&factors[..]);
+            segment_sum(&SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 2.0 }, 0, &mut sums);
+            for (row, bounds) in offsets.unwrap().windows(2).enumerate() {
+                for column in 0..dim {
+                    let (mut pooled, mut summed) = (0.0f32, 0.0f32);
+                    for at in bounds[0] as usize..bounds[1] as usize {
+                        let (place, weight) = (places[at] as usize, weights.unwrap()[at]);
+                        pooled += rows[place * dim + column] * weight;
+                        summed += rows[place * dim + column] * (factors.unwrap()[place] * weight);
+                    }
+                    assert_eq!(out[row * dim + column], pooled / divisors.unwrap()[row]);
+                    assert_eq!(sums[row * dim + column], summed * 2.0);
+                }
+            }
+            let single = Pool { rows: &rows, dim, places: &places, offsets: None, weights, divisors: None };
+            let mut out = vec![f32::NAN; 9 * dim];
+            pool(&single, &mut out);
+            assert_eq!(out[8 * dim], rows[2 * dim] * weights.unwrap()[8]);
+        }
+    }
+
+    #[test]
+    fn weights_of_one_change_no_bit() {
+        let (dim, places, offsets) = (19, [3, 0, 0, 2, 5, 5], [0, 2, 2, 6]);
+        let rows: Vec<f32> = (0..6 * dim).map(number).collect();
+        let factors: Vec<f32> = (30..36).map(number).collect();
+        let [without, with] = [None, Some(&[1.0; 6][..])]
+            .map(|weights| {
+                let mut outs = [(); 2].map(|()| vec![0.0; 3 * dim]);
+                let offsets = &offsets[..];
+                let pooled =
+                    Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors: None };
+                pool(&pooled, &mut outs[0]);
+                let uses = Uses { starts: offsets, samples: &places };
+                let factors = Some(&factors[..]);
+                let sum = SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 1.0 };
+                segment_sum(&sum, 0, &mut outs[1]);
+                outs.map(|out| bits(&out))
+            });
+        assert_eq!(without, with);
     }
 }

@@ -55,7 +55,7 @@ impl<'a> Uses<'a> {
 }
 
 /// The gradient of each unique id as the sum over the samples that use it:
-/// `scale * sum of gradients[sample] * factors[sample]`, added in batch order, from 0 on, and scaled last.
+/// `scale * sum of gradients[sample] * (factors[sample] * weights[use])`, added in batch order, from 0 on, and scaled last.
 #[derive(Debug, Clone, Copy)]
 pub struct SegmentSum<'a> {
     /// `[samples, dim]`.
@@ -66,6 +66,8 @@ pub struct SegmentSum<'a> {
     pub uses: Uses<'a>,
     /// Per sample what its gradient is multiplied by; `None` is 1.
     pub factors: Option<&'a [f32]>,
+    /// Per use, in the order of `uses.samples`, what it is multiplied by besides; `None` is 1.
+    pub weights: Option<&'a [f32]>,
     /// What a sum is multiplied by.
     pub scale: f32,
 }
@@ -84,6 +86,10 @@ impl SegmentSum<'_> {
         let samples = floats / dim;
         if self.factors.is_some_and(|factors| factors.len() != samples) {
             let what = format!("gradients of {samples} samples have another number of factors");
+            return Err(TablesError::BadShape { what });
+        }
+        if self.weights.is_some_and(|weights| weights.len() != self.uses.samples.len()) {
+            let what = format!("{} uses of samples have another number of weights", self.uses.samples.len());
             return Err(TablesError::BadShape { what });
         }
         self.uses.check(ids, samples)
@@ -110,10 +116,15 @@ impl SegmentSum<'_> {
         let samples = self.uses.of(unique);
         let row = |sample: u32| sample as usize * self.dim;
         let sum = Sum { rows: self.gradients, dim: self.dim, onto, scale };
-        match self.factors {
-            None => sum.write(samples.iter().map(|sample| (row(*sample), 1.0)), out),
-            Some(factors) => {
+        match (self.factors, self.weights) {
+            (None, None) => sum.write(samples.iter().map(|sample| (row(*sample), 1.0)), out),
+            (Some(factors), None) => {
                 sum.write(samples.iter().map(|sample| (row(*sample), factors[*sample as usize])), out);
+            }
+            (factors, Some(weights)) => {
+                let uses = samples.iter().zip(&weights[self.uses.range(unique)]);
+                let factor = |sample: u32| factors.map_or(1.0, |factors| factors[sample as usize]);
+                sum.write(uses.map(|(sample, weight)| (row(*sample), factor(*sample) * weight)), out);
             }
         }
     }
@@ -223,12 +234,13 @@ mod tests {
         assert!(refused(&[0, 4, 3], &[2, 0, 1]).contains("ascend"));
         assert!(refused(&[0, 1, 3], &[2, 0, 3]).contains("sample 3 of 3"));
         let uses = Uses { starts: &[0, 1, 3], samples: &[2, 0, 1] };
-        let sum = SegmentSum { gradients: &[0.0; 6], dim: 2, uses, factors: None, scale: 1.0 };
+        let sum = SegmentSum { gradients: &[0.0; 6], dim: 2, uses, factors: None, weights: None, scale: 1.0 };
         assert!(sum.check(2).is_ok());
         for bad in [
             SegmentSum { dim: 4, ..sum },
             SegmentSum { dim: 0, ..sum },
             SegmentSum { factors: Some(&[1.0; 2]), ..sum },
+            SegmentSum { weights: Some(&[1.0; 2]), ..sum },
             SegmentSum { gradients: &[0.0; 4], ..sum },
         ] {
             assert!(bad.check(2).is_err(), "{bad:?}");
