@@ -12,12 +12,12 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Duration;
 
-use persia_engine::kernels::{self, Pool, SegmentSum};
 use persia_engine::{
     Batch, BatchParts, Drained, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, PushOptions, StageTime,
 };
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
+use persia_types::kernels::{self, Pool, SegmentSum};
 use persia_types::schema::{Initializer, Optimizer, Schema, Slot, Table};
 use persia_types::tables::{Run, Tables};
 use rustix::time::{ClockId, clock_gettime};
@@ -121,13 +121,14 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
         let start = now();
         for ((feature, rows), out) in batch.id_features().iter().zip(&rows).zip(&mut outputs) {
             let (places, offsets) = (feature.inverse(), feature.offsets());
-            kernels::pool(&Pool { rows, dim, places, offsets, divisors: None }, out);
+            kernels::pool(&Pool { rows, dim, places, offsets, weights: None, divisors: None }, out);
         }
         pool.push((now() - start) / ids);
 
         let start = now();
         for ((feature, gradients), sum) in batch.id_features().iter().zip(&outputs).zip(&mut sums) {
-            let input = SegmentSum { gradients, dim, uses: feature.uses(), factors: None, scale: 1.0 };
+            let input =
+                SegmentSum { gradients, dim, uses: feature.uses(), factors: None, weights: None, scale: 1.0 };
             kernels::segment_sum(&input, 0, &mut sum[..feature.unique().len() * dim]);
         }
         segment.push((now() - start) / ids);

@@ -89,6 +89,7 @@ fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
             dim: DIMS[table],
             uses,
             factors: Some(&factors),
+            weights: None,
             scale: 0.01,
         });
         let summed = sums.map(|sum| plainly(&sum, ids.len()));

@@ -22,7 +22,8 @@ pub mod token;
 
 pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards, shard_of};
 pub use schema::{
-    Admission, Dtype, HashStack, Initializer, Optimizer, Pooling, Rounding, Schema, Slot, Table, TableSettings,
+    Admission, Dtype, HashStack, Initializer, Optimizer, Pooling, Rounding, Schema, Slot, Table,
+    TableSettings,
 };
 pub use tables::{Mode, Tables, TablesError};
 pub use token::{JobId, Token};

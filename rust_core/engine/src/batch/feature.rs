@@ -261,8 +261,7 @@ mod tests {
         let feature = feature.with_weights(&[0.5, 2.0, -1.0, 3.0, 4.0]).unwrap();
         let grouped = feature.grouped_weights().unwrap();
         for (place, id) in feature.unique().ids().iter().enumerate() {
-            let starts = feature.occurrence_starts();
-            let weights = &grouped[starts[place] as usize..starts[place + 1] as usize];
+            let weights = &grouped[feature.uses().range(place)];
             let expected: &[f32] = match id {
                 5 => &[0.5, -1.0, 4.0],
                 6 => &[2.0],

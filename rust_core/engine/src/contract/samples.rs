@@ -88,8 +88,11 @@ fn samples_equal_rows(make: Make<'_>) {
         let gradients: Vec<f32> = (0..900 * DIM).map(|place| number(place + seq as usize)).collect();
         let factors: Vec<f32> = (0..900).map(|sample| 1.0 / (1 + sample % 7) as f32).collect();
         let factors = (seq % 2 == 0).then_some(&factors[..]);
+        let weight = |sample: usize| if seq == 3 { number(sample + 7) } else { 1.0 };
+        let weights: Vec<f32> = used.uses().samples.iter().map(|sample| weight(*sample as usize)).collect();
+        let weights = (seq > 2).then_some(&weights[..]);
         let scale = if seq < 3 { 0.3 } else { 1.0 };
-        let sum = SegmentSum { gradients: &gradients, dim: DIM, uses: used.uses(), factors, scale };
+        let sum = SegmentSum { gradients: &gradients, dim: DIM, uses: used.uses(), factors, weights, scale };
         let report = used.push(&by_sample, seq, sum);
         let summed: Vec<Vec<f32>> = used
             .ids
@@ -98,7 +101,7 @@ fn samples_equal_rows(make: Make<'_>) {
             .map(|id| {
                 let mut sum = [0.0; DIM];
                 for (sample, _) in of_samples.iter().enumerate().filter(|(_, other)| *other == id) {
-                    let factor = factors.map_or(1.0, |factors| factors[sample]);
+                    let factor = factors.map_or(1.0, |factors| factors[sample]) * weight(sample);
                     let gradient = &gradients[sample * DIM..][..DIM];
                     sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient * factor);
                 }
@@ -123,7 +126,14 @@ fn bad_sample(make: Make<'_>) {
     used.lookup(&fixture, 1, Mode::Train);
     let mut gradients = vec![1.0; 4 * DIM];
     gradients[2 * DIM + 18] = f32::NAN;
-    let sum = SegmentSum { gradients: &gradients, dim: DIM, uses: used.uses(), factors: None, scale: 2.0 };
+    let sum = SegmentSum {
+        gradients: &gradients,
+        dim: DIM,
+        uses: used.uses(),
+        factors: None,
+        weights: None,
+        scale: 2.0,
+    };
     let report = used.push(&fixture, 1, sum);
     assert_eq!((report.rows_applied, report.rows_nonfinite), (2, 1));
     assert_eq!(report.first_nonfinite, Some((TABLE, 7)));
@@ -149,10 +159,18 @@ fn misfits(make: Make<'_>) {
     assert_eq!(fixture.rows_held(), [0, 0]);
     used.lookup(&fixture, 1, Mode::Train);
     let gradients = [1.0; 4 * DIM];
-    let good = SegmentSum { gradients: &gradients, dim: DIM, uses: used.uses(), factors: None, scale: 1.0 };
+    let good = SegmentSum {
+        gradients: &gradients,
+        dim: DIM,
+        uses: used.uses(),
+        factors: None,
+        weights: None,
+        scale: 1.0,
+    };
     let mut bad: Vec<SegmentSum<'_>> = bad_uses.map(|uses| SegmentSum { uses, ..good }).to_vec();
     bad.push(SegmentSum { gradients: &gradients[1..], ..good });
     bad.push(SegmentSum { factors: Some(&[1.0; 3]), ..good });
+    bad.push(SegmentSum { weights: Some(&[1.0; 3]), ..good });
     for sum in bad {
         let tables = [TableGradients { table: TABLE, ids: &used.ids, gradients: Gradients::Samples(sum) }];
         let request = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };

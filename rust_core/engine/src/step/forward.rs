@@ -91,7 +91,11 @@ pub(crate) fn forward(
     let tables: Vec<TableIds<'_>> = plan
         .tables()
         .iter()
-        .map(|table| TableIds { table: table.table, ids: table.ids(batch), uses: one_each(batch, plan, table) })
+        .map(|table| TableIds {
+            table: table.table,
+            ids: table.ids(batch),
+            uses: one_each(batch, plan, table),
+        })
         .collect();
     let mut rows: Vec<Buffer> = tables
         .iter()

@@ -225,8 +225,14 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
     for dim in (1..=40).chain([63, 64, 65, 127, 128, 129, 200, 256, 300]) {
         let rows = numbers(6 * dim, 1);
         let mut out = vec![f32::NAN; 4 * dim];
-        let input =
-            Pool { rows: &rows, dim, places: &places, offsets: Some(&offsets), divisors: Some(&divisors) };
+        let input = Pool {
+            rows: &rows,
+            dim,
+            places: &places,
+            offsets: Some(&offsets),
+            weights: None,
+            divisors: Some(&divisors),
+        };
         kernels::pool(&input, &mut out);
         for sample in 0..4 {
             for column in 0..dim {
@@ -252,7 +258,7 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
             let (gradients, samples) = (&rows, &places);
             let uses = Uses { starts: &offsets, samples };
             let scale = if map.is_some() { 1.0 } else { 0.7 };
-            let input = SegmentSum { gradients, dim, uses, factors, scale };
+            let input = SegmentSum { gradients, dim, uses, factors, weights: None, scale };
             match map {
                 None => kernels::segment_sum(&input, 0, &mut out[..4 * dim]),
                 Some(map) => kernels::segment_sum_onto(&input, map, &mut out),

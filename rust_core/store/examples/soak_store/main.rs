@@ -43,7 +43,11 @@ fn main() {
         for ((row, value), id) in rows.chunks_exact(DIM).zip(values).zip(ids.ids()) {
             assert_eq!(row, [value; DIM], "step {step}, id {id}");
         }
-        let tables = [TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&gradients[..ids.len() * DIM]) }];
+        let tables = [TableGradients {
+            table: 0,
+            ids: &ids,
+            gradients: Gradients::Rows(&gradients[..ids.len() * DIM]),
+        }];
         let applied =
             store.push(&PushRequest { token, step, lr_factor: 1.0, tables: &tables }).unwrap().rows_applied;
         assert_eq!(applied, simulation.push(&ids), "step {step}");

@@ -2,12 +2,12 @@
 
 use serde::Serialize;
 
+use super::Parsed;
 use super::error::ConfigErrors;
 use super::groups::{GroupReader, SlotEntry};
 use super::reader::{Reader, Section, join};
 use super::settings::read_settings;
 use super::tree::Node;
-use super::Parsed;
 use crate::limits::{MAX_DIM, MAX_HASH_STACK_ROUNDS, MAX_SAMPLE_FIXED_SIZE, MAX_SLOTS};
 use crate::schema::{HashStack, Pooling, Schema};
 

@@ -254,7 +254,11 @@ mod tests {
             let factors: Vec<f32> = (20..26).map(number).collect();
             let mut sums = vec![f32::NAN; 4 * dim];
             let factors = Some(&factors[..]);
-            segment_sum(&SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 2.0 }, 0, &mut sums);
+            segment_sum(
+                &SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 2.0 },
+                0,
+                &mut sums,
+            );
             for (row, bounds) in offsets.unwrap().windows(2).enumerate() {
                 for column in 0..dim {
                     let (mut pooled, mut summed) = (0.0f32, 0.0f32);
@@ -279,19 +283,18 @@ mod tests {
         let (dim, places, offsets) = (19, [3, 0, 0, 2, 5, 5], [0, 2, 2, 6]);
         let rows: Vec<f32> = (0..6 * dim).map(number).collect();
         let factors: Vec<f32> = (30..36).map(number).collect();
-        let [without, with] = [None, Some(&[1.0; 6][..])]
-            .map(|weights| {
-                let mut outs = [(); 2].map(|()| vec![0.0; 3 * dim]);
-                let offsets = &offsets[..];
-                let pooled =
-                    Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors: None };
-                pool(&pooled, &mut outs[0]);
-                let uses = Uses { starts: offsets, samples: &places };
-                let factors = Some(&factors[..]);
-                let sum = SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 1.0 };
-                segment_sum(&sum, 0, &mut outs[1]);
-                outs.map(|out| bits(&out))
-            });
+        let [without, with] = [None, Some(&[1.0; 6][..])].map(|weights| {
+            let mut outs = [(); 2].map(|()| vec![0.0; 3 * dim]);
+            let offsets = &offsets[..];
+            let pooled =
+                Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors: None };
+            pool(&pooled, &mut outs[0]);
+            let uses = Uses { starts: offsets, samples: &places };
+            let factors = Some(&factors[..]);
+            let sum = SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 1.0 };
+            segment_sum(&sum, 0, &mut outs[1]);
+            outs.map(|out| bits(&out))
+        });
         assert_eq!(without, with);
     }
 }
