@@ -33,6 +33,7 @@ fn begun(level: Level, optimizer: Optimizer) -> Store {
         optimizer: Some(optimizer),
         initializer: Initializer::Uniform { low: -1.0, high: 1.0 },
         admit_probability: 0.9,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,

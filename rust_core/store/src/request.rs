@@ -40,7 +40,7 @@ pub(crate) fn check_tables(
 
 /// Check that a buffer of `floats` takes what is asked for.
 pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
-    let Table { name, dim } = table;
+    let Table { name, dim, .. } = table;
     let ids = part.ids.len();
     let Some(uses) = part.uses else {
         if ids.checked_mul(*dim) == Some(floats) {

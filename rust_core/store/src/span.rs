@@ -38,12 +38,6 @@ impl<'s> Span<'_, 's> {
         self.shards.iter().zip(self.ranges.iter().cloned())
     }
 
-    /// Floats from one row of a table to the next.
-    #[inline(always)]
-    pub(crate) fn stride(&self, table: usize) -> usize {
-        self.shards.first().map_or(0, |shard| shard.tables[table].layout().stride())
-    }
-
     /// Search all ids, having asked for the first bucket of each.
     #[inline(always)]
     pub(crate) fn find<L: Lanes>(&self, table: usize, ids: &[Id], slots: &mut [u32]) {

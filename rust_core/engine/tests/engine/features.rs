@@ -30,7 +30,7 @@ fn mixed_schema() -> Schema {
         Slot { hash_stack: stack(3, 5), sample_fixed_size: Some(2), sqrt_scaling: true, ..slot("both", 3) },
         Slot { hash_stack: stack(2, 6), pooling: Pooling::Mean, ..slot("mean", 4) },
     ];
-    let tables = (0..5).map(|table| Table { name: format!("t{table}"), dim: DIM }).collect();
+    let tables = (0..5).map(|table| Table::new(format!("t{table}"), DIM)).collect();
     Schema { slots, tables }
 }
 
@@ -185,7 +185,7 @@ proptest! {
 fn ids_that_were_cut_off_are_neither_inserted_nor_updated() {
     let schema = Schema {
         slots: vec![Slot { name: "raw".into(), sample_fixed_size: Some(2), ..Slot::default() }],
-        tables: vec![Table { name: "t".into(), dim: DIM }],
+        tables: vec![Table::new("t", DIM)],
     };
     let tables = Arc::new(plain(&schema));
     let engine = engine(tables.clone(), &schema, reproducible());
@@ -200,7 +200,7 @@ fn a_hash_stack_holds_no_more_rows_than_buckets() {
     let stack = HashStack { rounds: 2, buckets: 50 };
     let schema = Schema {
         slots: vec![Slot { name: "a".into(), hash_stack: Some(stack), ..Slot::default() }],
-        tables: vec![Table { name: "t".into(), dim: DIM }],
+        tables: vec![Table::new("t", DIM)],
     };
     let tables = Arc::new(plain(&schema));
     let engine = engine(tables.clone(), &schema, reproducible());
@@ -214,7 +214,7 @@ fn a_hash_stack_holds_no_more_rows_than_buckets() {
 fn weights_where_nothing_is_summed_end_the_pipeline_by_name() {
     let schema = Schema {
         slots: vec![Slot { name: "weighted".into(), pooling: Pooling::Mean, ..Slot::default() }],
-        tables: vec![Table { name: "t".into(), dim: DIM }],
+        tables: vec![Table::new("t", DIM)],
     };
     let engine = engine(Arc::new(plain(&schema)), &schema, reproducible());
     let pipeline = engine.pipeline().unwrap();

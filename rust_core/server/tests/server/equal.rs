@@ -24,7 +24,7 @@ fn schema() -> Schema {
         dtype: Dtype::Bf16,
         rounding: Rounding::Stochastic,
         admission: Some(Admission { probability: 0.9, min_count: 2 }),
-        ttl: Some(5),
+        ttl: Some(1),
         ..TableSettings::default()
     };
     schema.tables[1].settings = TableSettings {
