@@ -84,6 +84,7 @@ class RemoteContext(CommonContext):
     def _connect(self) -> None:
         self.engine = Engine.connect(
             self.configuration.embedding,
+            self.configuration.general,
             self._discovery,
             rank=self.rank,
             world_size=self.world_size,

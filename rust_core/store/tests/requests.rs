@@ -51,7 +51,8 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_goes_on() {
     let begin = |run: Run| refused(store.begin(&run));
     assert!(begin(run(&[2])).contains("epoch 1 is not above the current epoch 1"));
     assert!(
-        begin(Run { epoch: 2, ..run(&[3]) }).contains("dim 2 was configured, the run has table table_0 of dim 3")
+        begin(Run { epoch: 2, ..run(&[3]) })
+            .contains("dim 2 was configured, the run has table table_0 of dim 3")
     );
     assert!(begin(Run { epoch: 2, ..run(&[2, 2]) }).contains("1 tables"));
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.9, weight_decay: 0.0, eps: 1e-8 };

@@ -1,19 +1,19 @@
 //! Ids, rows and gradients as streams of checked chunks.
 //!
-//! A sender cuts at whole items ([`id_chunks`], [`row_chunks`], [`gradient_chunks`], [`owned_row_chunks`]); a receiver of a request collects
+//! A sender cuts at whole items ([`id_chunks`], [`row_chunks`], [`gradient_chunks`]); a receiver of a request collects
 //! items in ascending order, taking memory as they come ([`Collect`]); a receiver of rows writes them straight to
 //! where they belong, in any order ([`Scatter`](crate::scatter::Scatter)).
 
 use std::borrow::Cow;
 
-use bytemuck::Pod;
 use bytes::Bytes;
-use persia_types::TablesError;
 use persia_types::id::Id;
 use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_CHUNK_BYTES;
+use persia_types::{Dtype, TablesError};
 use tonic::Status;
 
+use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::Chunk;
 
@@ -74,9 +74,8 @@ impl Width {
     /// An id.
     pub const ID: Self = Self(size_of::<Id>());
 
-    /// A row, or gradient, of `dim` floats.
-    pub fn row(dim: usize) -> Self {
-        Self(dim * size_of::<f32>())
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self(bytes)
     }
 
     /// Number of items in a chunk, its size being checked.
@@ -105,58 +104,41 @@ fn chunk(part: u32, first: usize, data: Bytes) -> Chunk {
     Chunk { part, first: first as u64, crc32c: crc32c::crc32c(&data), data }
 }
 
-fn borrowed<T: Pod>(part: u32, width: Width, values: &[T]) -> impl Iterator<Item = Chunk> + '_ {
-    let bytes: &[u8] = bytemuck::cast_slice(values);
-    let items = bytes.len().checked_div(width.0).unwrap_or(0);
-    width.ranges(items).map(move |range| {
-        let data = Bytes::copy_from_slice(&bytes[range.start * width.0..range.end * width.0]);
-        chunk(part, range.start, data)
-    })
-}
-
 /// `ids` of part `part`, each chunk made when it is asked for.
 pub fn id_chunks(part: u32, ids: &[Id]) -> impl Iterator<Item = Chunk> + '_ {
-    borrowed(part, Width::ID, ids)
-}
-
-/// `[n, dim]` rows or gradients of part `part`, each chunk made when it is asked for.
-pub fn row_chunks(part: u32, dim: usize, rows: &[f32]) -> impl Iterator<Item = Chunk> + '_ {
-    borrowed(part, Width::row(dim), rows)
+    Width::ID
+        .ranges(ids.len())
+        .map(move |range| chunk(part, range.start, Bytes::copy_from_slice(bytemuck::cast_slice(&ids[range]))))
 }
 
 /// The gradients of part `part` with `ids` ids, summed chunk after chunk as they are asked for. Lengths were checked.
 pub fn gradient_chunks(
     part: u32,
-    dim: usize,
+    format: RowFormat,
     ids: usize,
     gradients: Gradients<'_>,
 ) -> impl Iterator<Item = Chunk> + '_ {
-    Width::row(dim).ranges(ids).map(move |range| {
-        let data = match gradients.rows(range.clone(), dim) {
-            Cow::Borrowed(rows) => Bytes::copy_from_slice(bytemuck::cast_slice(rows)),
-            Cow::Owned(rows) => Bytes::from_owner(Floats(rows)),
+    format.width().ranges(ids).map(move |range| {
+        let data = match gradients.rows(range.clone(), format.dim) {
+            Cow::Borrowed(rows) => format.encode_copy(rows),
+            Cow::Owned(rows) => format.encode(rows),
         };
         chunk(part, range.start, data)
     })
 }
 
-/// Floats that are given away as bytes.
-struct Floats(Vec<f32>);
-
-impl AsRef<[u8]> for Floats {
-    fn as_ref(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.0)
-    }
-}
-
-/// As [`row_chunks`], of rows that are given away: nothing is copied.
-pub fn owned_row_chunks(part: u32, dim: usize, rows: Vec<f32>) -> impl Iterator<Item = Chunk> + Send {
-    let width = Width::row(dim);
+/// `[n, dim]` rows of part `part`, which are given away: those of f32 are not copied.
+pub fn row_chunks(part: u32, format: RowFormat, rows: Vec<f32>) -> impl Iterator<Item = Chunk> + Send {
+    let (width, dim) = (format.width(), format.dim);
     let items = rows.len().checked_div(dim).unwrap_or(0);
-    let bytes = Bytes::from_owner(Floats(rows));
-    width
-        .ranges(items)
-        .map(move |range| chunk(part, range.start, bytes.slice(range.start * width.0..range.end * width.0)))
+    let rows = if format.dtype == Dtype::F32 { Err(format.encode(rows)) } else { Ok(rows) };
+    width.ranges(items).map(move |range| {
+        let data = match &rows {
+            Ok(floats) => format.encode_copy(&floats[range.start * dim..range.end * dim]),
+            Err(bytes) => bytes.slice(range.start * width.0..range.end * width.0),
+        };
+        chunk(part, range.start, data)
+    })
 }
 
 /// `chunk` as pieces that lie between two neighbours of `bounds`, which ascend from 0: (index of the lower bound,
@@ -198,76 +180,96 @@ pub(crate) fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
     })
 }
 
-/// A number that travels as its bytes in memory.
-pub trait Value: Pod {
-    /// Append the values in `bytes`, whose length is a multiple of theirs and whose alignment is any.
-    fn extend(values: &mut Vec<Self>, bytes: &[u8]);
+/// Something that ids or gradients are read from.
+pub trait Value: Copy {
+    /// Append what `bytes` stand for: whole items, at any alignment.
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat);
 }
 
-impl Value for u64 {
-    fn extend(values: &mut Vec<Self>, bytes: &[u8]) {
+impl Value for Id {
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], _: RowFormat) {
         let (words, _) = bytes.as_chunks::<8>();
         values.extend(words.iter().map(|word| Self::from_le_bytes(*word)));
     }
 }
 
 impl Value for f32 {
-    fn extend(values: &mut Vec<Self>, bytes: &[u8]) {
-        let (words, _) = bytes.as_chunks::<4>();
-        values.extend(words.iter().map(|word| Self::from_le_bytes(*word)));
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat) {
+        let (from, more) = (values.len(), bytes.len() / format.width().0 * format.dim);
+        values.resize(from + more, 0.0);
+        format.decode(bytes, &mut values[from..]);
     }
 }
 
 /// Collects the values of all parts of a request. Chunks of a part come in ascending order without a gap.
 #[derive(Debug)]
 pub struct Collect<T> {
-    parts: Vec<(Width, u64, Vec<T>)>,
+    parts: Vec<Announced<T>>,
+}
+
+/// What is to come of one part, and what came.
+#[derive(Debug)]
+struct Announced<T> {
+    width: Width,
+    /// Values of an item.
+    values_each: usize,
+    items: usize,
+    format: RowFormat,
+    values: Vec<T>,
 }
 
 impl Collect<Id> {
     /// The ids of `parts`.
     pub fn ids(parts: &[Part]) -> Self {
-        Self { parts: parts.iter().map(|part| (Width::ID, part.len() as u64, Vec::new())).collect() }
+        Self::new(parts, |_| (Width::ID, 1))
     }
 }
 
 impl Collect<f32> {
     /// The gradients of `parts`.
     pub fn gradients(parts: &[Part]) -> Self {
-        let of = |part: &Part| (Width::row(part.dim), part.len() as u64, Vec::new());
-        Self { parts: parts.iter().map(of).collect() }
+        Self::new(parts, |part| (part.format.width(), part.format.dim))
     }
 }
 
 impl<T: Value> Collect<T> {
+    fn new(parts: &[Part], width: impl Fn(&Part) -> (Width, usize)) -> Self {
+        let of = |part: &Part| {
+            let (width, values_each) = width(part);
+            Announced { width, values_each, items: part.len(), format: part.format, values: Vec::new() }
+        };
+        Self { parts: parts.iter().map(of).collect() }
+    }
+
     /// Take one chunk.
     ///
     /// # Errors
     /// [`ChunkError`] for one that is damaged, was not announced, or is not the next of its part.
     pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
         let parts = self.parts.len();
-        let Some((width, announced, values)) = self.parts.get_mut(chunk.part as usize) else {
+        let Some(part) = self.parts.get_mut(chunk.part as usize) else {
             return Err(ChunkError::unknown_part(chunk, parts));
         };
+        let Announced { width, values_each, items: announced, format, values } = part;
         let items = width.items(chunk)?;
-        let next = (size_of_val(values.as_slice()) / width.0) as u64;
+        let next = (values.len() / *values_each) as u64;
         if chunk.first != next {
             let Chunk { part, first, .. } = chunk;
             return Err(ChunkError::bad_shape(format!(
                 "part {part}: a chunk from item {first} on, the next one is {next}"
             )));
         }
-        if items > *announced - next {
-            return Err(ChunkError::out_of_range(chunk, items, *announced));
+        if items > *announced as u64 - next {
+            return Err(ChunkError::out_of_range(chunk, items, *announced as u64));
         }
         check_sum(chunk)?;
-        let more = chunk.data.len() / size_of::<T>();
+        let more = items as usize * *values_each;
         if values.capacity() - values.len() < more {
-            let all = *announced as usize * (width.0 / size_of::<T>());
+            let all = *announced * *values_each;
             let ahead = values.len().max(ALLOCATE_AHEAD / size_of::<T>()).max(more);
             values.reserve_exact(ahead.min(all - values.len()));
         }
-        T::extend(values, &chunk.data);
+        T::extend(values, &chunk.data, *format);
         Ok(())
     }
 
@@ -276,13 +278,13 @@ impl<T: Value> Collect<T> {
     /// # Errors
     /// [`ChunkError::CutShort`] when fewer came than were announced.
     pub fn finish(self) -> Result<Vec<Vec<T>>, ChunkError> {
-        for (part, (width, announced, values)) in self.parts.iter().enumerate() {
-            let (bytes, all) = (size_of_val(values.as_slice()), *announced as usize * width.0);
-            if bytes != all {
-                return Err(ChunkError::CutShort { what: format!("part {part}: {bytes} of {all} bytes") });
+        for (number, part) in self.parts.iter().enumerate() {
+            let (came, all) = (part.values.len(), part.items * part.values_each);
+            if came != all {
+                return Err(ChunkError::CutShort { what: format!("part {number}: {came} of {all} values") });
             }
         }
-        Ok(self.parts.into_iter().map(|(_, _, values)| values).collect())
+        Ok(self.parts.into_iter().map(|part| part.values).collect())
     }
 }
 

@@ -23,6 +23,7 @@ pub mod client;
 pub mod convert;
 pub mod discovery;
 pub mod error;
+pub mod floats;
 pub mod listen;
 pub mod parts;
 pub mod receive;

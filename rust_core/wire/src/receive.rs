@@ -49,7 +49,7 @@ impl Lookup {
 
     /// A buffer of the right size for the rows of every part.
     pub fn buffers(&self) -> Vec<Vec<f32>> {
-        self.parts.iter().map(|part| vec![0.0; part.len() * part.dim]).collect()
+        self.parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect()
     }
 }
 

@@ -5,7 +5,8 @@ use std::ops::Range;
 use persia_types::TablesError;
 use persia_types::kernels::Uses;
 
-use crate::chunk::{ChunkError, Width, check_sum};
+use crate::chunk::{ChunkError, check_sum};
+use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::Chunk;
 
@@ -45,7 +46,7 @@ impl Covered {
 pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
     uses: &'a [Option<Uses<'a>>],
-    parts: Vec<(Width, u64, Covered)>,
+    parts: Vec<(RowFormat, u64, Covered)>,
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
@@ -64,19 +65,19 @@ impl<'a, 'b> Scatter<'a, 'b> {
         }
         for ((part, uses), rows) in parts.iter().zip(uses).zip(rows.iter()) {
             let wanted = uses.map_or(part.len(), |uses| uses.samples.len());
-            if rows.len() != wanted * part.dim {
+            if rows.len() != wanted * part.format.dim {
                 return bad(format!(
                     "table {}: a buffer of {} floats, want {wanted} rows of dimension {}",
                     part.table,
                     rows.len(),
-                    part.dim
+                    part.format.dim
                 ));
             }
             if let Some(uses) = uses {
                 uses.check(part.len(), wanted)?;
             }
         }
-        let of = |part: &Part| (Width::row(part.dim), part.len() as u64, Covered::default());
+        let of = |part: &Part| (part.format, part.len() as u64, Covered::default());
         Ok(Self { parts: parts.iter().map(of).collect(), uses, rows })
     }
 
@@ -86,10 +87,10 @@ impl<'a, 'b> Scatter<'a, 'b> {
     /// [`ChunkError`] for one that is damaged, was not asked for, or came before.
     pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
         let (index, parts) = (chunk.part as usize, self.parts.len());
-        let Some((width, asked, covered)) = self.parts.get_mut(index) else {
+        let Some((format, asked, covered)) = self.parts.get_mut(index) else {
             return Err(ChunkError::unknown_part(chunk, parts));
         };
-        let items = width.items(chunk)?;
+        let items = format.width().items(chunk)?;
         let Some(end) = chunk.first.checked_add(items).filter(|end| end <= asked) else {
             return Err(ChunkError::out_of_range(chunk, items, *asked));
         };
@@ -98,14 +99,14 @@ impl<'a, 'b> Scatter<'a, 'b> {
             let Chunk { part, first, .. } = chunk;
             return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
         }
-        let place: &mut [u8] = bytemuck::cast_slice_mut(self.rows[index]);
+        let (format, dim, rows) = (*format, format.dim, &mut *self.rows[index]);
         let Some(uses) = self.uses[index] else {
-            place[chunk.first as usize * width.0..end as usize * width.0].copy_from_slice(&chunk.data);
+            format.decode(&chunk.data, &mut rows[chunk.first as usize * dim..end as usize * dim]);
             return Ok(());
         };
-        for (unique, row) in (chunk.first as usize..).zip(chunk.data.chunks_exact(width.0)) {
+        for (unique, row) in (chunk.first as usize..).zip(chunk.data.chunks_exact(format.width().0)) {
             for sample in uses.of(unique) {
-                place[*sample as usize * width.0..][..width.0].copy_from_slice(row);
+                format.decode(row, &mut rows[*sample as usize * dim..][..dim]);
             }
         }
         Ok(())

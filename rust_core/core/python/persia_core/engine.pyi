@@ -13,6 +13,7 @@ class Engine:
     @staticmethod
     def connect(
         embedding: EmbeddingConfig,
+        general: GlobalConfig,
         discovery: Discovery,
         *,
         rank: int,

@@ -258,12 +258,24 @@ pub(crate) fn push(
     dims: &[usize],
     ids: &[Vec<Id>],
 ) -> Result<PushReport, TablesError> {
+    push_as(tables, token, dims, ids, |gradient| gradient)
+}
+
+/// As [`push`], with each number changed.
+pub(crate) fn push_as(
+    tables: &dyn Tables,
+    token: Token,
+    dims: &[usize],
+    ids: &[Vec<Id>],
+    change: impl Fn(f32) -> f32,
+) -> Result<PushReport, TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let gradients: Vec<Vec<f32>> = grouped
         .iter()
         .zip(dims)
         .map(|(ids, dim)| {
-            let of = |id: &Id| ((*id % 97) as f32 + token.seq as f32 + token.rank as f32 * 0.5) * 0.01;
+            let of =
+                |id: &Id| change(((*id % 97) as f32 + token.seq as f32 + token.rank as f32 * 0.5) * 0.01);
             ids.ids().iter().flat_map(|id| std::iter::repeat_n(of(id), *dim)).collect()
         })
         .collect();

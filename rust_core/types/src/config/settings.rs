@@ -7,7 +7,8 @@ use super::tree::{Node, Value};
 use crate::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN};
 use crate::schema::{Admission, Dtype, Initializer, Optimizer, Rounding, TableSettings};
 
-const DTYPES: &[(&str, Dtype)] = &[("f32", Dtype::F32), ("f16", Dtype::F16), ("bf16", Dtype::Bf16)];
+pub(super) const DTYPES: &[(&str, Dtype)] =
+    &[("f32", Dtype::F32), ("f16", Dtype::F16), ("bf16", Dtype::Bf16)];
 const ROUNDINGS: &[(&str, Rounding)] =
     &[("nearest", Rounding::Nearest), ("stochastic", Rounding::Stochastic)];
 

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::time::Duration;
 
-use persia_types::TablesError;
 use persia_types::id::server_shards;
 use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, TableGradients, TableIds};
+use persia_types::{Dtype, TablesError};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
@@ -15,6 +15,7 @@ use super::Inner;
 use super::call::{Trouble, within};
 use super::pool::Remote;
 use crate::chunk::{ChunkError, gradient_chunks, id_chunks};
+use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::{self, lookup_reply, lookup_request, push_request, server_push};
 use crate::scatter::Scatter;
@@ -72,19 +73,20 @@ fn dim_of(table: usize, floats: usize, rows: usize) -> Result<usize, TablesError
     Ok(dim)
 }
 
-fn lookup_part(table: &TableIds<'_>, floats: usize) -> Result<Part, TablesError> {
+fn lookup_part(table: &TableIds<'_>, dtype: Dtype, floats: usize) -> Result<Part, TablesError> {
     let rows = table.uses.map_or(table.ids.len(), |uses| uses.samples.len());
-    Ok(Part::new(table.table, dim_of(table.table, floats, rows)?, table.ids))
+    let format = RowFormat { dim: dim_of(table.table, floats, rows)?, dtype };
+    Ok(Part::new(table.table, format, table.ids))
 }
 
-fn push_part(table: &TableGradients<'_>) -> Result<Part, TablesError> {
+fn push_part(table: &TableGradients<'_>, dtype: Dtype) -> Result<Part, TablesError> {
     let ids = table.ids;
     let dim = match &table.gradients {
         Gradients::Rows(rows) => dim_of(table.table, rows.len(), ids.len())?,
         Gradients::Samples(sum) => sum.dim,
     };
     table.gradients.check(ids.len(), dim)?;
-    Ok(Part::new(table.table, dim, ids))
+    Ok(Part::new(table.table, RowFormat { dim, dtype }, ids))
 }
 
 impl Inner {
@@ -102,7 +104,7 @@ impl Inner {
             .tables
             .iter()
             .zip(rows.iter())
-            .map(|(table, rows)| lookup_part(table, rows.len()))
+            .map(|(table, rows)| lookup_part(table, self.options.wire_dtype, rows.len()))
             .collect::<Result<_, _>>()?;
         let what = format!("look-up {} of step {}", request.token, request.step);
         self.call(&what, self.patience(), async |remote, each| {
@@ -162,7 +164,8 @@ impl Inner {
     }
 
     pub(super) async fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        let parts: Vec<Part> = request.tables.iter().map(push_part).collect::<Result<_, _>>()?;
+        let part = |table| push_part(table, self.options.wire_dtype);
+        let parts: Vec<Part> = request.tables.iter().map(part).collect::<Result<_, _>>()?;
         let servers = self.servers().await?;
         let concerned = |server: &u32| {
             let shards = server_shards(*server as usize, servers as usize);
@@ -202,7 +205,7 @@ impl Inner {
         let chunks = request.tables.iter().zip(parts).zip(0..).flat_map(|((table, part), index)| {
             let ids = id_chunks(index, table.ids.ids()).map(Message::Ids);
             ids.chain(
-                gradient_chunks(index, part.dim, table.ids.len(), table.gradients).map(Message::Gradients),
+                gradient_chunks(index, part.format, table.ids.len(), table.gradients).map(Message::Gradients),
             )
         });
         let messages = std::iter::once(Message::Head(head))

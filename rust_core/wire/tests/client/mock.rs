@@ -196,7 +196,7 @@ impl Middleware for Mock {
         assert_eq!((lookup.token, lookup.mode, lookup.parts[0].table), (token(1), Mode::Train, 7));
         let ids = lookup.ids[0].ids();
         let rows: Vec<f32> = ids.iter().flat_map(|id| [*id as f32; DIM]).collect();
-        let mut chunks: Vec<_> = row_chunks(0, DIM, &rows).collect();
+        let mut chunks: Vec<_> = row_chunks(0, lookup.parts[0].format, rows).collect();
         let report = LookupReport { hits: ids.len() as u64, ..LookupReport::default() };
         match fault {
             Fault::Flip => chunks[0].crc32c ^= 1,
