@@ -59,7 +59,13 @@ pub(crate) struct Bench {
 impl Bench {
     /// Holds the ids of rows `0..rows`.
     pub(crate) fn new(dim: usize, rows: usize, optimizer: Optimizer) -> Self {
-        let schema = Schema { slots: vec![], tables: vec![Table::new("bench", dim)] };
+        Self::of(Table::new("bench", dim), rows, optimizer)
+    }
+
+    /// As [`Self::new`], of a table with settings of its own.
+    pub(crate) fn of(table: Table, rows: usize, optimizer: Optimizer) -> Self {
+        let dim = table.dim;
+        let schema = Schema { slots: vec![], tables: vec![table] };
         let store = Store::new(schema.clone(), StoreOptions::default()).expect("a good schema");
         let run = Run {
             job: "bench".into(),
