@@ -5,6 +5,7 @@ the same bytes over the same two hops costs with plain sockets.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,21 +28,27 @@ from persia.launch.local import Command, LocalJob
 from persia.launch.process import Process
 from persia.remote import RemoteContext
 
-ID_BYTES, FLOAT_BYTES = 8, 4
+ID_BYTES = 8
+WIRE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @contextmanager
-def job(folder: Path, *, tcp: bool) -> Iterator[list[int]]:
-    """Start NATS, a server and a middleware, point the environment at them, and give the pids of the last two."""
+def job(folder: Path, *, tcp: bool, servers: int = 1, general: str = "{}") -> Iterator[list[int]]:
+    """Start NATS, servers and a middleware, point the environment at them, and give the pids of all but NATS.
+
+    ``general`` is the text of their ``global_config.yml``.
+    """
+    global_config = folder / "global_config.yml"
+    global_config.write_text(general, encoding="utf-8")
     private = folder / "p"
     private.mkdir()
     ports = (20_888, 20_777) if tcp else None
     local = LocalJob(
         name="bench",
-        servers=1,
+        servers=servers,
         middlewares=1,
         embedding_config=Path(os.environ["PERSIA_EMBEDDING_CONFIG"]),
-        global_config=None,
+        global_config=global_config,
         private=private,
         state=folder,
         env={"LOG_LEVEL": "warn"},
@@ -60,8 +67,9 @@ def job(folder: Path, *, tcp: bool) -> Iterator[list[int]]:
             return process
 
         url = local.nats_url(start(local.nats()))
-        parts = [start(local.part(kind, 0, url)) for kind in ("server", "middleware")]
-        os.environ.update(local.settings(url))
+        parts = [start(local.part("server", index, url)) for index in range(servers)]
+        parts.append(start(local.part("middleware", 0, url)))
+        os.environ.update(local.settings(url), PERSIA_GLOBAL_CONFIG=str(global_config))
         yield [part.pid for part in parts]
 
 
@@ -88,7 +96,7 @@ def cost(step: Callable[[int], None], pids: list[int], seconds: float) -> tuple[
     return middle, (high - low) / 2 / middle, statistics.median(wall)
 
 
-def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool) -> None:
+def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, wire: str) -> None:
     """Measure one case and print it."""
     embedded_context = EmbeddedContext()
     with stepper(embedded_context, dim, per_sample, zipf=False, rowwise=False) as step:
@@ -97,16 +105,16 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool) -
     unique = statistics.mean(
         sum(len(np.unique(feature)) for feature in batch) for batch in make_batches(per_sample, zipf=False)
     )
-    up, down = round(unique * ID_BYTES), round(unique * dim * FLOAT_BYTES)
+    up, down = round(unique * ID_BYTES), round(unique * dim * WIRE_BYTES[wire])
     raw = raw_tcp.cpu_seconds(up, down, 20) + raw_tcp.cpu_seconds(up + down, 0, 20)
-    with job(folder, tcp=tcp) as pids:
+    with job(folder, tcp=tcp, general=f"embedding_worker_config: {{wire_dtype: {wire}}}") as pids:
         context = RemoteContext(trains=True)
         with stepper(context, dim, per_sample, zipf=False, rowwise=False) as step:
             loopback, spread, wall = cost(step, pids, seconds)
         context.close(None)
     record = {
         "id": "B4",
-        "case": f"adagrad, dim {dim}, L {per_sample}, {'TCP' if tcp else 'Unix sockets'}",
+        "case": f"adagrad, dim {dim}, L {per_sample}, {wire}, {'TCP' if tcp else 'Unix sockets'}",
         "value": round(loopback * 1e3, 2),
         "unit": "CPU ms a step",
         "peer": round((embedded + raw) * 1e3, 2),
@@ -122,6 +130,46 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool) -
     sys.stdout.flush()
 
 
+def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, float]:
+    """Return what :func:`cost` says of a step of dim 64, L 1, with so many servers."""
+    with job(folder, tcp=False, servers=servers) as pids:
+        context = RemoteContext(trains=True)
+        with stepper(context, 64, 1, zipf=False, rowwise=False) as step:
+            result = cost(step, pids, seconds)
+        context.close(None)
+    return result
+
+
+def slots(folder: Path, dim: int) -> None:
+    """Write the slots where contexts find them."""
+    path = folder / "embedding_config.yml"
+    os.environ["PERSIA_EMBEDDING_CONFIG"] = str(path)
+    lines = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))
+    path.write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{lines}", encoding="utf-8")
+
+
+def measure_servers(seconds: float) -> None:
+    """Print how a step's cost changes with the number of servers on the same cores."""
+    first = 0.0
+    for servers in (1, 2, 4):
+        with tempfile.TemporaryDirectory(prefix="persia-") as folder:
+            slots(Path(folder), 64)
+            cpu, spread, wall = scale(Path(folder), servers, seconds)
+        first = first or cpu
+        record = {
+            "id": "servers",
+            "case": f"adagrad, dim 64, L 1, {servers} servers, {workload.rows_of(1) / wall / 1e6:.2f} million rows/s",
+            "value": round(cpu * 1e3, 2),
+            "unit": "CPU ms a step",
+            "peer": round(first * 1e3, 2),
+            "ratio": round(first / cpu, 3),
+            "target": 0.8,
+            "spread": round(spread, 3),
+        }
+        sys.stdout.write(json.dumps(record) + "\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
     """Measure the cases asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -129,16 +177,17 @@ def main() -> None:
     parser.add_argument("--per-sample", type=int, nargs="+", default=[1, 10])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--tcp", action="store_true", help="TCP on loopback, as between containers")
+    parser.add_argument("--wire", choices=WIRE_BYTES, nargs="+", default=["f32", "f16"], help="what floats travel as")
+    parser.add_argument("--servers", action="store_true", help="the cost with 1, 2 and 4 servers instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for dim in arguments.dims:
-        for per_sample in arguments.per_sample:
-            with tempfile.TemporaryDirectory(prefix="persia-") as folder:
-                path = Path(folder) / "embedding_config.yml"
-                os.environ["PERSIA_EMBEDDING_CONFIG"] = str(path)
-                slots = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))
-                path.write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{slots}")
-                run(Path(folder), dim, per_sample, arguments.seconds, tcp=arguments.tcp)
+    if arguments.servers:
+        measure_servers(arguments.seconds)
+        return
+    for dim, per_sample, wire in itertools.product(arguments.dims, arguments.per_sample, arguments.wire):
+        with tempfile.TemporaryDirectory(prefix="persia-") as folder:
+            slots(Path(folder), dim)
+            run(Path(folder), dim, per_sample, arguments.seconds, tcp=arguments.tcp, wire=wire)
 
 
 if __name__ == "__main__":

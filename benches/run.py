@@ -9,8 +9,11 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+import report
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHES = ROOT / "benches"
@@ -41,7 +44,7 @@ def environment() -> dict[str, str]:
 
 
 def store(quick: bool) -> list[Record]:
-    """B1, B2, B7: the store alone."""
+    """B1, B2, B6, B7: the store alone."""
     example = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
     example += ["-p", "persia-store", "--example", "bench_store"]
     return [record for record in lines([*example, "--", *(["--quick"] if quick else [])]) if "id" in record]
@@ -66,7 +69,12 @@ def loopback_step(quick: bool) -> list[Record]:
     """B4: the step through a middleware and a server, beside the embedded one and plain sockets."""
     arguments = ["--seconds", "1" if quick else "3"]
     script = [sys.executable, str(BENCHES / "loopback_step.py"), *arguments]
-    return lines(script) + lines([*script, "--tcp", "--dims", "16"])
+    return lines(script) + lines([*script, "--tcp", "--dims", "16", "--wire", "f32"]) + lines([*script, "--servers"])
+
+
+def training(quick: bool) -> list[Record]:
+    """B5: the whole training loop."""
+    return lines([sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "6"])
 
 
 def startup(quick: bool, containers: bool) -> list[Record]:
@@ -133,8 +141,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shorter, with wider spreads")
     parser.add_argument(
         "--only",
-        choices=["store", "step", "loopback", "startup"],
-        help="the store alone (B1, B2, B7), the step (B3), the step over sockets (B4), or starting (B9)",
+        choices=["store", "step", "loopback", "training", "startup"],
+        help="the store alone (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), starting (B9)",
     )
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
@@ -144,14 +152,19 @@ def main() -> None:
         "store": lambda: store(arguments.quick),
         "step": lambda: embedded_step(arguments.quick),
         "loopback": lambda: loopback_step(arguments.quick),
+        "training": lambda: training(arguments.quick),
         "startup": lambda: startup(arguments.quick, arguments.containers),
     }
+    started = time.monotonic()
     records = [record for name, part in parts.items() if arguments.only in (None, name) for record in part()]
     show(records)
     path = ROOT / "runs" / "bench.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(records, indent=1) + "\n")
     print(path)
+    if arguments.only is None and not arguments.quick:
+        report.write(records, machine(), (time.monotonic() - started) / 60)
+        print("docs/performance.md: tables and plots are those of this run")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,9 @@ def config_check(
         slots = config.parse_embedding_config(*read_config(embedding))
         warnings += slots.warnings
         summary.append(f"{embedding}: {len(slots.slots)} slots in {len(slots.tables)} tables")
+        for (table, _), settings in zip(slots.tables, slots.settings, strict=True):
+            if settings:
+                summary.append(f"  {table}: {', '.join(settings)}")
     except ConfigError as error:
         mistakes.append(str(error))
     if general is not None:

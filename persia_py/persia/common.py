@@ -10,19 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia.configs import find_config, read_config
+from persia.configs import Configuration
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
-from persia.errors import ConfigError
-from persia.logger import get_logger
-from persia_core import config as _config
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
 
 if TYPE_CHECKING:
     from persia.embedding.optim import Optimizer
-
-_logger = get_logger("common")
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class CommonContext(ABC):
 
     Attributes:
         engine: The engine.
-        embedding_config_path: The file that defines the slots.
+        configuration: Slots and general settings; read from the two files where none is given.
         settings: What the run's epoch began with.
         trained_step: The last step whose gradients were pushed, or given up.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
@@ -64,21 +59,8 @@ class CommonContext(ABC):
 
     engine: Engine
 
-    def __init__(self) -> None:
-        path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
-        if path is None:
-            raise ConfigError(
-                "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into a folder config/ "
-                "beside the script"
-            )
-        self.embedding_config_path: Path = path
-        global_path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
-        self._embedding = _config.parse_embedding_config(*read_config(path))
-        self._general = (
-            _config.parse_global_config(*read_config(global_path)) if global_path else _config.GlobalConfig()
-        )
-        for warning in (*self._embedding.warnings, *self._general.warnings):
-            _logger.warning("%s", warning)
+    def __init__(self, configuration: Configuration | None = None) -> None:
+        self.configuration = configuration or Configuration.find()
         self.settings = Settings(None, get_default_embedding_config())
         self.trained_step = 0
         self.feed: Any = None
@@ -121,6 +103,7 @@ class CommonContext(ABC):
             optimizer=None if settings.optimizer is None else settings.optimizer.spec,
             initializer=settings.config.initializer,
             admit_probability=settings.config.admit_probability,
+            admit_min_count=settings.config.admit_min_count,
             weight_bound=settings.config.weight_bound,
             after_epoch=after_epoch,
             step=step,

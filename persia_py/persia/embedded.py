@@ -2,6 +2,7 @@
 
 from persia import env
 from persia.common import CommonContext, Settings
+from persia.configs import Configuration
 from persia.errors import UsageError
 from persia.logger import get_logger
 from persia_core.engine import Engine
@@ -13,15 +14,15 @@ _logger = get_logger("embedded")
 class EmbeddedContext(CommonContext):
     """One engine over one in-process store."""
 
-    def __init__(self) -> None:
+    def __init__(self, configuration: Configuration | None = None) -> None:
         if env.get_world_size() > 1:
             raise UsageError(
                 f"WORLD_SIZE={env.get_world_size()}: the embedded mode keeps all rows in one process and trains with "
                 "one rank; unset WORLD_SIZE and RANK"
             )
-        super().__init__()
-        _logger.info("embedding slots from %s, embedded store", self.embedding_config_path)
-        self.engine = Engine(self._embedding, self._general)
+        super().__init__(configuration)
+        _logger.info("embedding slots from %s, embedded store", self.configuration.source)
+        self.engine = Engine(self.configuration.embedding, self.configuration.general)
 
     def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
         self._begin_rows(settings, after_epoch, step, seed)

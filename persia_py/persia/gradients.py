@@ -68,7 +68,7 @@ class Backward:
             self._skip(offender, batch.step)
         else:
             self._skipped = 0
-            batch.push(gradients, embedding_optimizer.lr_factor)
+            batch.push(gradients, embedding_optimizer.lr_factor(batch.step))
             self._dense_optimizer.step()
 
     def _skip(self, offender: str, step: int) -> None:
@@ -86,7 +86,7 @@ class Backward:
             return Offender(f"the loss is {loss.detach().flatten()[0].item()}")
         for name, gradient in zip(batch.slots, gradients, strict=True):
             if gradient is not None and (place := _core.first_nonfinite(gradient)) is not None:
-                sample = place // gradient.shape[-1]
+                sample = place // gradient[0].numel()
                 value = gradient.flatten()[place].item()
                 return Offender(f"the gradient of slot {name!r}, sample {sample}, is {value}")
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import distributed as torch_distributed
 
 from persia import auth, distributed, env, interfaces, job, peers, service
 from persia.common import CommonContext, Offender, Settings
+from persia.configs import Configuration
 from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
 from persia.logger import get_logger
 from persia.rendezvous import AFTER_OTHERS_S, Rendezvous
@@ -41,6 +43,7 @@ class RemoteContext(CommonContext):
         option: How the dense part is trained by several ranks; None is the default for the device.
         gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
             ``none`` sums them.
+        configuration: For :class:`CommonContext`.
 
     Raises:
         UnreachableError: NATS, a server or another rank was not there in ``PERSIA_START_TIMEOUT`` seconds; it is named.
@@ -54,8 +57,9 @@ class RemoteContext(CommonContext):
         device_id: int | None = None,
         option: "DistributedBaseOption | None" = None,
         gradient_scale: str = "mean",
+        configuration: Configuration | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(configuration)
         interfaces.check()
         self.rank, self.world_size = (env.get_rank(), env.get_world_size()) if trains else (0, 1)
         self._trains = trains
@@ -79,7 +83,8 @@ class RemoteContext(CommonContext):
 
     def _connect(self) -> None:
         self.engine = Engine.connect(
-            self._embedding,
+            self.configuration.embedding,
+            self.configuration.general,
             self._discovery,
             rank=self.rank,
             world_size=self.world_size,
@@ -91,7 +96,7 @@ class RemoteContext(CommonContext):
         if self._trains:
             self._meet()
         self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, env.start_timeout())))
-        _logger.info("embedding slots from %s, rows on the servers of job %s", self.embedding_config_path, self._job)
+        _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
 
     def _meet(self) -> None:
         """Announce this rank, and get in touch with the others."""
@@ -143,14 +148,13 @@ class RemoteContext(CommonContext):
 
     def _begin_run(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops what an earlier one left; the others join."""
-        digest = sha256(self.embedding_config_path.read_bytes()).hexdigest()[:16]
         if self._peers is not None:
-            digests = self._peers.share("begin", digest)
+            digests = self._peers.share("begin", self.configuration.digest)
             different = [rank for rank, other in enumerate(digests) if other != digests[0]]
             if different:
                 raise ConfigError(
-                    f"the ranks have different {self.embedding_config_path.name}: rank {different[0]} differs from "
-                    "rank 0; give every rank the same file"
+                    f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; give every "
+                    f"rank the same {Path(self.configuration.source).name}"
                 )
         epoch = 0
         if self.rank == 0:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from persia.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def setup_seed(seed: int) -> None:
@@ -28,6 +31,19 @@ def setup_seed(seed: int) -> None:
     torch.manual_seed(seed)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Take a raw (sequence) feature apart, as the model gets it.
+
+    Args:
+        raw: ``[batch, sample_fixed_size, dim + 1]``.
+
+    Returns:
+        The rows ``[batch, sample_fixed_size, dim]``, and the bool mask ``[batch, sample_fixed_size]``, true where an id
+        is.
+    """
+    return raw[..., :-1], raw[..., -1] != 0
 
 
 def load_yaml(filepath: str | os.PathLike[str]) -> Any:

@@ -37,6 +37,7 @@ PLAN: dict[str, Any] = {
     "more": {},  # steps more by rank
     "data": "part",
     "passes": 1,
+    "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
 RANK, WORLD = env.get_rank(), env.get_world_size()
@@ -71,6 +72,14 @@ class StatefulPart(Part):
         self.next = state_dict["next"]
 
 
+class Flat(TinyModel):
+    """A model for slots of any shape."""
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return ``[batch, 1]`` logits."""
+        return super().forward(non_id_tensors, [tensor.flatten(1) for tensor in embedding_tensors])
+
+
 DATASETS: dict[str, type[IterableDataset]] = {"part": Part, "stateful": StatefulPart, "stream": StreamingDataset}
 
 
@@ -82,9 +91,19 @@ def part(number: int) -> PersiaBatch:
     lists = [rng.integers(0, ids, rng.integers(0, 4), dtype=np.uint64) for _ in range(size)]
     dense = rng.standard_normal((size, 3), dtype=np.float32)
     label = ((single % 3 == 0) | (dense[:, 0] > 1)).astype(np.float32)[:, None]
+    weights = [rng.standard_normal(len(each), dtype=np.float32) for each in lists]
     mine = slice(RANK * size // WORLD, (RANK + 1) * size // WORLD)
+    features: list[IDTypeFeature | IDTypeFeatureWithSingleID]
+    if PLAN["kinds"]:
+        features = [
+            IDTypeFeature("weighted", lists[mine], weights[mine]),
+            IDTypeFeature("raw", lists[mine]),
+            IDTypeFeatureWithSingleID("stacked", single[mine]),
+        ]
+    else:
+        features = [IDTypeFeatureWithSingleID("a", single[mine]), IDTypeFeature("b", lists[mine])]
     return PersiaBatch(
-        [IDTypeFeatureWithSingleID("a", single[mine]), IDTypeFeature("b", lists[mine])],
+        features,
         [NonIDTypeFeature(np.ascontiguousarray(dense[mine]))],
         [Label(np.ascontiguousarray(label[mine]), binary=True)],
     )
@@ -142,13 +161,12 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
 def save(ctx: TrainCtx, out: str) -> None:
     """Write rows and weights."""
     ids = np.arange(PLAN["ids"], dtype=np.uint64)
-    wanted = PersiaBatch(
-        [IDTypeFeatureWithSingleID("a", ids), IDTypeFeatureWithSingleID("b", ids)], requires_grad=False
-    )
+    slots = ["weighted", "raw", "stacked"] if PLAN["kinds"] else ["a", "b"]
+    wanted = PersiaBatch([IDTypeFeatureWithSingleID(slot, ids) for slot in slots], requires_grad=False)
     rows = [from_dlpack(tensor).numpy() for tensor in ctx.get_embedding_from_data(wanted).embeddings()]
     assert ctx.model is not None
     weights = [parameter.detach().numpy() for parameter in ctx.model.parameters()]
-    names = ["a", "b", *(f"dense{index}" for index in range(len(weights)))]
+    names = [*slots, *(f"dense{index}" for index in range(len(weights)))]
     arrays: dict[str, Any] = dict(zip(names, [*rows, *weights], strict=True))
     np.savez(out, **arrays)
 
@@ -156,7 +174,7 @@ def save(ctx: TrainCtx, out: str) -> None:
 def main() -> None:
     """Train as planned."""
     torch.manual_seed(1)
-    model = TinyModel()
+    model = Flat(embeddings=4 + 2 * 5 + 4) if PLAN["kinds"] else TinyModel()
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
     config = EmbeddingConfig((-0.1, 0.1))
     optimizer = OPTIMIZERS[PLAN["optimizer"]]

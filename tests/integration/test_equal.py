@@ -10,31 +10,54 @@ from conftest import ROOT, Configure
 from stack import MakeStack
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
+COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
+
+PLAIN = "a: {dim: 4}\nb: {dim: 4}"
+KINDS = """weighted: {dim: 4}
+raw: {dim: 4, embedding_summation: false, sample_fixed_size: 2}
+stacked: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 60}}"""
 
 Result = dict[str, np.ndarray[Any, Any]]
 
 
-def embedded(configure: Configure, tmp_path: Path, capacity: int, plan: dict[str, Any]) -> Result:
+def embedded(
+    configure: Configure,
+    tmp_path: Path,
+    capacity: int,
+    plan: dict[str, Any],
+    *,
+    slots: str = PLAIN,
+    script: Path = SCRIPT,
+) -> Result:
     """Train with the rows in the trainer's process."""
     import os
     import subprocess
     import sys
 
-    configure("a: {dim: 4}\nb: {dim: 4}", capacity=capacity)
+    configure(slots, capacity=capacity)
     out = tmp_path / "embedded.npz"
-    words = [sys.executable, str(SCRIPT), json.dumps({**plan, "out": str(out)})]
+    words = [sys.executable, str(script), json.dumps({**plan, "out": str(out)})]
     done = subprocess.run(words, env=dict(os.environ), check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return dict(np.load(out))
 
 
 def served(
-    make_stack: MakeStack, tmp_path: Path, plan: dict[str, Any], *, servers: int, ranks: int, capacity: int
+    make_stack: MakeStack,
+    tmp_path: Path,
+    plan: dict[str, Any],
+    *,
+    servers: int,
+    ranks: int,
+    capacity: int,
+    script: Path = SCRIPT,
+    **options: Any,
 ) -> Result:
     """Train with the rows on servers."""
-    stack = make_stack(servers=servers, middlewares=min(servers, 2), capacity=capacity, job=f"job-{servers}-{ranks}")
+    middlewares, job = min(servers, 2), f"job-{servers}-{ranks}"
+    stack = make_stack(servers=servers, middlewares=middlewares, capacity=capacity, job=job, **options)
     out = tmp_path / f"{servers}-{ranks}.npz"
-    trainer = stack.trainer(SCRIPT, json.dumps({**plan, "out": str(out)}), ranks=ranks)
+    trainer = stack.trainer(script, json.dumps({**plan, "out": str(out)}), ranks=ranks)
     assert trainer.wait() == 0, trainer.output
     stack.close()
     return dict(np.load(out))
@@ -57,6 +80,38 @@ def test_a_reproducible_run_is_bit_equal_wherever_its_rows_are(
     assert missing > 500, "too few rows were evicted"
     for servers in (1, 3):
         assert_bit_equal(inside, served(make_stack, tmp_path, plan, servers=servers, ranks=1, capacity=512))
+
+
+def test_slots_of_every_kind_are_bit_equal_wherever_their_rows_are(
+    make_stack: MakeStack, configure: Configure, tmp_path: Path
+) -> None:
+    """A weighted, a raw and a hash-stacked one."""
+    plan = {"steps": 20, "optimizer": "Adagrad", "kinds": True}
+    inside = embedded(configure, tmp_path, 100_000, plan, slots=KINDS)
+    assert all(inside[slot].any() for slot in ("weighted", "raw", "stacked"))
+    for servers in (1, 3):
+        outside = served(make_stack, tmp_path, plan, servers=servers, ranks=1, capacity=100_000, slots=KINDS)
+        assert_bit_equal(inside, outside)
+
+
+def test_a_collection_is_bit_equal_wherever_its_rows_are(
+    make_stack: MakeStack, configure: Configure, tmp_path: Path
+) -> None:
+    inside = embedded(configure, tmp_path, 100_000, {}, script=COLLECTION)
+    for servers in (1, 3):
+        outside = served(make_stack, tmp_path, {}, servers=servers, ranks=1, capacity=100_000, script=COLLECTION)
+        assert_bit_equal(inside, outside)
+
+
+def test_a_collection_on_two_ranks_learns_what_one_does_of_the_whole_batch(
+    make_stack: MakeStack, configure: Configure, tmp_path: Path
+) -> None:
+    """To 1e-5, with the model under DDP."""
+    inside = embedded(configure, tmp_path, 100_000, {}, script=COLLECTION)
+    env = {"REPRODUCIBLE": "1"}
+    halves = served(make_stack, tmp_path, {}, servers=2, ranks=2, capacity=100_000, script=COLLECTION, env=env)
+    for name in inside:
+        np.testing.assert_allclose(halves[name], inside[name], atol=1e-5, rtol=0, err_msg=name)
 
 
 def test_a_reproducible_run_of_two_ranks_is_bit_equal_on_any_number_of_servers(

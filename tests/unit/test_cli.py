@@ -33,6 +33,14 @@ def test_a_good_configuration(configure: Configure) -> None:
     assert "capacity 1,000,000 rows" in done.stdout
 
 
+def test_settings_of_tables_are_shown(configure: Configure) -> None:
+    configure("a: {dim: 4, dtype: f16, ttl: 100}\nb: {dim: 4}")
+    done = run("config", "check")
+    assert done.returncode == 0, done.stderr
+    assert "  a: dtype f16, ttl 100" in done.stdout
+    assert "  b:" not in done.stdout
+
+
 def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
     embedding = tmp_path / "embedding_config.yml"
     embedding.write_text(

@@ -8,7 +8,7 @@ from test_training import SLOTS, rows
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
-from persia.embedding import EmbeddingConfig, Normal, Uniform, Zero
+from persia.embedding import EmbeddingConfig, Gamma, InverseSqrtDim, Normal, Poisson, Uniform, Zero
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
 
@@ -41,6 +41,18 @@ def test_rows_start_as_configured(configure: Configure) -> None:
     assert abs(made.mean() - 1) < 0.05
     assert abs(made.std() - 0.5) < 0.05
     assert not first_rows(EmbeddingConfig(Zero())).any()
+    gamma = first_rows(EmbeddingConfig(Gamma(4.0, 0.5)))
+    made = gamma[gamma.any(1)]
+    assert abs(made.mean() - 2) < 0.1
+    assert abs(made.var() - 1) < 0.1
+    poisson = first_rows(EmbeddingConfig(Poisson(3.0), weight_bound=0))
+    made = poisson[poisson.any(1)]
+    assert np.array_equal(made, made.round())
+    assert abs(made.mean() - 3) < 0.1
+    inverse = first_rows(EmbeddingConfig(InverseSqrtDim()))
+    made = inverse[inverse.any(1)]
+    assert 0.49 < abs(made).max() <= 0.5  # 1 / sqrt(4)
+    assert abs((made**2).sum(1).mean() - 1 / 3) < 0.02
 
 
 def test_a_share_of_ids_is_admitted(configure: Configure) -> None:
@@ -67,6 +79,12 @@ def test_weights_stay_inside_their_bound(configure: Configure) -> None:
         {"admit_probability": 1.5},
         {"weight_bound": -1},
         {"weight_bound": float("inf")},
+        {"emb_initialization": Gamma(0, 1)},
+        {"emb_initialization": Poisson(501)},
+        {"emb_initialization": Poisson(float("nan"))},
+        {"admit_min_count": 0},
+        {"admit_min_count": 1.5},
+        {"admit_min_count": 65_536},
     ],
 )
 def test_a_number_out_of_range_is_named(arguments: dict[str, object]) -> None:

@@ -108,7 +108,7 @@ def test_an_optimizer_equals_its_formula(
             summed = gradient[:10].copy()
             summed[7:9] += gradient[10]
             expected_w, expected_state = formula(w, state, summed, batch.step)
-            batch.push([torch.from_numpy(gradient)], optimizer.lr_factor)
+            batch.push([torch.from_numpy(gradient)], optimizer.lr_factor(batch.step))
             after_w, after_state = dump(ctx, tmp_path / "after")
             np.testing.assert_array_max_ulp(after_w, expected_w.clip(-BOUND, BOUND), maxulp=2)
             np.testing.assert_array_max_ulp(after_state, expected_state, maxulp=2)

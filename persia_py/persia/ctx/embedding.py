@@ -13,8 +13,14 @@ from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.errors import UsageError
+from persia.logger import get_logger
 from persia_core import forward as _forward
 from persia_core.data import Batch
+
+_logger = get_logger("ctx")
+
+_cut_slots: set[str] = set()
+"""Slots whose cut was logged."""
 
 
 class EmbeddingCtx(BaseCtx):
@@ -90,8 +96,10 @@ class EmbeddingCtx(BaseCtx):
         """Return a batch's tensors.
 
         Returns:
-            Dense inputs ``[batch, ...]``; one ``[batch, dim]`` float32 tensor per id feature, in the batch's order,
-            with ``requires_grad`` in training; labels.
+            Dense inputs ``[batch, ...]``; one float32 tensor per id feature, in the batch's order, through which
+            gradients flow to the rows in training; labels. A pooled feature is ``[batch, dim]``. A raw (sequence)
+            feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros behind them,
+            and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes them apart).
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
@@ -99,7 +107,12 @@ class EmbeddingCtx(BaseCtx):
         training = self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
         self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
         dense = [from_dlpack(tensor) for tensor in batch.dense()]
-        return dense, self._embeddings, [from_dlpack(tensor) for tensor in batch.labels()]
+        embeddings = [
+            rows if mask is None else _with_mask(rows, from_dlpack(mask))
+            for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
+        ]
+        _log_cuts(batch)
+        return dense, embeddings, [from_dlpack(tensor) for tensor in batch.labels()]
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -262,6 +275,23 @@ class InferCtx(EmbeddingCtx):
             "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx after "
             "load_checkpoint"
         )
+
+
+def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
+
+
+def _log_cuts(batch: _forward.TrainingBatch) -> None:
+    """Say once for each raw slot that its samples have more ids than places."""
+    for slot, cut in zip(batch.slots, batch.cut(), strict=True):
+        if cut and slot not in _cut_slots:
+            _cut_slots.add(slot)
+            _logger.warning(
+                "slot %r: %d ids of the batch are left out, because their samples have more than sample_fixed_size; "
+                "the first ones count. Engine.stats()['slots'] counts them from now on",
+                slot,
+                cut,
+            )
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:

@@ -19,46 +19,75 @@ _DTYPES = tuple(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8
 class IDTypeFeature:
     """Ids of a slot, any number for each sample.
 
+    With ``weights`` a sample's vector is ``sum(weight * row)``, and the gradient of a row is multiplied alike, as by
+    ``per_sample_weights`` of :class:`torch.nn.EmbeddingBag`. They need a slot whose pooling is a sum. The weights
+    themselves get no gradient.
+
     Args:
         name: The slot, as in ``embedding_config.yml``.
         data: For each sample a 1-d uint64 array of its ids, possibly empty.
+        weights: For each sample a 1-d float32 array, one finite number for each of its ids; None is 1 for all.
 
     Raises:
-        FeatureTypeError: Not a list of 1-d uint64 arrays; the message names the sample.
+        FeatureTypeError: Not a list of 1-d uint64 arrays, or weights not of float32; the message names the sample.
+        DataError: Another number of weights than of ids.
     """
 
-    def __init__(self, name: str, data: Sequence[npt.NDArray[np.uint64]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        data: Sequence[npt.NDArray[np.uint64]],
+        weights: Sequence[npt.NDArray[np.float32]] | None = None,
+    ) -> None:
         self.name = _name(name)
-        for sample, ids in enumerate(data):
-            if not isinstance(ids, np.ndarray) or ids.dtype != np.uint64 or ids.ndim != 1:
-                raise FeatureTypeError(f"feature {name!r}, sample {sample}: want a 1-d uint64 array, got {_kind(ids)}")
+        _check_arrays(name, "", data, np.uint64)
         lengths = np.fromiter((len(ids) for ids in data), np.int64, len(data))
         self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
         self.values: npt.NDArray[np.uint64] = np.concatenate(data) if len(data) else np.empty(0, np.uint64)
+        self.weights: npt.NDArray[np.float32] | None = None
+        if weights is not None:
+            _check_arrays(name, "weights of ", weights, np.float32)
+            found = [len(each) for each in weights]
+            if found != lengths.tolist():
+                raise DataError(f"feature {name!r}: {_first_difference(found, lengths.tolist())}")
+            self.weights = np.concatenate(weights) if len(weights) else np.empty(0, np.float32)
 
     @classmethod
-    def from_offsets(cls, name: str, values: npt.NDArray[np.uint64], offsets: npt.NDArray[np.int64]) -> "IDTypeFeature":
+    def from_offsets(
+        cls,
+        name: str,
+        values: npt.NDArray[np.uint64],
+        offsets: npt.NDArray[np.int64],
+        weights: npt.NDArray[np.float32] | None = None,
+    ) -> "IDTypeFeature":
         """Make the feature from all ids in one array, without a Python object for each sample.
 
         Args:
             name: The slot.
             values: 1-d uint64 array of all ids, sample after sample.
             offsets: 1-d int64 array of length batch size + 1: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
+            weights: 1-d float32 array, one finite number for each id; None is 1 for all.
 
         Raises:
             FeatureTypeError: Wrong dtype or shape.
-            DataError: Offsets that do not ascend from 0 to ``len(values)``.
+            DataError: Offsets that do not ascend from 0 to ``len(values)``, or another number of weights than of ids.
         """
         feature = cls.__new__(cls)
         feature.name = _name(name)
-        for what, array, dtype in (("values", values, np.uint64), ("offsets", offsets, np.int64)):
+        arrays: list[tuple[str, object, type]] = [("values", values, np.uint64), ("offsets", offsets, np.int64)]
+        if weights is not None:
+            arrays.append(("weights", weights, np.float32))
+        for what, array, dtype in arrays:
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
                 raise FeatureTypeError(
                     f"feature {name!r}, {what}: want a 1-d {np.dtype(dtype)} array, got {_kind(array)}"
                 )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
             raise DataError(f"feature {name!r}: offsets must ascend from 0 to the number of ids ({len(values)})")
+        if weights is not None and len(weights) != len(values):
+            raise DataError(f"feature {name!r}: {len(weights)} weights for {len(values)} ids; give one for each id")
         feature.values, feature.offsets = np.ascontiguousarray(values), np.ascontiguousarray(offsets)
+        feature.weights = None if weights is None else np.ascontiguousarray(weights)
         return feature
 
     @property
@@ -173,8 +202,8 @@ class PersiaBatch:
         MissingLabelError: ``requires_grad`` and no label.
         FeatureTypeError: A feature of another class, or without a list around it.
         BatchSizeError: No sample, or parts of unequal size; all are named.
-        DataError: Two features of one name, NaN or infinity in a dense input (row and column are named), or more
-            ids than a batch may hold.
+        DataError: Two features of one name, NaN or infinity in a dense input (row and column are named) or a weight,
+            or more ids than a batch may hold.
     """
 
     def __init__(
@@ -210,7 +239,7 @@ class PersiaBatch:
             if isinstance(feature, IDTypeFeatureWithSingleID):
                 builder.add_single(feature.name, feature.values)
             else:
-                builder.add_list(feature.name, feature.values, feature.offsets)
+                builder.add_list(feature.name, feature.values, feature.offsets, feature.weights)
         for item in dense:
             builder.add_dense(item.name, item.data)
         for target in targets:
@@ -243,6 +272,21 @@ def _name(name: str) -> str:
     if not isinstance(name, str) or not name or not name.isascii() or len(name) > 128:
         raise DataError(f"feature name {name!r}: want 1 to 128 ASCII characters")
     return name
+
+
+def _check_arrays(name: str, what: str, arrays: Sequence[object], dtype: type[np.generic]) -> None:
+    for sample, array in enumerate(arrays):
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            raise FeatureTypeError(
+                f"feature {name!r}, {what}sample {sample}: want a 1-d {np.dtype(dtype)} array, got {_kind(array)}"
+            )
+
+
+def _first_difference(weights: list[int], ids: list[int]) -> str:
+    if len(weights) != len(ids):
+        return f"weights for {len(weights)} samples, ids for {len(ids)}"
+    sample = next(index for index, (one, other) in enumerate(zip(weights, ids, strict=True)) if one != other)
+    return f"sample {sample} has {weights[sample]} weights for {ids[sample]} ids; give one for each id"
 
 
 def _kind(value: object) -> str:

@@ -1,9 +1,13 @@
 """Optimizers of embedding rows. They run where the rows live; the formulas stand beside each class.
 
-Per element; ``g`` is the gradient summed over a batch for one id, ``w`` a weight.
+Per element; ``g`` is the gradient summed over a batch for one id, ``w`` a weight. ``lr`` is the rate of the step, which
+travels with each push: :meth:`Optimizer.update_lr` sets it, :meth:`Optimizer.scheduled` lets it vary with the step.
 """
 
 import math
+from collections.abc import Callable
+
+from typing_extensions import Self
 
 from persia.errors import ConfigError, UsageError
 from persia_core import optim as _core
@@ -20,10 +24,24 @@ class Optimizer:
     def __init__(self, spec: _core.OptimizerSpec, lr: float) -> None:
         self.spec = spec
         self._base_lr = lr
+        self._schedule: Callable[[int], float] | None = None
         self.lr = lr
 
+    def scheduled(self, schedule: Callable[[int], float]) -> Self:
+        """Multiply the learning rate of each step by ``schedule(step)``, and return this optimizer.
+
+        Args:
+            schedule: A :class:`persia.embedding.schedule.LRSchedule`, or any function of the global step (from 1) that
+                gives a finite number of at least 0. As a function of the step alone it needs no place in checkpoints.
+        """
+        self._schedule = schedule
+        return self
+
     def update_lr(self, lr: float) -> None:
-        """Use ``lr`` from the next push on (a schedule calls this each step).
+        """Use ``lr`` from the next push on; a schedule multiplies it. Checkpoints keep it.
+
+        A scheduler of torch that the dense optimizer has can be followed by
+        ``update_lr(scheduler.get_last_lr()[0])`` in each step.
 
         Raises:
             ConfigError: Not finite or negative, or the optimizer was made with ``lr=0``.
@@ -46,10 +64,19 @@ class Optimizer:
             raise UsageError("Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) calls it for you")
         context.common_context.begin(optimizer=self)
 
-    @property
-    def lr_factor(self) -> float:
-        """What each push multiplies the first learning rate by."""
-        return self.lr / self._base_lr if self._base_lr else 1.0
+    def lr_factor(self, step: int) -> float:
+        """Return what the push of ``step`` multiplies the first learning rate by.
+
+        Raises:
+            ConfigError: The schedule gave something else than a finite number of at least 0.
+        """
+        factor = self.lr / self._base_lr if self._base_lr else 1.0
+        if self._schedule is None:
+            return factor
+        scheduled = self._schedule(step)
+        if not (math.isfinite(scheduled) and scheduled >= 0):
+            raise ConfigError(f"learning-rate schedule: {scheduled} at step {step}; want a finite number of at least 0")
+        return factor * scheduled
 
 
 def _check(values: dict[str, float], at_least_zero: tuple[str, ...], below_one: tuple[str, ...] = ()) -> None:

@@ -7,12 +7,21 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_F32: _ClassVar[Dtype]
+    DTYPE_F16: _ClassVar[Dtype]
+    DTYPE_BF16: _ClassVar[Dtype]
+
 class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MODE_UNSPECIFIED: _ClassVar[Mode]
     MODE_TRAIN: _ClassVar[Mode]
     MODE_EVAL: _ClassVar[Mode]
     MODE_INFER: _ClassVar[Mode]
+DTYPE_F32: Dtype
+DTYPE_F16: Dtype
+DTYPE_BF16: Dtype
 MODE_UNSPECIFIED: Mode
 MODE_TRAIN: Mode
 MODE_EVAL: Mode
@@ -31,14 +40,16 @@ class Token(_message.Message):
     def __init__(self, job: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class TablePart(_message.Message):
-    __slots__ = ("table", "dim", "shard_counts")
+    __slots__ = ("table", "dim", "dtype", "shard_counts")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNTS_FIELD_NUMBER: _ClassVar[int]
     table: int
     dim: int
+    dtype: Dtype
     shard_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, table: _Optional[int] = ..., dim: _Optional[int] = ..., shard_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, table: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., shard_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("part", "first", "data", "crc32c")
@@ -73,16 +84,18 @@ class LookupRequest(_message.Message):
     def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class LookupReport(_message.Message):
-    __slots__ = ("hits", "inserted", "missing", "evicted")
+    __slots__ = ("hits", "inserted", "missing", "evicted", "expired")
     HITS_FIELD_NUMBER: _ClassVar[int]
     INSERTED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     hits: int
     inserted: int
     missing: int
     evicted: int
-    def __init__(self, hits: _Optional[int] = ..., inserted: _Optional[int] = ..., missing: _Optional[int] = ..., evicted: _Optional[int] = ...) -> None: ...
+    expired: int
+    def __init__(self, hits: _Optional[int] = ..., inserted: _Optional[int] = ..., missing: _Optional[int] = ..., evicted: _Optional[int] = ..., expired: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("rows", "report")

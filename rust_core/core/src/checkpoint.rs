@@ -120,19 +120,26 @@ impl Checkpoint {
         engine.settle(py)?;
         let run = &self.manifest.head.run;
         let (now, _) = engine.running(py)?;
-        if let (Some(saved), Some(current)) = (&run.optimizer, &now.optimizer)
-            && kind(saved) != kind(current)
-        {
-            return Err(errors::raise(
-                py,
-                "CheckpointError",
-                format!(
-                    "{} was saved with optimizer {}, this run has {}; use the same embedding optimizer",
-                    self.directory.display(),
-                    kind(saved),
-                    kind(current),
-                ),
-            ));
+        for current in &now.schema.tables {
+            let Some(saved) = run.schema.tables.iter().find(|table| table.name == current.name) else {
+                continue;
+            };
+            if let (Some(before), Some(after)) = (run.optimizer_of(saved), now.optimizer_of(current))
+                && kind(&before) != kind(&after)
+            {
+                return Err(errors::raise(
+                    py,
+                    "CheckpointError",
+                    format!(
+                        "{}: rows of table {} were saved with optimizer {}, this run has {}; use the same embedding \
+                         optimizer",
+                        self.directory.display(),
+                        current.name,
+                        kind(&before),
+                        kind(&after),
+                    ),
+                ));
+            }
         }
         let (tables, shards) = (engine.tables(), self.manifest.shards());
         py.detach(|| tables.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))

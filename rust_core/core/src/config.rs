@@ -27,6 +27,12 @@ impl EmbeddingConfig {
     fn tables(&self) -> Vec<(String, usize)> {
         self.parsed.schema.tables.iter().map(|table| (table.name.clone(), table.dim)).collect()
     }
+
+    /// What each table has in place of the run's settings, in words.
+    #[getter]
+    fn settings(&self) -> Vec<Vec<String>> {
+        self.parsed.schema.tables.iter().map(|table| table.settings.describe()).collect()
+    }
 }
 
 /// A valid `global_config.yml`.

@@ -74,20 +74,27 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Add a feature whose sample `i` has the ids `values[offsets[i]:offsets[i + 1]]`.
+    /// Add a feature whose sample `i` has the ids `values[offsets[i]:offsets[i + 1]]`, with a weight for each id.
+    #[pyo3(signature = (name, values, offsets, weights=None))]
     fn add_list(
         &mut self,
         py: Python<'_>,
         name: String,
         values: PyReadonlyArray1<'_, u64>,
         offsets: PyReadonlyArray1<'_, i64>,
+        weights: Option<PyReadonlyArray1<'_, f32>>,
     ) -> PyResult<()> {
         let (values, offsets) = (values.as_slice()?, offsets.as_slice()?);
+        let weights = weights.as_ref().map(|weights| weights.as_slice()).transpose()?;
         let feature = py.detach(|| {
             // A negative offset becomes one beyond every limit, which the engine refuses.
             let offsets: Vec<usize> =
                 offsets.iter().map(|&at| usize::try_from(at).unwrap_or(usize::MAX)).collect();
-            IdFeature::lists(name, values, &offsets)
+            let feature = IdFeature::lists(name, values, &offsets)?;
+            match weights {
+                None => Ok(feature),
+                Some(weights) => feature.with_weights(weights),
+            }
         });
         self.0.id_features.push(feature.map_err(|error| errors::engine(py, &error))?);
         Ok(())

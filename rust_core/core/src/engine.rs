@@ -72,10 +72,13 @@ impl Engine {
     /// Rows on the job's servers, reached through its middlewares; both are found by `discovery`, now or later.
     #[staticmethod]
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (embedding, discovery, *, rank, world_size, token_file, checkpoint_root, rpc_timeout_s))]
+    #[pyo3(signature = (
+        embedding, general, discovery, *, rank, world_size, token_file, checkpoint_root, rpc_timeout_s
+    ))]
     fn connect(
         py: Python<'_>,
         embedding: &EmbeddingConfig,
+        general: &GlobalConfig,
         discovery: &Discovery,
         rank: u32,
         world_size: u32,
@@ -83,7 +86,8 @@ impl Engine {
         checkpoint_root: Option<std::path::PathBuf>,
         rpc_timeout_s: f64,
     ) -> PyResult<Self> {
-        let options = RemoteOptions { rank, token_file, checkpoint_root, rpc_timeout_s };
+        let wire_dtype = general.parsed.wire_dtype;
+        let options = RemoteOptions { rank, token_file, checkpoint_root, rpc_timeout_s, wire_dtype };
         let remote = Remote::connect(py, discovery, options)?;
         let schema = embedding.parsed.schema.clone();
         Ok(Self::over(Rows::There(remote), schema, discovery.job().to_owned(), rank, world_size))
@@ -93,7 +97,7 @@ impl Engine {
     /// that are held. Returns the epoch.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
-        *, seed, optimizer, initializer, admit_probability, weight_bound, after_epoch, step, fresh=false
+        *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_epoch, step, fresh=false
     ))]
     fn begin(
         &self,
@@ -102,6 +106,7 @@ impl Engine {
         optimizer: Option<&OptimizerSpec>,
         initializer: &InitializerSpec,
         admit_probability: f32,
+        admit_min_count: u32,
         weight_bound: f32,
         after_epoch: u64,
         step: u64,
@@ -116,6 +121,7 @@ impl Engine {
             optimizer: optimizer.map(|spec| spec.0),
             initializer: initializer.0,
             admit_probability,
+            admit_min_count,
             weight_bound,
             fresh,
             world_size: self.world_size,

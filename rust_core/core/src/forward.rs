@@ -220,6 +220,12 @@ impl TrainingBatch {
         Self { step, position: None, batch, outputs, trains, right: Arc::new(Mutex::new(ticket)) }
     }
 
+    /// Of an output's tensor.
+    fn shape(&self, output: &Output) -> Vec<usize> {
+        let places = output.raw().map(|raw| raw.places);
+        [Some(self.batch.batch_size()), places, Some(output.dim())].into_iter().flatten().collect()
+    }
+
     pub(crate) fn evaluated(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>) -> Self {
         Self::new(step, batch, outputs, None)
     }
@@ -251,14 +257,29 @@ impl TrainingBatch {
         self.batch.meta()
     }
 
-    /// One `[batch, dim]` float32 tensor per id feature, in the batch's order.
+    /// One float32 tensor per id feature, in the batch's order: `[batch, dim]`, of a raw feature `[batch, places, dim]`.
     fn embeddings(&self) -> Vec<Tensor> {
-        let shape = |output: &Output| [self.batch.batch_size(), output.dim()];
         let share = |output: &Arc<Output>| {
             let bytes = bytemuck::cast_slice(output.as_ref().as_ref());
-            Tensor::new(Arc::clone(output) as _, bytes, ElementType::F32, &shape(output))
+            Tensor::new(Arc::clone(output) as _, bytes, ElementType::F32, &self.shape(output))
         };
         self.outputs.iter().map(share).collect()
+    }
+
+    /// For each raw feature a `[batch, places]` bool tensor, true where an id is; None for the others.
+    fn masks(&self) -> Vec<Option<Tensor>> {
+        let share = |output: &Arc<Output>| {
+            let raw = output.raw()?;
+            let shape = [self.batch.batch_size(), raw.places];
+            let bytes = bytemuck::cast_slice(&raw.mask);
+            Some(Tensor::new(Arc::clone(output) as _, bytes, ElementType::new(6, 8), &shape))
+        };
+        self.outputs.iter().map(share).collect()
+    }
+
+    /// For each feature how many of its ids were left out: those behind a sample's places in a raw feature.
+    fn cut(&self) -> Vec<usize> {
+        self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.cut)).collect()
     }
 
     /// Dense inputs, in the batch's order.
@@ -289,11 +310,7 @@ impl TrainingBatch {
                 continue;
             };
             let what = format!("step {step}, gradient {index}");
-            borrowed.push(Some(Box::new(borrow_f32(
-                gradient,
-                &what,
-                &[self.batch.batch_size(), output.dim()],
-            )?)));
+            borrowed.push(Some(Box::new(borrow_f32(gradient, &what, &self.shape(output))?)));
         }
         let options = PushOptions { lr_factor, ..PushOptions::default() };
         ticket.push(borrowed, options).map_err(|error| errors::engine(py, &error))

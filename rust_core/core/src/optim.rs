@@ -72,6 +72,24 @@ impl InitializerSpec {
         Self(Initializer::Normal { mean, std })
     }
 
+    /// Gamma distribution.
+    #[staticmethod]
+    fn gamma(shape: f32, scale: f32) -> Self {
+        Self(Initializer::Gamma { shape, scale })
+    }
+
+    /// Poisson distribution of mean `lam`.
+    #[staticmethod]
+    fn poisson(lam: f32) -> Self {
+        Self(Initializer::Poisson { lam })
+    }
+
+    /// Uniform in `[-1 / sqrt(dim), 1 / sqrt(dim))`.
+    #[staticmethod]
+    fn inverse_sqrt_dim() -> Self {
+        Self(Initializer::InverseSqrtDim)
+    }
+
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
     }

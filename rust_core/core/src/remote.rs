@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use persia_types::{Tables, TablesError};
+use persia_types::{Dtype, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::discovery::BlockingDiscovery;
 use persia_wire::tls::TlsFiles;
@@ -22,6 +22,7 @@ pub(crate) struct RemoteOptions {
     pub(crate) token_file: Option<PathBuf>,
     pub(crate) checkpoint_root: Option<PathBuf>,
     pub(crate) rpc_timeout_s: f64,
+    pub(crate) wire_dtype: Dtype,
 }
 
 /// A client, and the connection by which it finds its peers.
@@ -42,6 +43,7 @@ impl Remote {
             secret: secret(py, options.token_file)?,
             tls,
             rpc_timeout: duration(options.rpc_timeout_s),
+            wire_dtype: options.wire_dtype,
             checkpoint_root: options.checkpoint_root,
             ..ClientOptions::new(Targets::Discovered(discovery.discovery().clone()))
         };

@@ -23,6 +23,7 @@ pub(crate) fn describe<'py>(
         ("inserted", found.inserted),
         ("missing", found.missing),
         ("evicted", found.evicted),
+        ("expired", found.expired),
     ] {
         lookups.set_item(name, value)?;
     }
@@ -40,6 +41,14 @@ pub(crate) fn describe<'py>(
     for (name, stage) in stages(engine) {
         seconds.set_item(name, stage.total.as_secs_f64())?;
     }
+    let slots = PyDict::new(py);
+    for (slot, counts) in schema.slots.iter().zip(&engine.slots) {
+        let ids = PyDict::new(py);
+        ids.set_item("occurrences", counts.occurrences)?;
+        ids.set_item("unique", counts.unique)?;
+        ids.set_item("cut", counts.cut)?;
+        slots.set_item(&slot.name, ids)?;
+    }
     let all = PyDict::new(py);
     all.set_item("rows", rows)?;
     all.set_item("payload_bytes", stats.payload_bytes)?;
@@ -48,6 +57,7 @@ pub(crate) fn describe<'py>(
     all.set_item("pushes", pushes)?;
     all.set_item("staleness", engine.staleness)?;
     all.set_item("max_staleness", engine.max_staleness)?;
+    all.set_item("slots", slots)?;
     all.set_item("seconds", seconds)?;
     Ok(all)
 }

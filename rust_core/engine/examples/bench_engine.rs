@@ -12,13 +12,13 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Duration;
 
-use persia_engine::kernels::{self, Pool, SegmentSum};
 use persia_engine::{
     Batch, BatchParts, Drained, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, PushOptions, StageTime,
 };
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
+use persia_types::kernels::{self, Pool, SegmentSum};
+use persia_types::schema::{Initializer, Optimizer, Schema, Slot, Table};
 use persia_types::tables::{Run, Tables};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -121,15 +121,15 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
         let start = now();
         for ((feature, rows), out) in batch.id_features().iter().zip(&rows).zip(&mut outputs) {
             let (places, offsets) = (feature.inverse(), feature.offsets());
-            kernels::pool(&Pool { rows, dim, places, offsets, divisors: None }, out);
+            kernels::pool(&Pool { rows, dim, places, offsets, weights: None, divisors: None }, out);
         }
         pool.push((now() - start) / ids);
 
         let start = now();
         for ((feature, gradients), sum) in batch.id_features().iter().zip(&outputs).zip(&mut sums) {
-            let (starts, samples) = (feature.occurrence_starts(), feature.occurrence_samples());
-            let input = SegmentSum { gradients, dim, starts, samples, factors: None, map: None };
-            kernels::segment_sum(&input, &mut sum[..feature.unique().len() * dim]);
+            let input =
+                SegmentSum { gradients, dim, uses: feature.uses(), factors: None, weights: None, scale: 1.0 };
+            kernels::segment_sum(&input, 0, &mut sum[..feature.unique().len() * dim]);
         }
         segment.push((now() - start) / ids);
         unique = batch.id_features().iter().map(|feature| feature.unique().len()).sum();
@@ -148,14 +148,14 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
 
 fn schema(dim: usize) -> Schema {
     let name = |i: usize| format!("f{i}");
-    let slot = |i| Slot { name: name(i), table: i, pooling: Pooling::Sum, sqrt_scaling: false };
+    let slot = |i| Slot { name: name(i), table: i, ..Slot::default() };
     Schema {
         slots: (0..FEATURES).map(slot).collect(),
-        tables: (0..FEATURES).map(|i| Table { name: name(i), dim }).collect(),
+        tables: (0..FEATURES).map(|i| Table::new(name(i), dim)).collect(),
     }
 }
 
-fn begun_store(dim: usize) -> Arc<Store> {
+fn begun_store(dim: usize, vectorwise_shared: bool) -> Arc<Store> {
     let store = Store::new(schema(dim), StoreOptions::default()).unwrap();
     let optimizer = Optimizer::Adagrad {
         lr: 0.01,
@@ -163,7 +163,7 @@ fn begun_store(dim: usize) -> Arc<Store> {
         initial_accumulator_value: 0.01,
         g_square_momentum: 1.0,
         eps: 1e-10,
-        vectorwise_shared: false,
+        vectorwise_shared,
     };
     let run = Run {
         job: "persia".into(),
@@ -173,6 +173,7 @@ fn begun_store(dim: usize) -> Arc<Store> {
         optimizer: Some(optimizer),
         initializer: Initializer::Uniform { low: -0.01, high: 0.01 },
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 10.0,
         fresh: false,
         world_size: 1,
@@ -182,44 +183,55 @@ fn begun_store(dim: usize) -> Arc<Store> {
     Arc::new(store)
 }
 
-/// Whole steps over the store, without a model: deduplicate, look up, pool, segment sum, update.
-fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
-    struct Ones(Arc<Vec<f32>>);
-    impl AsRef<[f32]> for Ones {
-        fn as_ref(&self) -> &[f32] {
-            &self.0
-        }
+/// The gradient of one feature.
+struct Shared(Arc<Vec<f32>>);
+
+impl AsRef<[f32]> for Shared {
+    fn as_ref(&self) -> &[f32] {
+        &self.0
     }
-    let engine = Engine::new(begun_store(dim), schema(dim), EngineOptions::default()).unwrap();
-    let pipeline = engine.pipeline().unwrap();
-    let gradient = Arc::new(vec![1e-3; BATCH * dim]);
-    let step = |batch: &Vec<Vec<u64>>| {
-        let id_features =
-            batch.iter().enumerate().map(|(i, ids)| build(format!("f{i}"), ids, per_sample)).collect();
-        let parts = BatchParts { id_features, requires_grad: true, ..Default::default() };
-        assert!(matches!(pipeline.feed(Batch::new(parts).unwrap(), WAIT), Ok(Fed::Accepted)));
-        let Next::Ready(looked) = pipeline.next(WAIT).unwrap() else { panic!("no batch within {WAIT:?}") };
-        let gradients = (0..FEATURES).map(|_| Some(Box::new(Ones(gradient.clone())) as Gradient)).collect();
-        looked.ticket.unwrap().push(gradients, PushOptions::default()).unwrap();
-    };
-    batches.iter().for_each(step); // every id has its row, every buffer was used
-    assert_eq!(engine.drain(WAIT).unwrap(), Drained::Done);
-    let (before, start) = (engine.stats(), processor_time(ClockId::ProcessCPUTime));
-    (0..repeats).for_each(|repeat| step(&batches[repeat % batches.len()]));
-    assert_eq!(engine.drain(WAIT).unwrap(), Drained::Done);
-    let (stats, spent) = (engine.stats(), processor_time(ClockId::ProcessCPUTime) - start);
-    let rows = (FEATURES * BATCH * per_sample * repeats) as f64;
-    let wall = |after: StageTime, before: StageTime| (after.total - before.total).as_nanos() as f64 / rows;
-    println!(
-        "{dim:3}  {per_sample:2}  {name:7}  {:6.2} million rows per processor second; ns per id on the clock: \
-         deduplicate {:.1}  look up {:.1}  pool {:.1}  segment sum {:.1}  push {:.1}",
-        rows / spent * 1e3,
-        wall(stats.deduplicate, before.deduplicate),
-        wall(stats.lookup, before.lookup),
-        wall(stats.pool, before.pool),
-        wall(stats.segment_sum, before.segment_sum),
-        wall(stats.push, before.push),
-    );
+}
+
+/// Whole steps over the store, without a model: deduplicate, look up, pool, sum gradients, update.
+fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
+    for (optimizer, row_wise) in [("adagrad", false), ("row-wise", true)] {
+        let engine = Engine::new(begun_store(dim, row_wise), schema(dim), EngineOptions::default()).unwrap();
+        let pipeline = engine.pipeline().unwrap();
+        let gradients: Vec<_> = (0..FEATURES).map(|_| Arc::new(vec![1e-3; BATCH * dim])).collect();
+        let step = |batch: &Vec<Vec<u64>>| {
+            let id_features =
+                batch.iter().enumerate().map(|(i, ids)| build(format!("f{i}"), ids, per_sample)).collect();
+            let parts = BatchParts { id_features, requires_grad: true, ..Default::default() };
+            assert!(matches!(pipeline.feed(Batch::new(parts).unwrap(), WAIT), Ok(Fed::Accepted)));
+            let Next::Ready(looked) = pipeline.next(WAIT).unwrap() else { panic!("no batch in {WAIT:?}") };
+            let shared =
+                gradients.iter().map(|gradient| Some(Box::new(Shared(gradient.clone())) as Gradient));
+            looked.ticket.unwrap().push(shared.collect(), PushOptions::default()).unwrap();
+            assert_eq!(engine.drain(WAIT).unwrap(), Drained::Done);
+        };
+        batches.iter().for_each(step); // every id has its row, every buffer was used
+        let before = engine.stats();
+        let ids = (FEATURES * BATCH * per_sample) as f64;
+        let mut spent = Vec::new();
+        for repeat in 0..repeats {
+            let start = processor_time(ClockId::ProcessCPUTime);
+            step(&batches[repeat % batches.len()]);
+            spent.push((processor_time(ClockId::ProcessCPUTime) - start) / ids);
+        }
+        let stats = engine.stats();
+        let clock = |after: StageTime, before: StageTime| {
+            (after.total - before.total).as_nanos() as f64 / (ids * repeats as f64)
+        };
+        println!(
+            "{dim:3}  {per_sample:2}  {name:7}  {optimizer:8}  {}  {:11.1}  {:7.1}  {:4.1}  {:11.1}  {:4.1}",
+            summary(spent),
+            clock(stats.deduplicate, before.deduplicate),
+            clock(stats.lookup, before.lookup),
+            clock(stats.pool, before.pool),
+            clock(stats.segment_sum, before.segment_sum),
+            clock(stats.push, before.push),
+        );
+    }
 }
 
 fn main() {
@@ -227,7 +239,12 @@ fn main() {
     let chosen = |place: usize, value: usize| only.get(place).is_none_or(|only| *only == value);
     let shares = zipf();
     for whole in [false, true] {
-        if !whole {
+        if whole {
+            println!("whole steps, nanoseconds of processor time per id, median (best); then on the clock");
+            println!(
+                "dim   L  ids      optimizer  whole step     deduplicate  look up  pool  segment sum  push"
+            );
+        } else {
             println!("nanoseconds of processor time per id, median (best)");
             println!(
                 "dim   L  ids      unique  deduplicate    pool           segment sum    encode + decode"

@@ -44,6 +44,8 @@ pub struct SlotStats {
     pub occurrences: u64,
     /// Unique ids, batch by batch.
     pub unique: u64,
+    /// Ids of a raw feature that were left out, because their samples have more of them than places.
+    pub cut: u64,
 }
 
 /// How long one stage took, over all steps.

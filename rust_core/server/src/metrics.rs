@@ -109,8 +109,14 @@ impl Timer {
 }
 
 pub(crate) fn looked_up(report: &LookupReport) {
-    let LookupReport { hits, inserted, missing, evicted } = *report;
-    let outcomes = [("hit", hits), ("inserted", inserted), ("missing", missing), ("evicted", evicted)];
+    let LookupReport { hits, inserted, missing, evicted, expired } = *report;
+    let outcomes = [
+        ("hit", hits),
+        ("inserted", inserted),
+        ("missing", missing),
+        ("evicted", evicted),
+        ("expired", expired),
+    ];
     for (outcome, rows) in outcomes {
         counter!(LOOKUP_ROWS, "outcome" => outcome).increment(rows);
     }

@@ -7,7 +7,7 @@ use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
 use persia_types::{JobId, Mode, TablesError};
 use persia_wire::auth::{Role, require};
-use persia_wire::chunk::owned_row_chunks;
+use persia_wire::chunk::row_chunks;
 use persia_wire::error::to_status;
 use persia_wire::proto::embedding_server_server::EmbeddingServer;
 use persia_wire::proto::{self, lookup_reply, server_push};
@@ -88,7 +88,7 @@ impl EmbeddingService {
             metrics::looked_up(&report);
         }
         let parts = lookup.parts.into_iter().zip(rows).enumerate();
-        let chunks = parts.flat_map(|(at, (part, rows))| owned_row_chunks(at as u32, part.dim, rows));
+        let chunks = parts.flat_map(|(at, (part, rows))| row_chunks(at as u32, part.format, rows));
         let messages =
             chunks.map(lookup_reply::Part::Rows).chain([lookup_reply::Part::Report(report.into())]);
         let replies = messages.map(|part| Ok(proto::LookupReply { part: Some(part) }));

@@ -5,12 +5,15 @@ use std::path::Path;
 use persia_types::{Schema, TablesError};
 
 use crate::checkpoint::{ShardRows, TableRows};
+use crate::row::Layout;
 use crate::shard::{Shard, no_memory};
-use crate::table::{Layout, ShardTable};
+use crate::simd::Portable;
+use crate::table::ShardTable;
 
-/// All rows of a shard, sorted by id; tables without rows are left out.
+/// All that a shard holds, sorted by id; tables without rows and counted ids are left out.
 pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows {
-    let tables = shard.tables.iter().zip(&schema.tables).filter(|(table, _)| table.len() > 0);
+    let tables = shard.tables.iter().zip(&schema.tables);
+    let tables = tables.filter(|(table, _)| table.len() + table.waiting.len() > 0);
     ShardRows {
         shard: number,
         tables: tables.map(|(table, named)| export_table(table, &named.name)).collect(),
@@ -18,7 +21,8 @@ pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows
 }
 
 fn export_table(table: &ShardTable, name: &str) -> TableRows {
-    let Layout { dim, state_len } = table.layout();
+    let layout = table.layout();
+    let Layout { dim, state_len, .. } = layout;
     let mut entries: Vec<(u64, u32, u32)> =
         table.entries().map(|(slot, id, used)| (id, slot, used)).collect();
     entries.sort_unstable();
@@ -28,22 +32,25 @@ fn export_table(table: &ShardTable, name: &str) -> TableRows {
         state_len,
         ids: Vec::with_capacity(entries.len()),
         last_used: Vec::with_capacity(entries.len()),
-        weights: Vec::with_capacity(entries.len() * dim),
+        weights: vec![0.0; entries.len() * dim],
         state: Vec::with_capacity(entries.len() * state_len),
+        waiting: table.waiting.entries().collect(),
     };
-    for (id, slot, last_used) in entries {
-        let (weights, state) = table.row(slot).split_at(dim);
+    rows.waiting.sort_unstable();
+    for ((id, slot, last_used), weights) in entries.into_iter().zip(rows.weights.chunks_exact_mut(dim)) {
+        let row = table.row(slot);
         rows.ids.push(id);
         rows.last_used.push(u64::from(last_used));
-        rows.weights.extend_from_slice(weights);
-        rows.state.extend_from_slice(state);
+        layout.read::<Portable>(row, weights);
+        rows.state.extend_from_slice(&row[layout.weight_words()..]);
     }
     rows
 }
 
 /// A shard that holds `rows`, down to its budget. `path` is where they come from, for errors.
 ///
-/// Without optimizer (`keep_state` false) their state is dropped.
+/// Weights are rounded to the table's dtype, to the nearest: those of a table of the same dtype come back as they were.
+/// Without optimizer (`keep_state` false) state is dropped.
 pub(crate) fn import(
     rows: &ShardRows,
     path: &Path,
@@ -57,9 +64,9 @@ pub(crate) fn import(
     let mut shard = Shard::new(layouts, budget);
     for table in &rows.tables {
         let number = fitting_table(table, path, schema, layouts, keep_state)?;
-        import_table(&mut shard, number, table, layouts[number].state_len, corrupt)?;
+        import_table(&mut shard, number, table, layouts[number], corrupt)?;
     }
-    shard.fit_budget();
+    shard.fit_budget().map_err(|error| no_memory("(all)", error))?;
     Ok(shard)
 }
 
@@ -67,7 +74,7 @@ fn import_table(
     shard: &mut Shard,
     number: usize,
     table: &TableRows,
-    state_len: usize,
+    layout: Layout,
     corrupt: impl Fn(String) -> TablesError,
 ) -> Result<(), TablesError> {
     for (at, (id, last_used)) in table.ids.iter().zip(&table.last_used).enumerate() {
@@ -80,11 +87,14 @@ fn import_table(
             )));
         };
         let fill = |row: &mut [f32]| {
-            let (weights, state) = row.split_at_mut(table.dim);
-            weights.copy_from_slice(&table.weights[at * table.dim..][..table.dim]);
-            state.copy_from_slice(&table.state[at * table.state_len..][..state_len]);
+            layout.write::<Portable>(row, &table.weights[at * table.dim..][..table.dim], None);
+            let state = &table.state[at * table.state_len..][..layout.state_len];
+            row[layout.weight_words()..].copy_from_slice(state);
         };
         shard.load(number, *id, step, fill).map_err(|error| no_memory(&table.name, error))?;
+    }
+    for (id, count) in &table.waiting {
+        shard.load_waiting(number, *id, *count).map_err(|error| no_memory(&table.name, error))?;
     }
     Ok(())
 }
@@ -102,7 +112,7 @@ fn fitting_table(
         let known: Vec<&str> = schema.tables.iter().map(|table| table.name.as_str()).collect();
         return foreign(format!("it has a table {}, configured are {}", rows.name, known.join(", ")));
     };
-    let Layout { dim, state_len } = layouts[number];
+    let Layout { dim, state_len, .. } = layouts[number];
     if rows.dim != dim {
         return foreign(format!("table {} is of dim {} there, {dim} is configured", rows.name, rows.dim));
     }

@@ -90,6 +90,19 @@ impl Index {
         Self { buckets: Region::new(), len: 0 }
     }
 
+    /// Ids held.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Ids and their slots, in no order that means anything.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (u64, u32)> {
+        self.buckets
+            .iter()
+            .copied()
+            .flat_map(move |bucket| (0..bucket.count()).map(move |lane| (bucket.0[lane], bucket.slot(lane))))
+    }
+
     /// Bytes allocated.
     pub(crate) fn memory_bytes(&self) -> usize {
         self.buckets.resident_bytes(self.buckets.len())

@@ -2,8 +2,7 @@
 
 use persia_types::{Id, Initializer};
 
-/// 2⁻⁵³, the distance between the doubles that [`unit`] draws.
-const UNIT: f64 = 1.0 / (1u64 << 53) as f64;
+use crate::random::{gamma, mix, normal, poisson, table_key, unit};
 
 /// Writes the weights of new rows of one table.
 #[derive(Debug, Clone, Copy)]
@@ -15,63 +14,50 @@ pub(crate) struct InitialWeights {
 
 impl InitialWeights {
     pub(crate) fn new(seed: u64, table: &str, initializer: Initializer) -> Self {
-        let key = table.bytes().fold(mix(seed), |key, byte| mix(key ^ u64::from(byte)));
-        Self { initializer, key }
+        Self { initializer, key: table_key(seed, table) }
     }
 
     /// Write the weights of `id`. Element `i` is drawn by counter, so it does not depend on the others.
     pub(crate) fn write(&self, id: Id, weights: &mut [f32]) {
         let key = mix(self.key ^ mix(id));
+        let mut each = |draw: &dyn Fn(u64) -> f64| {
+            for (i, weight) in (0..).zip(weights.iter_mut()) {
+                *weight = draw(i) as f32;
+            }
+        };
         match self.initializer {
             Initializer::Zero => weights.fill(0.0),
-            Initializer::Uniform { low, high } => {
-                let below_high = high.next_down().max(low);
-                for (i, weight) in weights.iter_mut().enumerate() {
-                    let drawn = f64::from(low) + (f64::from(high) - f64::from(low)) * unit(key, i as u64);
-                    *weight = (drawn as f32).min(below_high);
-                }
+            Initializer::Uniform { low, high } => uniform(key, low, high, weights),
+            Initializer::InverseSqrtDim => {
+                let bound = (1.0 / libm::sqrt(weights.len() as f64)) as f32;
+                uniform(key, -bound, bound, weights);
             }
             Initializer::Normal { mean, std } => {
-                for (i, weight) in weights.iter_mut().enumerate() {
-                    *weight = (f64::from(mean) + f64::from(std) * normal(key, i as u64)) as f32;
-                }
+                each(&|i| f64::from(mean) + f64::from(std) * normal(key, i));
             }
+            Initializer::Gamma { shape, scale } => {
+                each(&|i| f64::from(scale) * gamma(key, i, f64::from(shape)))
+            }
+            Initializer::Poisson { lam } => each(&|i| poisson(key, i, f64::from(lam))),
         }
     }
 }
 
-/// Whether a missing id gets a row at this step.
-pub(crate) fn admits(seed: u64, id: Id, step: u64, probability: f32) -> bool {
+fn uniform(key: u64, low: f32, high: f32, weights: &mut [f32]) {
+    let below_high = high.next_down().max(low);
+    for (i, weight) in (0..).zip(weights) {
+        let drawn = f64::from(low) + (f64::from(high) - f64::from(low)) * unit(key, i);
+        *weight = (drawn as f32).min(below_high);
+    }
+}
+
+/// Whether a missing id is drawn to get a row at this step.
+pub(crate) fn draws_admission(seed: u64, id: Id, step: u64, probability: f32) -> bool {
     probability >= 1.0 || unit(mix(mix(seed ^ ADMISSION) ^ mix(id)), step) < f64::from(probability)
 }
 
 /// Keeps the draws of admission apart from those of weights.
 const ADMISSION: u64 = 0x61_64_6d_69_74;
-
-/// Uniform in `[0, 1)`, the draw number `counter` of `key`.
-fn unit(key: u64, counter: u64) -> f64 {
-    (draw(key, counter) >> 11) as f64 * UNIT
-}
-
-/// Standard normal, by the transform of Box and Muller. `libm`, not the platform's library: the same bits everywhere.
-fn normal(key: u64, counter: u64) -> f64 {
-    let radius = (draw(key, 2 * counter) >> 11) as f64 * UNIT;
-    let angle = unit(key, 2 * counter + 1);
-    // 1 - radius lies in (0, 1], where the logarithm is finite.
-    libm::sqrt(-2.0 * libm::log(1.0 - radius)) * libm::cos(2.0 * std::f64::consts::PI * angle)
-}
-
-fn draw(key: u64, counter: u64) -> u64 {
-    mix(key.wrapping_add(counter.wrapping_mul(0x9E37_79B9_7F4A_7C15)))
-}
-
-/// The finaliser of SplitMix64: a bijection whose every output bit depends on every input bit.
-fn mix(value: u64) -> u64 {
-    let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
-    let value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-    let value = (value ^ value >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
-    value ^ value >> 31
-}
 
 #[cfg(test)]
 mod tests {
@@ -114,6 +100,19 @@ mod tests {
     }
 
     #[test]
+    fn gamma_poisson_and_inverse_sqrt_dim_have_their_moments() {
+        let (mean, std) = moments(&draw_rows(Initializer::Gamma { shape: 2.0, scale: 0.5 }, 20_000));
+        assert!((mean - 1.0).abs() < 0.01 && (std - 0.5f64.sqrt()).abs() < 0.01, "{mean} {std}");
+        let (mean, std) = moments(&draw_rows(Initializer::Poisson { lam: 3.0 }, 20_000));
+        assert!((mean - 3.0).abs() < 0.02 && (std - 3f64.sqrt()).abs() < 0.02, "{mean} {std}");
+        let values = draw_rows(Initializer::InverseSqrtDim, 20_000);
+        let bound = 0.1f32.sqrt();
+        assert!(values.iter().all(|v| (-bound..bound).contains(v)));
+        let squared_length = 10.0 * moments(&values).1.powi(2);
+        assert!((squared_length - 1.0 / 3.0).abs() < 0.005, "{squared_length}");
+    }
+
+    #[test]
     fn a_row_depends_on_seed_table_and_id_and_on_nothing_else() {
         let initializer = Initializer::Uniform { low: 0.0, high: 1.0 };
         let row = |seed, table: &str, id, dim: usize| {
@@ -141,10 +140,10 @@ mod tests {
 
     #[test]
     fn admission_follows_its_probability_step_by_step() {
-        let admitted = |probability| (0..50_000).filter(|id| admits(1, *id, 1, probability)).count();
+        let admitted = |probability| (0..50_000).filter(|id| draws_admission(1, *id, 1, probability)).count();
         assert_eq!((admitted(0.0), admitted(1.0)), (0, 50_000));
         assert!((12_000..13_000).contains(&admitted(0.25)), "{}", admitted(0.25));
-        let by_step: Vec<bool> = (1..50).map(|step| admits(1, 7, step, 0.5)).collect();
+        let by_step: Vec<bool> = (1..50).map(|step| draws_admission(1, 7, step, 0.5)).collect();
         assert!(by_step.contains(&true) && by_step.contains(&false));
     }
 }

@@ -6,12 +6,14 @@
 //! * `request`, `run`: what is checked, before anything changes
 //! * `tokens`, `memo`: what counts once, and what a push may expect to find where its look-up did
 //! * `span`, `lookup`, `push`: a request cut into blocks, and what happens to a block
-//! * `shard`, `table`: rows, budget and eviction; `index`, `memory`: from ids to slots to bytes
-//! * `optimizer`, `initial`: the mathematics; `simd`: the same loop for every instruction set
+//! * `shard`, `table`: rows, budget, eviction, time to live; `index`, `memory`, `arena`: from ids to slots to bytes
+//! * `row`: a row's weights in 32 or 16 bits
+//! * `optimizer`, `initial`, `random`: the mathematics
 //! * `export`, `snapshot`: to and from the files of [`checkpoint`]
 
 pub mod checkpoint;
 
+mod arena;
 mod export;
 mod index;
 mod initial;
@@ -20,14 +22,16 @@ mod memo;
 mod memory;
 mod optimizer;
 mod push;
+mod random;
 mod request;
+mod row;
 mod run;
 mod shard;
-mod simd;
 mod snapshot;
 mod span;
 mod store;
 mod table;
 mod tokens;
 
+use persia_types::simd;
 pub use store::{Store, StoreOptions};

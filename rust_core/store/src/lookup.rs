@@ -1,16 +1,19 @@
 //! Reading rows, and admitting those that are missing.
 
-use parking_lot::{Mutex, MutexGuard};
-use persia_types::id::hash_id;
+use std::convert::Infallible;
+
+use parking_lot::Mutex;
+use persia_types::kernels::{Uses, copy};
 use persia_types::tables::{LookupReport, TableIds};
-use persia_types::{Id, Schema, ShardedIds, TablesError};
+use persia_types::{Id, Schema, TablesError};
 
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
+use crate::row::Layout;
 use crate::run::ActiveRun;
 use crate::shard::{Shard, no_memory};
-use crate::simd::{LANES, Lanes, Level, Portable, Work, prefetch};
-use crate::span::{Piece, blocks, for_each_span};
+use crate::simd::{Lanes, Level, Portable, Work};
+use crate::span::{Span, for_each_span};
 
 /// What a look-up may change, and how it reads what is missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,8 +22,15 @@ pub(crate) enum Effect {
     Admit(u32),
     /// A repeated one: changes nothing; a missing id reads as the row it would be given, if it is admitted.
     Repeat(u32),
-    /// Evaluation: changes nothing; a missing id reads as zeros.
-    Read,
+    /// Evaluation at this step: changes nothing; a missing id reads as zeros.
+    Read(u32),
+}
+
+impl Effect {
+    fn step(self) -> u32 {
+        let (Self::Admit(step) | Self::Repeat(step) | Self::Read(step)) = self;
+        step
+    }
 }
 
 /// One look-up whose request was checked.
@@ -42,48 +52,61 @@ impl Lookup<'_> {
         memo: &mut Memo,
     ) -> Result<LookupReport, TablesError> {
         memo.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
-        let parts: Vec<(usize, &ShardedIds)> =
-            self.tables.iter().map(|part| (part.table, part.ids)).collect();
-        let step = if let Effect::Admit(step) = self.effect { Some(step) } else { None };
-        let mut report = LookupReport::default();
-        for_each_span(shards, &parts, |locked, pieces| {
-            let mut hits = 0;
-            for block in blocks(pieces) {
-                let tables = self.tables;
-                hits += self.level.run(ReadBlock { locked, block, tables, rows, memo, step });
-            }
-            let asked: usize = pieces.iter().map(|piece| piece.range.len()).sum();
-            report.hits += hits;
-            if hits < asked as u64 {
-                return self.absent(locked, pieces, rows, memo, &mut report);
-            }
-            Ok(())
-        })?;
+        let (step, trains) = (self.effect.step(), matches!(self.effect, Effect::Admit(_)));
+        let (mut report, mut asked) = (LookupReport::default(), 0);
+        if trains {
+            report.expired += self.sweep(shards, step);
+        }
+        for (number, part) in self.tables.iter().enumerate() {
+            let layout = self.run.table(part.table).layout;
+            let (slots, _) = memo.part_and_row(number, layout.dim);
+            let mut target = Target { dim: layout.dim, uses: part.uses, out: &mut *rows[number] };
+            let Ok(()) = for_each_span(shards, part.ids, |span| {
+                let read = ReadSpan { span, part, layout, slots, target: &mut target, step, trains };
+                report.hits += self.level.run(read);
+                Ok::<(), Infallible>(())
+            });
+            asked += part.ids.len() as u64;
+        }
+        if report.hits < asked {
+            self.absent(shards, rows, memo, &mut report)?;
+        }
         Ok(report)
     }
 
-    /// The second pass over some shards: every id that the first did not find.
+    /// Free the memory of expired rows in the shard that is due at this step, if the request has ids there.
+    fn sweep(&self, shards: &[Mutex<Shard>], step: u32) -> u64 {
+        let due = step as usize % shards.len();
+        let asked = self.tables.iter().any(|part| !part.ids.range(due).is_empty());
+        if asked { shards[due].lock().sweep(step) } else { 0 }
+    }
+
+    /// The second pass: every id that the first did not find.
     #[cold]
     fn absent(
         &self,
-        locked: &mut [MutexGuard<'_, Shard>],
-        pieces: &[Piece],
+        shards: &[Mutex<Shard>],
         rows: &mut [&mut [f32]],
         memo: &mut Memo,
         report: &mut LookupReport,
     ) -> Result<(), TablesError> {
-        for piece in pieces {
-            let dim = self.schema.tables[piece.table].dim;
-            let ids = self.tables[piece.part].ids.ids();
-            let slots = memo.part_mut(piece.part);
-            for at in piece.range.clone() {
-                if slots[at] != NO_SLOT {
-                    continue;
-                }
-                let out = &mut rows[piece.part][at * dim..][..dim];
-                let shard = &mut *locked[piece.shard];
-                slots[at] = self.absent_id(shard, piece.table, ids[at], out, report)?;
+        for (number, part) in self.tables.iter().enumerate() {
+            let dim = self.schema.tables[part.table].dim;
+            let (slots, row) = memo.part_and_row(number, dim);
+            if !slots.contains(&NO_SLOT) {
+                continue;
             }
+            let mut target = Target { dim, uses: part.uses, out: &mut *rows[number] };
+            for_each_span(shards, part.ids, |span| {
+                for (shard, at) in Span::walk(span.ranges) {
+                    if slots[at] == NO_SLOT {
+                        let id = part.ids.ids()[at];
+                        slots[at] = self.absent_id(&mut span.shards[shard], part.table, id, row, report)?;
+                        target.each(at, |out| copy(row, out));
+                    }
+                }
+                Ok::<(), TablesError>(())
+            })?;
         }
         Ok(())
     }
@@ -96,111 +119,118 @@ impl Lookup<'_> {
         out: &mut [f32],
         report: &mut LookupReport,
     ) -> Result<u32, TablesError> {
-        let (Effect::Admit(step) | Effect::Repeat(step)) = self.effect else {
+        if let Effect::Read(_) = self.effect {
             out.fill(0.0);
             report.missing += 1;
             return Ok(NO_SLOT);
-        };
-        // An id that stands in the request twice got its row the first time.
+        }
+        let (step, run) = (self.effect.step(), self.run.table(table));
+        let out_of_memory = |error| no_memory(&self.schema.tables[table].name, error);
         let slot = shard.tables[table].find::<Portable>(id);
-        if slot != NO_SLOT {
-            out.copy_from_slice(&shard.tables[table].row(slot)[..out.len()]);
+        if slot != NO_SLOT && shard.tables[table].is_alive(slot, run.layout.oldest_alive(step)) {
+            // An id that stands in the request twice got its row the first time.
+            run.layout.read::<Portable>(shard.tables[table].row(slot), out);
             report.hits += 1;
             return Ok(slot);
         }
-        if !self.run.admits(id, step) {
+        let trains = matches!(self.effect, Effect::Admit(_));
+        if slot != NO_SLOT && trains {
+            shard.remove(table, id);
+            report.expired += 1;
+        }
+        let asked_enough = if trains {
+            shard.count(table, id, run.admission.min_count).map_err(out_of_memory)?
+        } else {
+            !shard.is_waiting(table, id)
+        };
+        if !asked_enough || !self.run.draws_admission(table, id, step) {
             out.fill(0.0);
             report.missing += 1;
             return Ok(NO_SLOT);
         }
-        self.run.write_initial(table, id, out);
-        if matches!(self.effect, Effect::Repeat(_)) {
+        run.initial_weights(id, out);
+        if !trains {
             report.missing += 1;
             return Ok(NO_SLOT);
         }
-        let fill = |row: &mut [f32]| {
-            let (weights, state) = row.split_at_mut(out.len());
-            weights.copy_from_slice(out);
-            self.run.write_initial_state(state);
-        };
-        let inserted = shard.insert(table, id, step, fill);
-        let (slot, evicted) = inserted.map_err(|error| no_memory(&self.schema.tables[table].name, error))?;
+        let inserted = shard.insert(table, id, step, |row| run.write_initial(row, out));
+        let (slot, left) = inserted.map_err(out_of_memory)?;
         report.inserted += 1;
-        report.evicted += evicted;
+        report.evicted += left.evicted;
+        report.expired += left.expired;
         Ok(slot)
     }
 }
 
-/// The first pass: find and copy what is there. Returns the number of ids that have a row.
-///
-/// Three loops, each of which only asks for the cache lines that the next one reads, keep as many misses in
-/// flight as the processor can.
-struct ReadBlock<'a, 'r, 's> {
-    locked: &'a mut [MutexGuard<'s, Shard>],
-    block: &'a [Piece],
-    tables: &'a [TableIds<'a>],
-    rows: &'a mut [&'r mut [f32]],
-    memo: &'a mut Memo,
-    /// Recency to note.
-    step: Option<u32>,
+/// Where the rows of one table go.
+struct Target<'a> {
+    dim: usize,
+    uses: Option<Uses<'a>>,
+    /// `[ids, dim]`, or `[samples, dim]` where samples use the ids.
+    out: &'a mut [f32],
 }
 
-impl Work for ReadBlock<'_, '_, '_> {
+impl Target<'_> {
+    /// Call `fill` with every place where the row of id number `at` is wanted.
+    #[inline(always)]
+    fn each(&mut self, at: usize, mut fill: impl FnMut(&mut [f32])) {
+        let dim = self.dim;
+        match self.uses {
+            None => fill(&mut self.out[at * dim..][..dim]),
+            Some(uses) => {
+                for sample in uses.of(at) {
+                    fill(&mut self.out[*sample as usize * dim..][..dim]);
+                }
+            }
+        }
+    }
+}
+
+/// The first pass: find and copy what is there. Returns the number of ids that have a row.
+struct ReadSpan<'a, 'b, 's, 't> {
+    span: Span<'b, 's>,
+    part: &'a TableIds<'a>,
+    layout: Layout,
+    /// Of all the table's ids.
+    slots: &'a mut [u32],
+    target: &'a mut Target<'t>,
+    /// Decides which rows are expired.
+    step: u32,
+    /// Whether to note their use at that step.
+    trains: bool,
+}
+
+impl Work for ReadSpan<'_, '_, '_, '_> {
     type Output = u64;
 
     #[inline(always)]
     fn run<L: Lanes>(self) -> u64 {
-        let Self { locked, block, tables, rows, memo, step } = self;
-        for piece in block {
-            let index = &locked[piece.shard].tables[piece.table].index;
-            for id in &tables[piece.part].ids.ids()[piece.range.clone()] {
-                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
-            }
-        }
-        for piece in block {
-            let table = &locked[piece.shard].tables[piece.table];
-            let (dim, stride) = (table.layout().dim, table.layout().stride());
-            let ids = &tables[piece.part].ids.ids()[piece.range.clone()];
-            let slots = &mut memo.part_mut(piece.part)[piece.range.clone()];
-            for (slot, id) in slots.iter_mut().zip(ids) {
-                *slot = table.find::<L>(*id);
-                if *slot != NO_SLOT {
-                    prefetch(table.rows(), *slot as usize * stride, dim);
-                    if step.is_some() {
-                        prefetch(table.meta(), *slot as usize, 1);
-                    }
-                }
-            }
-        }
+        let Self { span, part, layout, slots, target, step, trains } = self;
+        let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
+        span.find::<L>(number, part.ids.ids(), slots);
+        let ahead = span.addresses(number, slots, trains || oldest > 0);
+        ahead.start(words);
         let mut hits = 0;
-        for piece in block {
-            let table = &mut locked[piece.shard].tables[piece.table];
-            let dim = table.layout().dim;
-            let slots = &memo.part_mut(piece.part)[piece.range.clone()];
-            let out = &mut rows[piece.part][piece.range.start * dim..piece.range.end * dim];
-            for (slot, out) in slots.iter().zip(out.chunks_exact_mut(dim)) {
-                if *slot != NO_SLOT {
-                    hits += 1;
-                    copy(&table.row(*slot)[..dim], out);
-                    if let Some(step) = step {
-                        table.touch(*slot, step);
-                    }
+        for (shard, range) in span.shards.iter_mut().zip(span.ranges) {
+            let table = &mut shard.tables[number];
+            for at in range.clone() {
+                ahead.fetch(at, words);
+                let slot = slots[at];
+                if slot == NO_SLOT {
+                    continue;
+                }
+                if !table.is_alive(slot, oldest) {
+                    slots[at] = NO_SLOT;
+                    continue;
+                }
+                hits += 1;
+                let row = table.row(slot);
+                target.each(at, |out| layout.read::<L>(row, out));
+                if trains {
+                    table.touch(slot, step);
                 }
             }
         }
         hits
-    }
-}
-
-/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row.
-#[inline(always)]
-fn copy(from: &[f32], to: &mut [f32]) {
-    let (blocks, rest) = from.as_chunks::<LANES>();
-    let (out_blocks, out_rest) = to.as_chunks_mut::<LANES>();
-    for (out, block) in out_blocks.iter_mut().zip(blocks) {
-        *out = *block;
-    }
-    for (out, value) in out_rest.iter_mut().zip(rest) {
-        *out = *value;
     }
 }

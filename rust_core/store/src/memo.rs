@@ -19,6 +19,8 @@ pub(crate) struct Memo {
     slots: Vec<u32>,
     /// `(table, slots)` per table of the request.
     parts: Vec<(usize, Range<usize>)>,
+    /// Room for one row, kept with the rest of a request's memory.
+    row: Vec<f32>,
 }
 
 impl Memo {
@@ -37,9 +39,17 @@ impl Memo {
     }
 
     /// Slots of a part of the request, in the order of its ids.
-    #[inline(always)]
-    pub(crate) fn part_mut(&mut self, part: usize) -> &mut [u32] {
+    #[cfg(test)]
+    fn part_mut(&mut self, part: usize) -> &mut [u32] {
         &mut self.slots[self.parts[part].1.clone()]
+    }
+
+    /// As [`Self::part_mut`], and room for a row of `dim` floats, whatever they were.
+    pub(crate) fn part_and_row(&mut self, part: usize, dim: usize) -> (&mut [u32], &mut [f32]) {
+        if self.row.len() < dim {
+            self.row.resize(dim, 0.0);
+        }
+        (&mut self.slots[self.parts[part].1.clone()], &mut self.row[..dim])
     }
 
     /// The part that was looked up for `table`, if that had as many ids: a push of fewer is searched anew.

@@ -1,28 +1,28 @@
 //! [`Region`]: a growable array of zeros that takes memory from the system only as it is written.
 //!
 //! A table has one per shard for rows, one for row metadata and one for its index, so hundreds of thousands of
-//! them may exist: small ones are ordinary heap blocks. Large ones are mappings of their own, aligned to a huge
-//! page, whose untouched part costs nothing; they grow by moving page tables, not bytes. A huge page is made
-//! only of a part that is already full, so that a half-filled one is never paid for.
+//! them may exist: small ones are blocks of an arena on huge pages, which all tables share, so that the addresses
+//! of a small table fit the translation look-aside buffer. Large ones are mappings of their own, aligned to a huge
+//! page, whose untouched part costs nothing; they grow by moving page tables, not bytes. A huge page is made of
+//! them only where it is already full, so that a half-filled one is never paid for.
 
 #![allow(unsafe_code)]
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::marker::PhantomData;
 use std::mem::size_of;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Bytes of the first heap block.
-const HEAP_MIN: usize = 1 << 10;
-/// Up to this many bytes a region is a heap block.
-const HEAP_MAX: usize = 64 << 10;
+use parking_lot::Mutex;
+
+use crate::arena::{Arena, CHUNK, GRAIN};
+
+/// Up to this many bytes a region is a block of the arena.
+const BLOCK_MAX: usize = 64 << 10;
 /// What `madvise` joins into one entry of the translation look-aside buffer.
-const HUGE_PAGE: usize = 2 << 20;
+const HUGE_PAGE: usize = CHUNK;
 /// What the system hands out at the first touch.
 const PAGE: usize = 4 << 10;
-/// Rows, buckets and metadata start at a cache line.
-const ALIGN: usize = 64;
 
 /// Where an empty region starts: nowhere, but aligned as every region is.
 const NOWHERE: NonNull<u8> = NonNull::<crate::index::Bucket>::dangling().cast();
@@ -50,7 +50,7 @@ pub(crate) struct OutOfMemory {
 /// See the module's documentation. Dereferences to a slice over its whole capacity.
 pub(crate) struct Region<T: Plain> {
     start: NonNull<u8>,
-    /// Size of the heap block or mapping; 0 before the first growth.
+    /// Size of the block or mapping; 0 before the first growth.
     bytes: usize,
     elements: PhantomData<T>,
 }
@@ -69,8 +69,8 @@ impl<T: Plain> Region<T> {
     /// Exactly `len` zeros that will all be written: huge pages at once where they fit.
     pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
         let need = len * size_of::<T>();
-        let bytes = need.next_multiple_of(if need > HEAP_MAX { PAGE } else { ALIGN });
-        let start = if bytes > HEAP_MAX { map(bytes)? } else { allocate(bytes)? };
+        let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
+        let start = if bytes > BLOCK_MAX { map(bytes)? } else { allocate(bytes)? };
         if bytes >= HUGE_PAGE {
             prefer_huge_pages(start, bytes);
         }
@@ -83,10 +83,10 @@ impl<T: Plain> Region<T> {
         if need <= self.bytes {
             return Ok(());
         }
-        let bytes = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?.max(HEAP_MIN);
-        if bytes <= HEAP_MAX {
+        let bytes = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?.max(GRAIN);
+        if bytes <= BLOCK_MAX {
             *self = self.copied_into(allocate(bytes)?, bytes);
-        } else if self.bytes <= HEAP_MAX {
+        } else if self.bytes <= BLOCK_MAX {
             let bytes = bytes.max(HUGE_PAGE);
             *self = self.copied_into(map(bytes)?, bytes);
         } else {
@@ -98,14 +98,14 @@ impl<T: Plain> Region<T> {
 
     /// Bytes the system had to find when only the first `len` elements were ever written.
     pub(crate) fn resident_bytes(&self, len: usize) -> usize {
-        if self.bytes <= HEAP_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
+        if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
     }
 
     /// Say that elements `from..to` were just written for the first time: full huge pages are made of them.
     #[inline]
     pub(crate) fn settle(&self, from: usize, to: usize) {
         let (first, end) = (from * size_of::<T>() / HUGE_PAGE, to * size_of::<T>() / HUGE_PAGE);
-        if first < end && self.bytes > HEAP_MAX {
+        if first < end && self.bytes > BLOCK_MAX {
             self.join_pages(first * HUGE_PAGE, (end - first) * HUGE_PAGE);
         }
     }
@@ -152,26 +152,48 @@ impl<T: Plain> DerefMut for Region<T> {
 
 impl<T: Plain> Drop for Region<T> {
     fn drop(&mut self) {
-        if self.bytes > HEAP_MAX {
+        if self.bytes > BLOCK_MAX {
             unmap(self.start.as_ptr(), self.bytes);
         } else if self.bytes > 0 {
-            // SAFETY: allocated by `allocate` with this size.
-            unsafe { dealloc(self.start.as_ptr(), heap_layout(self.bytes)) };
+            release(self.start, self.bytes);
         }
     }
 }
 
-fn heap_layout(bytes: usize) -> Layout {
-    // SAFETY: `ALIGN` is a power of two and `bytes` is at most `HEAP_MAX`.
-    unsafe { Layout::from_size_align_unchecked(bytes, ALIGN) }
-}
+/// Blocks of all regions, and what is free between them.
+static ARENA: Mutex<Arena> = Mutex::new(Arena::new());
 
+/// A block of zeros; `bytes` is a multiple of [`GRAIN`] and at most [`BLOCK_MAX`].
 fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     if bytes == 0 {
         return Ok(NOWHERE);
     }
-    // SAFETY: the size is not zero.
-    NonNull::new(unsafe { alloc_zeroed(heap_layout(bytes)) }).ok_or(OutOfMemory { bytes })
+    let taken = ARENA.lock().take(bytes);
+    let start = match taken {
+        Some(start) => start,
+        None => {
+            let chunk = map(CHUNK)?;
+            prefer_huge_pages(chunk, CHUNK);
+            let mut arena = ARENA.lock();
+            arena.give(chunk, CHUNK);
+            arena.take(bytes).ok_or(OutOfMemory { bytes })?
+        }
+    };
+    // SAFETY: the arena gave these bytes, which are part of a live mapping, to nobody else.
+    unsafe { start.write_bytes(0, bytes) };
+    Ok(start)
+}
+
+/// Give a block back, and to the system what is no longer needed of the arena.
+fn release(start: NonNull<u8>, bytes: usize) {
+    let spare = {
+        let mut arena = ARENA.lock();
+        arena.give(start, bytes);
+        arena.spare_chunk()
+    };
+    if let Some(chunk) = spare {
+        unmap(chunk.as_ptr(), CHUNK);
+    }
 }
 
 /// Map `bytes` (a multiple of `PAGE`) of untouched zeros at a multiple of `HUGE_PAGE`.
@@ -229,11 +251,11 @@ mod tests {
         let mut region = Region::<f32>::new();
         assert!(region.is_empty());
         let mut written = 0;
-        // From a heap block through the first mapping and two moves of it.
+        // From a block through the first mapping and two moves of it.
         for len in [1, 100, 5_000, 16_384, 16_385, 600_000, 3_000_000] {
             region.grow(len).unwrap();
             assert!(region.len() >= len);
-            assert_eq!(region.as_ptr().align_offset(ALIGN), 0);
+            assert_eq!(region.as_ptr().align_offset(64), 0, "not at a cache line");
             assert!(region[..written].iter().enumerate().all(|(i, value)| *value == i as f32));
             assert!(region[written..].iter().all(|value| *value == 0.0));
             for i in written..len {

@@ -110,7 +110,7 @@ fn weight_decay_and_momentum_are_applied() {
             let mut state = vec![Rule::initial_state(optimizer); optimizer.state_len(16)];
             for step in 1..=3 {
                 let rule = Rule::new(optimizer, 1.0, 0.0, step);
-                update(Level::Portable, rule, &mut weights, &mut state, &values(16, 1 + u64::from(step)));
+                update(Level::PORTABLE, rule, &mut weights, &mut state, &values(16, 1 + u64::from(step)));
             }
             weights
         };
@@ -119,7 +119,7 @@ fn weight_decay_and_momentum_are_applied() {
     let [_, momentum, ..] = all(0.0);
     let (mut weights, mut state) = (vec![0.0], vec![0.0]);
     for step in 1..=2 {
-        update(Level::Portable, Rule::new(&momentum, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
+        update(Level::PORTABLE, Rule::new(&momentum, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
     }
     assert_eq!((weights[0], state[0]), (-0.1 - 0.1 * 1.9, 1.9));
 }
@@ -142,7 +142,7 @@ fn adams_clock_is_the_global_step_not_a_count_of_requests() {
     let [.., adam] = all(0.0);
     let first_update = |step| {
         let (mut weights, mut state) = ([0.0], [0.0, 0.0]);
-        update(Level::Portable, Rule::new(&adam, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
+        update(Level::PORTABLE, Rule::new(&adam, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
         f64::from(weights[0])
     };
     for step in [1u32, 10, 1_000, 1_000_000, u32::MAX] {

@@ -2,23 +2,44 @@
 
 use std::convert::Infallible;
 
-use parking_lot::{Mutex, MutexGuard};
-use persia_types::ShardedIds;
-use persia_types::id::hash_id;
+use parking_lot::Mutex;
+use persia_types::Dtype;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{PushReport, TableGradients};
 
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
 use crate::optimizer::{RowRule, Rule, all_finite};
+use crate::random::{Rounder, RowDraws};
+use crate::row::Layout;
+use crate::run::ActiveRun;
 use crate::shard::Shard;
-use crate::simd::{Lanes, Level, Work, prefetch};
-use crate::span::{Piece, blocks, for_each_span};
+use crate::simd::{Lanes, Level, Work};
+use crate::span::{Span, for_each_span};
 
 /// One push whose request was checked.
 pub(crate) struct Push<'a> {
     pub(crate) level: Level,
-    pub(crate) rule: Rule,
+    pub(crate) step: u32,
     pub(crate) tables: &'a [TableGradients<'a>],
+    /// How the rows of each of `tables` change.
+    pub(crate) changes: Vec<Change>,
+}
+
+/// How the rows of one table change in one push.
+pub(crate) struct Change {
+    rule: Rule,
+    rounder: Option<Rounder>,
+    layout: Layout,
+}
+
+impl Change {
+    /// None without optimizer.
+    pub(crate) fn new(run: &ActiveRun, table: usize, lr_factor: f32, step: u32) -> Option<Self> {
+        let table = run.table(table);
+        let rule = Rule::new(table.optimizer.as_ref()?, lr_factor, run.weight_bound, step);
+        Some(Self { rule, rounder: table.rounder, layout: table.layout })
+    }
 }
 
 /// What became of rows, and the first with a bad gradient as `(part, position)`.
@@ -33,41 +54,28 @@ struct Counts {
 impl Push<'_> {
     /// Apply it. `memo` holds the slots of the look-up that this answers.
     pub(crate) fn apply(&self, shards: &[Mutex<Shard>], memo: &mut Option<Memo>) -> PushReport {
-        match self.rule {
-            Rule::Sgd(rule) => self.apply_rule(shards, memo, rule),
-            Rule::Momentum(rule) => self.apply_rule(shards, memo, rule),
-            Rule::Adagrad(rule) => self.apply_rule(shards, memo, rule),
-            Rule::RowAdagrad(rule) => self.apply_rule(shards, memo, rule),
-            Rule::Adam(rule) => self.apply_rule(shards, memo, rule),
-        }
-    }
-
-    fn apply_rule<R: RowRule>(
-        &self,
-        shards: &[Mutex<Shard>],
-        memo: &mut Option<Memo>,
-        rule: R,
-    ) -> PushReport {
         // Either all parts have remembered slots or all are searched: a push is the answer to its look-up.
         let lookup_part = |memo: &Memo, part: &TableGradients<'_>| memo.part_of(part.table, part.ids.len());
-        let remembered: Option<Vec<usize>> =
-            memo.as_ref().and_then(|memo| self.tables.iter().map(|part| lookup_part(memo, part)).collect());
-        let known = remembered.is_some();
+        let known = memo
+            .as_ref()
+            .is_some_and(|memo| self.tables.iter().all(|part| lookup_part(memo, part).is_some()));
         let memo = memo.get_or_insert_default();
-        let memo_parts = remembered.unwrap_or_else(|| {
+        if !known {
             memo.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
-            (0..self.tables.len()).collect()
-        });
-        let parts: Vec<(usize, &ShardedIds)> =
-            self.tables.iter().map(|part| (part.table, part.ids)).collect();
+        }
         let mut counts = Counts::default();
-        let Ok(()) = for_each_span(shards, &parts, |locked, pieces| {
-            for block in blocks(pieces) {
-                let (tables, memo_parts, counts) = (self.tables, &memo_parts[..], &mut counts);
-                self.level.run(ApplyBlock { locked, block, tables, memo, memo_parts, known, rule, counts });
+        for (number, change) in self.changes.iter().enumerate() {
+            let memo_part = lookup_part(memo, &self.tables[number]).unwrap_or(number);
+            let (slots, room) = memo.part_and_row(memo_part, 2 * change.layout.dim);
+            let part = Part { push: self, number, slots, room, known, counts: &mut counts };
+            match change.rule {
+                Rule::Sgd(rule) => part.apply(shards, rule),
+                Rule::Momentum(rule) => part.apply(shards, rule),
+                Rule::Adagrad(rule) => part.apply(shards, rule),
+                Rule::RowAdagrad(rule) => part.apply(shards, rule),
+                Rule::Adam(rule) => part.apply(shards, rule),
             }
-            Ok::<(), Infallible>(())
-        });
+        }
         self.report(&counts)
     }
 
@@ -85,93 +93,103 @@ impl Push<'_> {
     }
 }
 
-/// The rows of one block: as in a look-up, every loop asks for the lines that the next one needs.
-struct ApplyBlock<'a, 's, R> {
-    locked: &'a mut [MutexGuard<'s, Shard>],
-    block: &'a [Piece],
-    tables: &'a [TableGradients<'a>],
-    memo: &'a mut Memo,
-    /// Which part of the memo belongs to which part of the push.
-    memo_parts: &'a [usize],
-    /// Whether the memo's slots come from a look-up, to be checked, rather than from a search here.
+/// One table of a push.
+struct Part<'a> {
+    push: &'a Push<'a>,
+    /// Which of the push's tables.
+    number: usize,
+    /// Of all the table's ids.
+    slots: &'a mut [u32],
+    /// Room for a gradient, and for the weights of a row that is not of f32.
+    room: &'a mut [f32],
+    /// Whether the slots come from a look-up, to be checked, rather than from a search here.
     known: bool,
-    rule: R,
     counts: &'a mut Counts,
 }
 
-impl<R: RowRule> Work for ApplyBlock<'_, '_, R> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(mut self) {
-        if !self.known {
-            self.search::<L>();
-        }
-        self.prefetch_rows();
-        self.update::<L>();
+impl Part<'_> {
+    fn apply<R: RowRule>(mut self, shards: &[Mutex<Shard>], rule: R) {
+        let push = self.push;
+        let Ok(()) = for_each_span(shards, push.tables[self.number].ids, |span| {
+            push.level.run(ApplySpan { span, part: &mut self, rule });
+            Ok::<(), Infallible>(())
+        });
     }
 }
 
-impl<R: RowRule> ApplyBlock<'_, '_, R> {
-    #[inline(always)]
-    fn search<L: Lanes>(&mut self) {
-        for piece in self.block {
-            let index = &self.locked[piece.shard].tables[piece.table].index;
-            for id in &self.tables[piece.part].ids.ids()[piece.range.clone()] {
-                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
-            }
-        }
-        for piece in self.block {
-            let table = &self.locked[piece.shard].tables[piece.table];
-            let ids = &self.tables[piece.part].ids.ids()[piece.range.clone()];
-            let slots = &mut self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
-            for (slot, id) in slots.iter_mut().zip(ids) {
-                *slot = table.find::<L>(*id);
-            }
-        }
-    }
+/// The rows of one span: as in a look-up, every loop asks for the lines that the next one needs.
+struct ApplySpan<'a, 'b, 's, 'p, R> {
+    span: Span<'b, 's>,
+    part: &'a mut Part<'p>,
+    rule: R,
+}
+
+impl<R: RowRule> Work for ApplySpan<'_, '_, '_, '_, R> {
+    type Output = ();
 
     #[inline(always)]
-    fn prefetch_rows(&mut self) {
-        for piece in self.block {
-            let table = &self.locked[piece.shard].tables[piece.table];
-            let stride = table.layout().stride();
-            for slot in &self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()] {
-                if *slot != NO_SLOT {
-                    prefetch(table.rows(), *slot as usize * stride, stride);
-                    if self.known {
-                        prefetch(table.meta(), *slot as usize, 1);
+    fn run<L: Lanes>(self) {
+        let Self { span, part, rule } = self;
+        let Part { push, number, slots, room, known, counts } = part;
+        let (push, number, known) = (*push, *number, *known);
+        let (asked, Change { rounder, layout, .. }) = (&push.tables[number], &push.changes[number]);
+        let (ids, table) = (asked.ids.ids(), asked.table);
+        let (dim, stride, oldest) = (layout.dim, layout.stride(), layout.oldest_alive(push.step));
+        let (sum, wide) = room.split_at_mut(dim);
+        if !known {
+            span.find::<L>(table, ids, slots);
+        }
+        let ahead = span.addresses(table, slots, known || oldest > 0);
+        ahead.start(stride);
+        for (shard, range) in span.shards.iter_mut().zip(span.ranges) {
+            let table = &mut shard.tables[table];
+            for at in range.clone() {
+                ahead.fetch(at, stride);
+                let gradient: &[f32] = match &asked.gradients {
+                    Gradients::Rows(rows) => &rows[at * dim..][..dim],
+                    Gradients::Samples(samples) => {
+                        samples.fetch_ahead(at);
+                        samples.write(at, sum);
+                        sum
                     }
-                }
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn update<L: Lanes>(&mut self) {
-        for piece in self.block {
-            let table = &mut self.locked[piece.shard].tables[piece.table];
-            let dim = table.layout().dim;
-            let part = &self.tables[piece.part];
-            let slots = &self.memo.part_mut(self.memo_parts[piece.part])[piece.range.clone()];
-            let ids = &part.ids.ids()[piece.range.clone()];
-            let gradients = part.gradients[piece.range.start * dim..piece.range.end * dim].chunks_exact(dim);
-            for (at, ((slot, id), gradient)) in slots.iter().zip(ids).zip(gradients).enumerate() {
+                };
                 if !all_finite::<L>(gradient) {
-                    self.counts.nonfinite += 1;
-                    let first = self.counts.first_nonfinite.get_or_insert((usize::MAX, 0));
-                    *first = (*first).min((piece.part, piece.range.start + at));
+                    counts.nonfinite += 1;
+                    counts.first_nonfinite.get_or_insert((number, at));
                     continue;
                 }
-                let slot = if self.known && !table.holds(*slot, *id) { table.find::<L>(*id) } else { *slot };
-                if slot == NO_SLOT {
-                    self.counts.missing += 1;
+                let (slot, id) = (slots[at], ids[at]);
+                let slot = if known && !table.holds(slot, id) { table.find::<L>(id) } else { slot };
+                // A row looked up since is alive; only one that nobody looked up for this push can be expired.
+                if slot == NO_SLOT || !table.is_alive(slot, oldest) {
+                    counts.missing += 1;
                     continue;
                 }
-                let (weights, state) = table.row_mut(slot).split_at_mut(dim);
-                self.rule.row::<L>(weights, state, gradient);
-                self.counts.applied += 1;
+                let row = table.row_mut(slot);
+                if layout.dtype == Dtype::F32 {
+                    let (weights, state) = row.split_at_mut(dim);
+                    rule.row::<L>(weights, state, gradient);
+                } else {
+                    let draws = rounder.map(|rounder| rounder.row(id, push.step));
+                    update_halves::<L, R>(rule, *layout, row, wide, gradient, draws);
+                }
+                counts.applied += 1;
             }
         }
     }
+}
+
+/// Update a row whose weights are of 16 bits, on an f32 copy of them.
+#[inline(always)]
+fn update_halves<L: Lanes, R: RowRule>(
+    rule: R,
+    layout: Layout,
+    row: &mut [f32],
+    wide: &mut [f32],
+    gradient: &[f32],
+    draws: Option<RowDraws>,
+) {
+    layout.read::<L>(row, wide);
+    rule.row::<L>(wide, &mut row[layout.weight_words()..], gradient);
+    layout.write::<L>(row, wide, draws);
 }

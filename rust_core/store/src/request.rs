@@ -1,46 +1,60 @@
 //! What is checked of a request before it has any effect.
 
 use persia_types::limits::MAX_IDS_PER_REQUEST;
-use persia_types::{Schema, TablesError};
-
-/// One table's part of a request: its index, its number of ids, and the floats that came with them.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Part {
-    pub(crate) table: usize,
-    pub(crate) ids: usize,
-    pub(crate) floats: usize,
-}
+use persia_types::tables::TableIds;
+use persia_types::{Schema, Table, TablesError};
 
 pub(crate) fn malformed<T>(what: String) -> Result<T, TablesError> {
     Err(TablesError::BadShape { what })
 }
 
-/// Check tables and lengths; `what` names the floats.
-pub(crate) fn check_parts(
+/// Say of which table a malformed part is.
+pub(crate) fn of_table(name: &str, error: TablesError) -> TablesError {
+    match error {
+        TablesError::BadShape { what } => TablesError::BadShape { what: format!("table {name}: {what}") },
+        other => other,
+    }
+}
+
+/// Check which tables are named and how many ids they have: `(table, ids)`.
+pub(crate) fn check_tables(
     schema: &Schema,
-    parts: impl Iterator<Item = Part> + Clone,
-    what: &str,
+    parts: impl Iterator<Item = (usize, usize)>,
 ) -> Result<(), TablesError> {
     let tables = schema.tables.len();
-    let mut named = vec![false; tables];
-    for Part { table, ids, floats } in parts.clone() {
+    let (mut named, mut all) = (vec![false; tables], 0);
+    for (table, ids) in parts {
         let refused = |what| Err(TablesError::BadTable { table, tables, what });
         match named.get_mut(table) {
             None => return refused("unknown"),
             Some(true) => return refused("named twice in one request"),
             Some(named) => *named = true,
         }
-        let dim = schema.tables[table].dim;
-        if ids.checked_mul(dim) != Some(floats) {
-            let name = &schema.tables[table].name;
-            return malformed(format!("table {name}: {floats} floats of {what} for {ids} ids of dim {dim}"));
-        }
+        all += ids;
     }
-    let ids = parts.map(|part| part.ids).sum();
-    if ids > MAX_IDS_PER_REQUEST {
-        return Err(TablesError::TooManyIds { ids, max: MAX_IDS_PER_REQUEST });
+    if all > MAX_IDS_PER_REQUEST {
+        return Err(TablesError::TooManyIds { ids: all, max: MAX_IDS_PER_REQUEST });
     }
     Ok(())
+}
+
+/// Check that a buffer of `floats` takes what is asked for.
+pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
+    let Table { name, dim, .. } = table;
+    let ids = part.ids.len();
+    let Some(uses) = part.uses else {
+        if ids.checked_mul(*dim) == Some(floats) {
+            return Ok(());
+        }
+        return malformed(format!("table {name}: {floats} floats of buffer for {ids} ids of dim {dim}"));
+    };
+    let samples = uses.samples.len();
+    if samples.checked_mul(*dim) != Some(floats) {
+        return malformed(format!(
+            "table {name}: {floats} floats of buffer for {samples} samples of dim {dim}"
+        ));
+    }
+    uses.check(ids, samples).map_err(|error| of_table(name, error))
 }
 
 /// The step as rows keep it.

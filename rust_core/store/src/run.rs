@@ -1,31 +1,47 @@
 //! [`ActiveRun`]: the run that has begun, checked once and made ready for use.
 
-use persia_types::limits::MAX_RANKS;
+use persia_types::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN, MAX_RANKS};
 use persia_types::tables::Run;
-use persia_types::{Id, Initializer, JobId, Optimizer, Schema, TablesError};
+use persia_types::{Admission, Id, Initializer, JobId, Optimizer, Rounding, Schema, Table, TablesError};
 
-use crate::initial::{InitialWeights, admits};
+use crate::initial::{InitialWeights, draws_admission};
 use crate::optimizer::Rule;
-use crate::table::Layout;
+use crate::random::Rounder;
+use crate::row::Layout;
+use crate::simd::Portable;
 
 /// See the module's documentation.
 pub(crate) struct ActiveRun {
     pub(crate) epoch: u64,
-    pub(crate) optimizer: Option<Optimizer>,
+    /// Whether there is an optimizer: without, nothing is trained.
+    pub(crate) trains: bool,
     pub(crate) weight_bound: f32,
     seed: u64,
-    admit_probability: f32,
-    initial_weights: Vec<InitialWeights>,
+    tables: Vec<TableRun>,
+}
+
+/// What holds for one table: its own settings, else the run's.
+pub(crate) struct TableRun {
+    /// None while nothing is trained.
+    pub(crate) optimizer: Option<Optimizer>,
+    pub(crate) layout: Layout,
+    pub(crate) admission: Admission,
+    /// None rounds to the nearest.
+    pub(crate) rounder: Option<Rounder>,
+    initial_weights: InitialWeights,
     initial_state: f32,
 }
 
 impl ActiveRun {
     /// Check every number of `run`.
     pub(crate) fn new(run: &Run, schema: &Schema) -> Result<Self, TablesError> {
+        for table in &run.schema.tables {
+            check_settings(table)?;
+        }
         if run.schema != *schema {
             return bad(differing(schema, &run.schema));
         }
-        in_range("admit_probability", run.admit_probability, 0.0, 1.0)?;
+        check_admission(&run.admission())?;
         in_range("weight_bound", run.weight_bound, 0.0, f32::MAX)?;
         if !(1..=MAX_RANKS).contains(&run.world_size) {
             return bad(format!("world_size is {}, it must be from 1 to {MAX_RANKS}", run.world_size));
@@ -34,23 +50,24 @@ impl ActiveRun {
             check_optimizer(optimizer)?;
         }
         check_initializer(&run.initializer)?;
-        let tables = schema.tables.iter();
         Ok(Self {
             epoch: run.epoch,
-            optimizer: run.optimizer,
+            trains: run.optimizer.is_some(),
             weight_bound: run.weight_bound,
             seed: run.seed,
-            admit_probability: run.admit_probability,
-            initial_weights: tables
-                .map(|t| InitialWeights::new(run.seed, &t.name, run.initializer))
-                .collect(),
-            initial_state: run.optimizer.as_ref().map_or(0.0, Rule::initial_state),
+            tables: schema.tables.iter().map(|table| TableRun::new(run, table)).collect(),
         })
     }
 
-    /// A row of `dim` weights and the state the optimizer wants.
-    pub(crate) fn layout(&self, dim: usize) -> Layout {
-        Layout { dim, state_len: self.optimizer.map_or(0, |optimizer| optimizer.state_len(dim)) }
+    /// What holds for the table of this number.
+    #[inline(always)]
+    pub(crate) fn table(&self, table: usize) -> &TableRun {
+        &self.tables[table]
+    }
+
+    /// How every table keeps its rows.
+    pub(crate) fn layouts(&self) -> Vec<Layout> {
+        self.tables.iter().map(|table| table.layout).collect()
     }
 
     /// The job's id, for tokens.
@@ -58,19 +75,41 @@ impl ActiveRun {
         JobId::from_name(&run.job)
     }
 
-    /// Whether a missing id gets a row at `step`.
-    pub(crate) fn admits(&self, id: Id, step: u32) -> bool {
-        admits(self.seed, id, u64::from(step), self.admit_probability)
+    /// Whether a missing id that was asked for often enough is drawn to get a row at `step`.
+    pub(crate) fn draws_admission(&self, table: usize, id: Id, step: u32) -> bool {
+        draws_admission(self.seed, id, u64::from(step), self.tables[table].admission.probability)
+    }
+}
+
+impl TableRun {
+    fn new(run: &Run, table: &Table) -> Self {
+        let settings = &table.settings;
+        let optimizer = run.optimizer_of(table);
+        let initializer = settings.initializer.unwrap_or(run.initializer);
+        let stochastic = settings.rounding == Rounding::Stochastic;
+        Self {
+            optimizer,
+            layout: Layout {
+                state_len: optimizer.map_or(0, |optimizer| optimizer.state_len(table.dim)),
+                ..Layout::stateless(table)
+            },
+            admission: settings.admission.unwrap_or_else(|| run.admission()),
+            rounder: stochastic.then(|| Rounder::new(run.seed, &table.name)),
+            initial_weights: InitialWeights::new(run.seed, &table.name, initializer),
+            initial_state: optimizer.as_ref().map_or(0.0, Rule::initial_state),
+        }
     }
 
-    /// Write the weights of a row that is new.
-    pub(crate) fn write_initial(&self, table: usize, id: Id, weights: &mut [f32]) {
-        self.initial_weights[table].write(id, weights);
+    /// Write the weights of a row that is new, as a look-up of it gives them.
+    pub(crate) fn initial_weights(&self, id: Id, weights: &mut [f32]) {
+        self.initial_weights.write(id, weights);
+        self.layout.round(weights);
     }
 
-    /// Write the state of a row that is new.
-    pub(crate) fn write_initial_state(&self, state: &mut [f32]) {
-        state.fill(self.initial_state);
+    /// Write a row that is new and has these weights.
+    pub(crate) fn write_initial(&self, row: &mut [f32], weights: &[f32]) {
+        self.layout.write::<Portable>(row, weights, None);
+        row[self.layout.weight_words()..].fill(self.initial_state);
     }
 }
 
@@ -83,6 +122,31 @@ fn in_range(name: &str, value: f32, low: f32, high: f32) -> Result<(), TablesErr
         return Ok(());
     }
     bad(format!("{name} is {value}, it must be from {low} to {high}"))
+}
+
+/// The settings of a table, wherever its schema comes from.
+fn check_settings(table: &Table) -> Result<(), TablesError> {
+    let of_table = |error| match error {
+        TablesError::BadRun { what } => TablesError::BadRun { what: format!("table {}: {what}", table.name) },
+        other => other,
+    };
+    let settings = &table.settings;
+    settings.optimizer.as_ref().map_or(Ok(()), check_optimizer).map_err(of_table)?;
+    settings.initializer.as_ref().map_or(Ok(()), check_initializer).map_err(of_table)?;
+    settings.admission.as_ref().map_or(Ok(()), check_admission).map_err(of_table)?;
+    if settings.ttl == Some(0) {
+        return bad(format!("table {}: ttl is 0 steps, it must be at least 1", table.name));
+    }
+    Ok(())
+}
+
+fn check_admission(admission: &Admission) -> Result<(), TablesError> {
+    in_range("admit_probability", admission.probability, 0.0, 1.0)?;
+    let count = admission.min_count;
+    if !(1..=MAX_MIN_COUNT).contains(&count) {
+        return bad(format!("admit_min_count is {count}, it must be from 1 to {MAX_MIN_COUNT}"));
+    }
+    Ok(())
 }
 
 fn check_optimizer(optimizer: &Optimizer) -> Result<(), TablesError> {
@@ -122,7 +186,7 @@ fn check_optimizer(optimizer: &Optimizer) -> Result<(), TablesError> {
 
 fn check_initializer(initializer: &Initializer) -> Result<(), TablesError> {
     match *initializer {
-        Initializer::Zero => Ok(()),
+        Initializer::Zero | Initializer::InverseSqrtDim => Ok(()),
         Initializer::Uniform { low, high } => {
             in_range("the initializer's low", low, f32::MIN, f32::MAX)?;
             in_range("the initializer's high", high, low, f32::MAX)
@@ -131,17 +195,27 @@ fn check_initializer(initializer: &Initializer) -> Result<(), TablesError> {
             in_range("the initializer's mean", mean, f32::MIN, f32::MAX)?;
             in_range("the initializer's std", std, 0.0, f32::MAX)
         }
+        Initializer::Gamma { shape, scale } => {
+            in_range("the initializer's shape", shape, f32::MIN_POSITIVE, f32::MAX)?;
+            in_range("the initializer's scale", scale, 0.0, f32::MAX)
+        }
+        Initializer::Poisson { lam } => in_range("the initializer's lam", lam, 0.0, MAX_POISSON_MEAN),
     }
+}
+
+fn described(table: &Table) -> String {
+    let mut text = format!("table {} of dim {}", table.name, table.dim);
+    for setting in table.settings.describe() {
+        text += &format!(", {setting}");
+    }
+    text
 }
 
 /// The first difference of two schemas, in words.
 fn differing(held: &Schema, asked: &Schema) -> String {
     let pairs = held.tables.iter().zip(&asked.tables);
     if let Some((held, asked)) = pairs.into_iter().find(|(held, asked)| held != asked) {
-        return format!(
-            "table {} of dim {} was configured, the run has {} of dim {}",
-            held.name, held.dim, asked.name, asked.dim
-        );
+        return format!("{} was configured, the run has {}", described(held), described(asked));
     }
     let slots = held.slots.iter().zip(&asked.slots);
     if let Some((held, asked)) = slots.into_iter().find(|(held, asked)| held != asked) {
@@ -158,6 +232,8 @@ fn differing(held: &Schema, asked: &Schema) -> String {
 
 #[cfg(test)]
 mod tests {
+    use persia_types::TableSettings;
+
     use super::*;
 
     fn run() -> Run {
@@ -169,6 +245,7 @@ mod tests {
             optimizer: None,
             initializer: Initializer::Zero,
             admit_probability: 1.0,
+            admit_min_count: 1,
             weight_bound: 0.0,
             fresh: false,
             world_size: 1,
@@ -194,6 +271,14 @@ mod tests {
         assert!(uniform(bad, 1.0).contains("low") && uniform(1.0, 0.0).contains("high"));
         let normal = |mean, std| refusal(|run| run.initializer = Initializer::Normal { mean, std });
         assert!(normal(bad, 1.0).contains("mean") && normal(0.0, -1.0).contains("std"));
+        let gamma = |shape, scale| refusal(|run| run.initializer = Initializer::Gamma { shape, scale });
+        assert!(gamma(0.0, 1.0).contains("shape") && gamma(1.0, bad).contains("scale"));
+        for lam in [-1.0, 501.0, bad] {
+            assert!(refusal(|run| run.initializer = Initializer::Poisson { lam }).contains("lam"));
+        }
+        for count in [0, 65_536] {
+            assert!(refusal(|run| run.admit_min_count = count).contains("admit_min_count"));
+        }
         let sgd = |lr, momentum, weight_decay| {
             refusal(|run| run.optimizer = Some(Optimizer::Sgd { lr, momentum, weight_decay }))
         };
@@ -207,6 +292,32 @@ mod tests {
         assert_eq!(adam(0.9, 0.999, 1e-8), "");
         assert!(adam(1.0, 0.9, 1e-8).contains("beta1") && adam(0.9, bad, 1e-8).contains("beta2"));
         assert!(adam(0.9, 0.9, 0.0).contains("eps"));
+    }
+
+    #[test]
+    fn a_table_with_a_bad_setting_is_named() {
+        let refusal = |change: &dyn Fn(&mut TableSettings)| {
+            let mut table = Table::new("user", 4);
+            change(&mut table.settings);
+            let schema = Schema { slots: vec![], tables: vec![table] };
+            let run = Run { schema: schema.clone(), ..run() };
+            ActiveRun::new(&run, &schema).err().map(|e| e.to_string()).unwrap_or_default()
+        };
+        assert_eq!(refusal(&|settings| settings.ttl = Some(1)), "");
+        let sgd = Optimizer::Sgd { lr: f32::NAN, momentum: 0.0, weight_decay: 0.0 };
+        let changes: [(&dyn Fn(&mut TableSettings), &str); 4] = [
+            (&|settings| settings.ttl = Some(0), "ttl is 0"),
+            (&|settings| settings.optimizer = Some(sgd), "lr is NaN"),
+            (&|settings| settings.initializer = Some(Initializer::Poisson { lam: -1.0 }), "lam is -1"),
+            (
+                &|settings| settings.admission = Some(Admission { probability: 2.0, min_count: 1 }),
+                "admit_probability is 2",
+            ),
+        ];
+        for (change, expected) in changes {
+            let said = refusal(change);
+            assert!(said.contains("table user: ") && said.contains(expected), "{said}");
+        }
     }
 
     #[test]

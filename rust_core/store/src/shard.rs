@@ -1,9 +1,14 @@
 //! [`Shard`]: one virtual shard of all tables, and the policy by which its rows leave.
 
 use persia_types::TablesError;
+use persia_types::id::hash_id;
+use persia_types::limits::WAITING_IDS_PER_SHARD;
 
+use crate::index::{Index, NO_SLOT};
 use crate::memory::OutOfMemory;
-use crate::table::{Layout, ShardTable};
+use crate::row::Layout;
+use crate::simd::Portable;
+use crate::table::ShardTable;
 
 /// Part of a shard's budget that one eviction frees, so that its scan is paid for by many insertions.
 const EVICTED_PART: usize = 16;
@@ -11,24 +16,44 @@ const EVICTED_PART: usize = 16;
 /// One virtual shard: the unit of lock, budget and checkpoint file. Aligned, so that a lock and what it guards
 /// share no cache line with another shard's.
 ///
-/// # Eviction
+/// # Eviction and time to live
 ///
 /// A shard holds at most `budget` rows over *all* its tables, `max(1, ceil(capacity / 256))`. When a row is to
-/// be inserted into a shard that holds `budget` rows, the `max(1, budget / 16)` rows with the smallest
-/// `(last_used, table, id)` leave first; `last_used` is the highest step of a training look-up that asked for
-/// the row, `table` the index in the schema. The row to be inserted is not among those that may leave.
+/// be inserted into a shard that holds `budget` rows, all rows that are expired leave first. Are they fewer than
+/// `max(1, budget / 16)`, the rows with the smallest `(last_used, table, id)` leave until that many have left;
+/// `last_used` is the highest step of a training look-up that asked for the row, `table` the index in the schema.
+/// The row to be inserted is not among those that may leave.
+///
+/// A row of a table with a time to live is expired at step `t` when `last_used + ttl < t`. From then on look-ups and
+/// pushes of such steps treat its id as one without row. Its memory is free again when a training look-up asks for
+/// the id, when rows have to leave, or when the hand comes round: a training look-up of step `t` with ids in shard
+/// `t % 256` first removes the expired rows of that shard.
 ///
 /// A training look-up works on a shard in two passes over the request, tables in the request's order and ids in
 /// the given order: first every id that has a row is noted as used; then every other id that is admitted is
 /// inserted. (An id that the second pass evicted and the request names again is inserted again.)
 ///
-/// Nothing in this depends on slots, on time, or on how shards are spread over servers.
+/// # Admission by count
+///
+/// A table whose ids must be asked for `min_count` times has them counted: each training look-up that finds an id
+/// without row adds one, up to `min_count`. A row's insertion ends the counting of its id. A shard counts
+/// `2 * budget` ids, within [`WAITING_IDS_PER_SHARD`]. When one more comes, all counts are halved and ids that are
+/// at 0 forgotten, until there is room.
+///
+/// Nothing in all this depends on slots, on time, or on how shards are spread over servers.
 #[repr(align(64))]
 pub(crate) struct Shard {
     pub(crate) tables: Vec<ShardTable>,
     /// Rows of all tables together.
     rows: usize,
     budget: usize,
+}
+
+/// How many rows left, and why.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Left {
+    pub(crate) evicted: u64,
+    pub(crate) expired: u64,
 }
 
 /// A row that may leave; the order of fields is the order of leaving.
@@ -55,32 +80,119 @@ impl Shard {
     pub(crate) fn adopt(&mut self, layouts: &[Layout]) {
         for (table, layout) in self.tables.iter_mut().zip(layouts) {
             if table.layout() != *layout {
-                debug_assert_eq!(table.len(), 0);
-                *table = ShardTable::new(*layout);
+                table.adopt(*layout);
             }
         }
     }
 
-    /// Add the row of an id that has none, evicting where the budget asks for it. Returns `(slot, evicted)`.
+    /// Add the row of an id that has none at this step, evicting where the budget asks for it. Returns
+    /// `(slot, rows that left)`.
     pub(crate) fn insert(
         &mut self,
         table: usize,
         id: u64,
-        last_used: u32,
+        step: u32,
         fill: impl FnOnce(&mut [f32]),
-    ) -> Result<(u32, u64), OutOfMemory> {
-        let evicted =
-            if self.rows < self.budget { 0 } else { self.evict((self.budget / EVICTED_PART).max(1)) };
-        let slot = self.tables[table].insert(id, last_used, fill)?;
+    ) -> Result<(u32, Left), OutOfMemory> {
+        let left = if self.rows < self.budget {
+            Left::default()
+        } else {
+            let count = (self.budget / EVICTED_PART).max(1);
+            let expired = self.sweep(step);
+            Left { evicted: self.evict(count.saturating_sub(expired as usize)), expired }
+        };
+        let slot = self.tables[table].insert(id, step, fill)?;
         self.rows += 1;
-        Ok((slot, evicted))
+        let waiting = &mut self.tables[table].waiting;
+        if waiting.len() > 0 {
+            waiting.remove(id, hash_id(id));
+        }
+        Ok((slot, left))
+    }
+
+    /// Drop the row of `id`, which must have one.
+    pub(crate) fn remove(&mut self, table: usize, id: u64) {
+        self.tables[table].remove(id);
+        self.rows -= 1;
+    }
+
+    /// Drop all rows that are expired at `step`; how many there were.
+    pub(crate) fn sweep(&mut self, step: u32) -> u64 {
+        let before = self.rows;
+        for table in &mut self.tables {
+            let oldest = table.layout().oldest_alive(step);
+            if oldest == 0 {
+                continue;
+            }
+            let expired: Vec<u64> =
+                table.entries().filter(|(.., last_used)| *last_used < oldest).map(|(_, id, _)| id).collect();
+            self.rows -= expired.len();
+            expired.into_iter().for_each(|id| table.remove(id));
+        }
+        (before - self.rows) as u64
+    }
+
+    /// Count a look-up of an id without row. Returns whether there were `min_count` by now, this one included.
+    pub(crate) fn count(&mut self, table: usize, id: u64, min_count: u32) -> Result<bool, OutOfMemory> {
+        let hash = hash_id(id);
+        let before = self.tables[table].waiting.find::<Portable>(id, hash);
+        let count = match before {
+            _ if min_count == 1 => return Ok(true),
+            NO_SLOT => {
+                self.forget_to(self.waiting_limit() - 1)?;
+                1
+            }
+            count => count.saturating_add(1).min(min_count),
+        };
+        let waiting = &mut self.tables[table].waiting;
+        if before == NO_SLOT {
+            waiting.reserve()?;
+        } else {
+            waiting.remove(id, hash);
+        }
+        waiting.insert(id, hash, count);
+        Ok(count >= min_count)
+    }
+
+    /// Whether look-ups of an id without row are counted, and it did not get one yet.
+    pub(crate) fn is_waiting(&self, table: usize, id: u64) -> bool {
+        self.tables[table].waiting.find::<Portable>(id, hash_id(id)) != NO_SLOT
+    }
+
+    /// Take over what a checkpoint counted.
+    pub(crate) fn load_waiting(&mut self, table: usize, id: u64, count: u32) -> Result<(), OutOfMemory> {
+        let waiting = &mut self.tables[table].waiting;
+        waiting.reserve()?;
+        waiting.insert(id, hash_id(id), count);
+        Ok(())
+    }
+
+    fn waiting_limit(&self) -> usize {
+        let (least, most) = WAITING_IDS_PER_SHARD.into_inner();
+        self.budget.saturating_mul(2).clamp(least, most)
+    }
+
+    /// Halve counts until at most `most` ids are left.
+    fn forget_to(&mut self, most: usize) -> Result<(), OutOfMemory> {
+        while self.tables.iter().map(|table| table.waiting.len()).sum::<usize>() > most {
+            for table in &mut self.tables {
+                let mut kept = Index::new();
+                for (id, count) in table.waiting.entries().filter(|(_, count)| *count > 1) {
+                    kept.reserve()?;
+                    kept.insert(id, hash_id(id), count / 2);
+                }
+                table.waiting = kept;
+            }
+        }
+        Ok(())
     }
 
     /// Evict down to the budget: a restored checkpoint may come from a larger capacity.
-    pub(crate) fn fit_budget(&mut self) {
+    pub(crate) fn fit_budget(&mut self) -> Result<(), OutOfMemory> {
         if self.rows > self.budget {
             self.evict(self.rows - self.budget);
         }
+        self.forget_to(self.waiting_limit())
     }
 
     /// Add a row of a checkpoint, beyond the budget if need be.
@@ -96,9 +208,12 @@ impl Shard {
         Ok(())
     }
 
-    /// Evict `count` rows by the policy above; how many there were.
+    /// Evict the `count` rows that were used least recently; how many there were.
     #[cold]
     fn evict(&mut self, count: usize) -> u64 {
+        if count == 0 {
+            return 0;
+        }
         let mut candidates = Vec::with_capacity(self.rows);
         for (number, table) in self.tables.iter().enumerate() {
             let entries = table.entries();
@@ -126,53 +241,5 @@ pub(crate) fn no_memory(table: &str, error: OutOfMemory) -> TablesError {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::index::NO_SLOT;
-    use crate::simd::Portable;
-
-    fn ids(shard: &Shard, table: usize) -> Vec<u64> {
-        let mut ids: Vec<u64> = shard.tables[table].entries().map(|(_, id, _)| id).collect();
-        ids.sort_unstable();
-        ids
-    }
-
-    #[test]
-    fn the_oldest_leave_then_the_first_table_then_the_smallest_id() {
-        let layout = Layout { dim: 1, state_len: 0 };
-        let mut shard = Shard::new(&[layout, layout], 5);
-        for (table, id, step) in [(1, 7, 2), (0, 9, 2), (0, 3, 2), (1, 1, 1), (0, 4, 3)] {
-            assert_eq!(shard.insert(table, id, step, |row| row.fill(0.0)).unwrap().1, 0);
-        }
-        for (id, left_0, left_1) in [
-            (100, &[3, 4, 9, 100][..], &[7][..]),
-            (101, &[4, 9, 100, 101], &[7]),
-            (102, &[4, 100, 101, 102], &[7]),
-        ] {
-            assert_eq!(shard.insert(0, id, 9, |row| row.fill(0.0)).unwrap().1, 1);
-            assert_eq!((ids(&shard, 0), ids(&shard, 1)), (left_0.to_vec(), left_1.to_vec()));
-        }
-    }
-
-    #[test]
-    fn a_batch_leaves_at_once_and_survivors_keep_their_rows() {
-        let mut shard = Shard::new(&[Layout { dim: 2, state_len: 1 }], 160);
-        for id in 0..160 {
-            shard.insert(0, id, 1 + id as u32, |row| row.fill(id as f32)).unwrap();
-        }
-        assert_eq!(shard.insert(0, 1000, 500, |row| row.fill(1000.0)).unwrap().1, 10);
-        let table = &shard.tables[0];
-        assert!((0..10).all(|id| table.find::<Portable>(id) == NO_SLOT));
-        assert!((10..160).chain([1000]).all(|id| table.row(table.find::<Portable>(id)) == [id as f32; 3]));
-    }
-
-    #[test]
-    fn fitting_the_budget_keeps_the_newest() {
-        let mut shard = Shard::new(&[Layout { dim: 1, state_len: 0 }], 3);
-        for id in 0..10 {
-            shard.load(0, id, 1 + id as u32, |row| row.fill(0.0)).unwrap();
-        }
-        shard.fit_budget();
-        assert_eq!(ids(&shard, 0), [7, 8, 9]);
-    }
-}
+#[path = "shard_tests.rs"]
+mod tests;

@@ -1,79 +1,134 @@
-//! How a request is cut into work: neighbouring shards are locked together, so that even a request of few ids per
-//! shard has many cache misses in flight at once.
+//! How a table's part of a request is cut into work: neighbouring shards are locked together, so that even a request
+//! of few ids per shard has many cache misses in flight at once.
+//!
+//! Table after table rather than shard after shard: what a feature's samples get or give then stays in a core's own
+//! cache, and so few pages are in use at a time that their addresses do too.
 
 use std::ops::Range;
 
 use parking_lot::{Mutex, MutexGuard};
-use persia_types::ShardedIds;
+use persia_types::id::hash_id;
+use persia_types::kernels::rows_ahead;
+use persia_types::{Id, ShardedIds};
 
+use crate::index::NO_SLOT;
 use crate::shard::Shard;
+use crate::simd::{Lanes, prefetch, prefetch_from};
 
-/// Ids whose cache misses are in flight together, and the fewest for which shards are locked, while there are
-/// any. Buckets, metadata and rows of that many ids stay in a core's own caches from prefetch to use.
-pub(crate) const BLOCK: usize = 256;
+/// Ids whose cache misses are in flight together, and for which shards are locked at once. Their buckets stay in
+/// the nearest cache from prefetch to use.
+pub(crate) const SPAN: usize = 256;
 
-/// Ids of one table in one locked shard, at most [`BLOCK`].
-pub(crate) struct Piece {
-    /// Index into the locked shards.
-    pub(crate) shard: usize,
-    /// Index into the request's tables.
-    pub(crate) part: usize,
-    /// Index into the schema's tables.
-    pub(crate) table: usize,
-    /// Positions of the ids in their part of the request.
-    pub(crate) range: Range<usize>,
+/// Some ids of one table and the shards they are in.
+pub(crate) struct Span<'a, 's> {
+    /// Locked.
+    pub(crate) shards: &'a mut [MutexGuard<'s, Shard>],
+    /// Positions of each shard's ids among the table's; one follows the other.
+    pub(crate) ranges: &'a [Range<usize>],
 }
 
-/// Call `work` with runs of neighbouring shards, locked, and the pieces of `parts` that fall into them, until
-/// every id was covered once. `parts` are `(table, ids)`.
+impl<'s> Span<'_, 's> {
+    /// Every id of the span: the shard it is in, as an index into [`Self::shards`], and its position.
+    pub(crate) fn walk(ranges: &[Range<usize>]) -> impl Iterator<Item = (usize, usize)> {
+        ranges.iter().enumerate().flat_map(|(shard, range)| range.clone().map(move |at| (shard, at)))
+    }
+
+    #[inline(always)]
+    fn shards(&self) -> impl Iterator<Item = (&MutexGuard<'s, Shard>, Range<usize>)> {
+        self.shards.iter().zip(self.ranges.iter().cloned())
+    }
+
+    /// Search all ids, having asked for the first bucket of each.
+    #[inline(always)]
+    pub(crate) fn find<L: Lanes>(&self, table: usize, ids: &[Id], slots: &mut [u32]) {
+        for (shard, range) in self.shards() {
+            let index = &shard.tables[table].index;
+            for id in &ids[range] {
+                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
+            }
+        }
+        for (shard, range) in self.shards() {
+            let table = &shard.tables[table];
+            for (slot, id) in slots[range.clone()].iter_mut().zip(&ids[range]) {
+                *slot = table.find::<L>(*id);
+            }
+        }
+    }
+
+    /// Where the rows of these slots are, and where `meta` is wanted, ask for what is known of them.
+    #[inline(always)]
+    pub(crate) fn addresses(&self, table: usize, slots: &[u32], meta: bool) -> Ahead {
+        let first = self.ranges.first().map_or(0, |range| range.start);
+        let mut rows = [std::ptr::null(); SPAN];
+        for (shard, range) in self.shards() {
+            let table = &shard.tables[table];
+            let (start, stride) = (table.rows().as_ptr(), table.layout().stride());
+            for (row, slot) in rows[range.start - first..].iter_mut().zip(&slots[range]) {
+                if *slot != NO_SLOT {
+                    *row = start.wrapping_add(*slot as usize * stride);
+                    if meta {
+                        prefetch(table.meta(), *slot as usize, 1);
+                    }
+                }
+            }
+        }
+        Ahead { first, rows }
+    }
+}
+
+/// Addresses of a span's rows, to be brought near some ids before they are used: all at once would not stay there.
+/// Null where there is no row; never read through.
+pub(crate) struct Ahead {
+    first: usize,
+    rows: [*const f32; SPAN],
+}
+
+impl Ahead {
+    /// Ask for the first `len` floats of the first rows.
+    #[inline(always)]
+    pub(crate) fn start(&self, len: usize) {
+        let first = self.rows[..rows_ahead(len)].iter();
+        first.filter(|row| !row.is_null()).for_each(|row| prefetch_from(*row, len));
+    }
+
+    /// Ask for the first `len` floats of the row that comes some ids after position `at`.
+    #[inline(always)]
+    pub(crate) fn fetch(&self, at: usize, len: usize) {
+        if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)).filter(|row| !row.is_null()) {
+            prefetch_from(*row, len);
+        }
+    }
+}
+
+/// Call `work` with one span after the other until every one of `ids` was covered once. A span has [`SPAN`] ids, the
+/// last one the rest.
 ///
 /// Locks are taken in ascending order by every caller, so two requests cannot wait for each other; a shard
 /// without ids is not locked.
 pub(crate) fn for_each_span<E>(
     shards: &[Mutex<Shard>],
-    parts: &[(usize, &ShardedIds)],
-    mut work: impl FnMut(&mut [MutexGuard<'_, Shard>], &[Piece]) -> Result<(), E>,
+    ids: &ShardedIds,
+    mut work: impl FnMut(Span<'_, '_>) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut locked: Vec<MutexGuard<'_, Shard>> = Vec::new();
-    let mut pieces = Vec::new();
-    let mut ids = 0;
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    let mut end = SPAN;
     for (number, shard) in shards.iter().enumerate() {
-        let before = pieces.len();
-        for (part, (table, part_ids)) in parts.iter().enumerate() {
-            let range = part_ids.range(number);
-            ids += range.len();
-            let cuts = range.clone().step_by(BLOCK);
-            pieces.extend(cuts.map(|start| {
-                let range = start..range.end.min(start + BLOCK);
-                Piece { shard: locked.len(), part, table: *table, range }
-            }));
-        }
-        if pieces.len() > before {
+        let mut range = ids.range(number);
+        while !range.is_empty() {
+            let cut = range.end.min(end);
             locked.push(shard.lock());
-        }
-        if ids >= BLOCK || (number + 1 == shards.len() && ids > 0) {
-            work(&mut locked, &pieces)?;
-            locked.clear();
-            pieces.clear();
-            ids = 0;
+            ranges.push(range.start..cut);
+            range.start = cut;
+            if cut == end || cut == ids.len() {
+                work(Span { shards: &mut locked, ranges: &ranges })?;
+                locked.clear();
+                ranges.clear();
+                end = cut + SPAN;
+            }
         }
     }
     Ok(())
-}
-
-/// Cut pieces into runs of at most [`BLOCK`] ids.
-pub(crate) fn blocks(pieces: &[Piece]) -> impl Iterator<Item = &[Piece]> {
-    let mut rest = pieces;
-    std::iter::from_fn(move || {
-        let mut ids = 0;
-        let fits = |piece: &&Piece| {
-            ids += piece.range.len();
-            ids <= BLOCK
-        };
-        let (block, after) = rest.split_at(rest.iter().take_while(fits).count());
-        rest = after;
-        (!block.is_empty()).then_some(block)
-    })
 }
 
 #[cfg(test)]
@@ -82,35 +137,33 @@ mod tests {
 
     use super::*;
 
-    fn check(parts: &[Vec<u64>]) {
+    fn check(ids: &[u64]) {
         let shards: Vec<Mutex<Shard>> = (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&[], 1))).collect();
-        let grouped: Vec<ShardedIds> = parts.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
-        let parts: Vec<(usize, &ShardedIds)> =
-            grouped.iter().enumerate().map(|(i, ids)| (10 + i, ids)).collect();
-        let mut covered: Vec<Vec<u32>> = grouped.iter().map(|ids| vec![0; ids.len()]).collect();
-        for_each_span(&shards, &parts, |locked, pieces| {
-            let mut in_blocks = 0;
-            for block in blocks(pieces) {
-                assert!(block.iter().map(|piece| piece.range.len()).sum::<usize>() <= BLOCK);
-                in_blocks += block.len();
+        let grouped = ShardedIds::group(ids).unwrap();
+        let mut covered = 0;
+        for_each_span(&shards, &grouped, |span| {
+            assert_eq!(span.shards.len(), span.ranges.len());
+            let start = covered;
+            for (shard, at) in Span::walk(span.ranges) {
+                assert!(shard < span.shards.len());
+                assert_eq!(at, covered);
+                covered += 1;
             }
-            assert_eq!(in_blocks, pieces.len());
-            for piece in pieces {
-                assert!(piece.shard < locked.len() && piece.table == 10 + piece.part);
-                piece.range.clone().for_each(|at| covered[piece.part][at] += 1);
-            }
+            assert!(covered - start == SPAN || covered == ids.len());
             Ok::<(), ()>(())
         })
         .unwrap();
-        assert!(covered.iter().flatten().all(|times| *times == 1));
+        assert_eq!(covered, ids.len());
         assert!(shards.iter().all(|shard| shard.try_lock().is_some()));
     }
 
     #[test]
-    fn every_id_is_covered_once() {
+    fn every_id_is_covered_once_and_in_order() {
         check(&[]);
-        check(&[vec![]]);
-        check(&[vec![7], vec![], (0..3_000).collect()]);
-        check(&[(0..200_000).collect(), vec![1; 5_000]]);
+        check(&[7]);
+        check(&(0..3_000).collect::<Vec<_>>());
+        check(&(0..200_000).collect::<Vec<_>>());
+        check(&[1; 5_000]);
+        check(&[1; SPAN]);
     }
 }

@@ -6,23 +6,23 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, RwLock};
+use persia_types::limits::MAX_DIM;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
-use persia_types::{Mode, Schema, ShardedIds, Tables, TablesError, VIRTUAL_SHARDS};
+use persia_types::{Mode, Schema, ShardedIds, Table, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};
 use crate::export::{export, import};
 use crate::lookup::{Effect, Lookup};
 use crate::memo::Memos;
-use crate::optimizer::Rule;
-use crate::push::Push;
-use crate::request::{Part, check_parts, check_step, malformed};
+use crate::push::{Change, Push};
+use crate::request::{check_buffer, check_step, check_tables, malformed, of_table};
+use crate::row::Layout;
 use crate::run::{ActiveRun, bad};
 use crate::shard::Shard;
 use crate::simd::Level;
 use crate::snapshot;
-use crate::table::Layout;
 use crate::tokens::{Claims, Verb};
 
 /// How much a [`Store`] may hold and use.
@@ -44,7 +44,8 @@ impl Default for StoreOptions {
 
 /// Embedding tables in memory, cut into [`VIRTUAL_SHARDS`].
 ///
-/// * A *look-up* locks each shard it has ids for once. Its side effects happen once per token; when it is
+/// * A *look-up* goes through its tables one after the other, with some neighbouring shards locked at a time, and
+///   then once more where ids had no row. Its side effects happen once per token; when it is
 ///   repeated it changes nothing, and an id without row reads as the row the first one would have given it.
 ///   It counts no ids in [`Stats`] then. Should memory run out, rows admitted so far stay and the token stays
 ///   unknown.
@@ -76,7 +77,7 @@ impl Store {
     /// An empty store. Memory is taken as rows come, whatever the capacity.
     ///
     /// # Errors
-    /// `BadRun` for an option or a dimension of 0, shards that are none, or a table's name that stands there twice.
+    /// `BadRun` for an option of 0, a dimension out of range, shards that are none, or a table's name that stands there twice.
     pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
         if options.capacity == 0 || options.snapshot_threads == 0 {
             return bad(format!("capacity and snapshot_threads must be at least 1: {options:?}"));
@@ -85,15 +86,14 @@ impl Store {
             return bad(format!("shards {:?} are none of the {VIRTUAL_SHARDS}", options.shards));
         }
         for (number, table) in schema.tables.iter().enumerate() {
-            if table.dim == 0 {
-                return bad(format!("table {} has dim 0", table.name));
+            if !(1..=MAX_DIM).contains(&table.dim) {
+                return bad(format!("table {} has dim {}, want 1 to {MAX_DIM}", table.name, table.dim));
             }
             if schema.tables[..number].iter().any(|other| other.name == table.name) {
                 return bad(format!("two tables are called {}", table.name));
             }
         }
-        let layouts: Vec<Layout> =
-            schema.tables.iter().map(|t| Layout { dim: t.dim, state_len: 0 }).collect();
+        let layouts: Vec<Layout> = schema.tables.iter().map(Layout::stateless).collect();
         let budget = budget(options.capacity);
         Ok(Self {
             schema,
@@ -121,11 +121,6 @@ impl Store {
         export(shard, &self.shards[shard].lock(), &self.schema)
     }
 
-    /// The layouts that rows have once `run` begins.
-    fn layouts(&self, run: &ActiveRun) -> Vec<Layout> {
-        self.schema.tables.iter().map(|table| run.layout(table.dim)).collect()
-    }
-
     /// Rows held of a table, and their layout.
     fn held(&self, table: usize) -> (usize, Layout) {
         let rows = self.shards.iter().map(|shard| shard.lock().tables[table].len()).sum();
@@ -134,11 +129,11 @@ impl Store {
 
     /// The layouts of the tables once `run` begins, or why the rows held do not fit it.
     fn fitting(&self, run: &ActiveRun) -> Result<Vec<Layout>, TablesError> {
-        let mut layouts = self.layouts(run);
+        let mut layouts = run.layouts();
         for (number, table) in self.schema.tables.iter().enumerate() {
             let (rows, held) = self.held(number);
             // Without optimizer nothing touches state: rows may keep what they have.
-            if rows > 0 && held != layouts[number] && run.optimizer.is_some() {
+            if rows > 0 && held != layouts[number] && run.trains {
                 let (held, asked) = (held.state_len, layouts[number].state_len);
                 return bad(format!(
                     "the {rows} rows of table {} have {held} floats of optimizer state, the new optimizer has \
@@ -183,7 +178,7 @@ impl Store {
         files: &[FileEntry],
         keep: impl Fn(Shard) -> T + Sync,
     ) -> Result<BTreeMap<usize, T>, TablesError> {
-        let (layouts, keep_state) = (self.layouts(run), run.optimizer.is_some());
+        let (layouts, keep_state) = (run.layouts(), run.trains);
         let budget = budget(self.options.capacity);
         let files: Vec<FileEntry> = files.iter().filter(|file| self.may_hold(file)).cloned().collect();
         snapshot::load(dir, &files, self.options.snapshot_threads, |rows, path| {
@@ -223,7 +218,7 @@ impl Store {
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
-        if run.optimizer.is_none() {
+        if !run.trains {
             return Err(TablesError::NoOptimizer);
         }
         let step = check_step(request.step)?;
@@ -299,14 +294,17 @@ impl Tables for Store {
         if rows.len() != request.tables.len() {
             return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
         }
-        let parts = request.tables.iter().zip(rows.iter());
-        let parts =
-            parts.map(|(part, rows)| Part { table: part.table, ids: part.ids.len(), floats: rows.len() });
-        check_parts(&self.schema, parts, "buffer")?;
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for (part, rows) in request.tables.iter().zip(rows.iter()) {
+            check_buffer(&self.schema.tables[part.table], part, rows.len())?;
+        }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         match request.mode {
             Mode::Train => self.train_lookup(run, request, rows),
-            Mode::Eval | Mode::Infer => self.read(run, request, Effect::Read, rows),
+            Mode::Eval | Mode::Infer => {
+                let step = u32::try_from(request.step).unwrap_or(u32::MAX);
+                self.read(run, request, Effect::Read(step), rows)
+            }
         }
     }
 
@@ -340,7 +338,7 @@ impl Tables for Store {
         let active = self.run.write();
         let run = active.as_ref().ok_or(TablesError::NotBegun)?;
         let mut loaded = self.load(run, dir, files, |shard| shard)?;
-        let (layouts, budget) = (self.layouts(run), budget(self.options.capacity));
+        let (layouts, budget) = (run.layouts(), budget(self.options.capacity));
         self.memos.clear();
         for (number, shard) in self.shards.iter().enumerate() {
             *shard.lock() = loaded.remove(&number).unwrap_or_else(|| Shard::new(&layouts, budget));
@@ -385,20 +383,22 @@ impl Tables for Store {
 impl Store {
     /// Everything that can fail, before anything changes.
     fn check_push<'a>(&self, run: &ActiveRun, request: &PushRequest<'a>) -> Result<Push<'a>, TablesError> {
-        let optimizer = run.optimizer.as_ref().ok_or(TablesError::NoOptimizer)?;
+        if !run.trains {
+            return Err(TablesError::NoOptimizer);
+        }
         let step = check_step(request.step)?;
         if !(0.0..=f32::MAX).contains(&request.lr_factor) {
             return malformed(format!("lr_factor {} is not from 0 to {}", request.lr_factor, f32::MAX));
         }
-        let parts = request.tables.iter().map(|part| Part {
-            table: part.table,
-            ids: part.ids.len(),
-            floats: part.gradients.len(),
-        });
-        check_parts(&self.schema, parts, "gradient")?;
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for part in request.tables {
+            let Table { name, dim, .. } = &self.schema.tables[part.table];
+            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error))?;
+        }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
-        let rule = Rule::new(optimizer, request.lr_factor, run.weight_bound, step);
-        Ok(Push { level: self.level, rule, tables: request.tables })
+        let changes = request.tables.iter().map(|part| Change::new(run, part.table, request.lr_factor, step));
+        let changes = changes.collect::<Option<_>>().ok_or(TablesError::NoOptimizer)?;
+        Ok(Push { level: self.level, step, tables: request.tables, changes })
     }
 }
 
@@ -419,3 +419,7 @@ mod tests {
         });
     }
 }
+
+#[cfg(test)]
+#[path = "level_tests.rs"]
+mod level_tests;

@@ -1,13 +1,14 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! A row is `[weights | optimizer state]` at `slot * stride` of one region. Its id and recency stand apart, so
-//! that a row never touches a cache line more than it must.
+//! The row of a slot lies at `slot * stride` of one region. Its id and recency stand apart, so that a row never
+//! touches a cache line more than it must.
 
 use persia_types::id::hash_id;
 use persia_types::limits::MAX_ROWS_PER_SLAB;
 
 use crate::index::{Index, NO_SLOT};
 use crate::memory::{OutOfMemory, Region};
+use crate::row::Layout;
 use crate::simd::Lanes;
 
 /// What is known of a slot apart from its row. (Four bytes of padding are room for a frequency.)
@@ -22,23 +23,6 @@ pub(crate) struct Meta {
 
 const FREE: u32 = 0;
 
-/// Floats in a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Layout {
-    /// Weights.
-    pub(crate) dim: usize,
-    /// Optimizer state behind them.
-    pub(crate) state_len: usize,
-}
-
-impl Layout {
-    /// Floats from one row to the next.
-    #[inline(always)]
-    pub(crate) fn stride(self) -> usize {
-        self.dim + self.state_len
-    }
-}
-
 /// See the module's documentation.
 pub(crate) struct ShardTable {
     layout: Layout,
@@ -49,6 +33,8 @@ pub(crate) struct ShardTable {
     used: u32,
     first_free: u32,
     len: usize,
+    /// Ids without a row that were asked for in training, each with the number of look-ups in place of a slot.
+    pub(crate) waiting: Index,
 }
 
 impl ShardTable {
@@ -62,10 +48,18 @@ impl ShardTable {
             used: 0,
             first_free: NO_SLOT,
             len: 0,
+            waiting: Index::new(),
         }
     }
 
-    /// Floats in a row.
+    /// Keep rows in another way from now on; there are none.
+    pub(crate) fn adopt(&mut self, layout: Layout) {
+        debug_assert_eq!(self.len, 0);
+        let waiting = std::mem::replace(&mut self.waiting, Index::new());
+        *self = Self { waiting, ..Self::new(layout) };
+    }
+
+    /// How rows are kept.
     #[inline(always)]
     pub(crate) fn layout(&self) -> Layout {
         self.layout
@@ -78,7 +72,7 @@ impl ShardTable {
 
     /// Bytes of weights and state held.
     pub(crate) fn payload_bytes(&self) -> usize {
-        self.len * self.layout.stride() * size_of::<f32>()
+        self.len * self.layout.payload_bytes()
     }
 
     /// Bytes the system had to find for this table.
@@ -86,6 +80,7 @@ impl ShardTable {
         let used = self.used as usize;
         size_of::<Self>()
             + self.index.memory_bytes()
+            + self.waiting.memory_bytes()
             + self.rows.resident_bytes(used * self.layout.stride())
             + self.meta.resident_bytes(used)
     }
@@ -126,6 +121,12 @@ impl ShardTable {
     #[inline(always)]
     pub(crate) fn find<L: Lanes>(&self, id: u64) -> u32 {
         self.index.find::<L>(id, hash_id(id))
+    }
+
+    /// Whether the row in a slot, which holds one, was used at `oldest` or since.
+    #[inline(always)]
+    pub(crate) fn is_alive(&self, slot: u32, oldest: u32) -> bool {
+        oldest == 0 || self.meta[slot as usize].last_used >= oldest
     }
 
     /// Note a use of `slot`. Steps of several ranks may arrive out of order; the latest counts.
@@ -188,11 +189,13 @@ impl ShardTable {
 
 #[cfg(test)]
 mod tests {
+    use persia_types::Dtype;
+
     use super::*;
     use crate::simd::Portable;
 
     fn table() -> ShardTable {
-        ShardTable::new(Layout { dim: 3, state_len: 2 })
+        ShardTable::new(Layout { dim: 3, dtype: Dtype::F32, state_len: 2, ttl: None })
     }
 
     #[test]

@@ -64,7 +64,12 @@ fn lies() {
         return;
     }
     let dir = scratch();
-    let good = written(&shards(1)[0]);
+    let mut rows = shards(1).remove(0);
+    let held = rows.tables[0].ids.len();
+    rows.tables[0].waiting =
+        (7..).zip(&ids_of(3, held + 5)[held..]).map(|(count, id)| (*id, count)).collect();
+    let good = written(&rows);
+    assert_eq!(read(dir.path(), &good).unwrap(), rows);
     let (mut accepted, mut refused) = (0, 0);
     let mut probe =
         |content: &[u8], at: usize| match catch_unwind(AssertUnwindSafe(|| read(dir.path(), content))) {
@@ -151,10 +156,10 @@ fn a_later_format_is_refused_by_its_number() {
     for place in places {
         let from = place.saturating_sub(64);
         let value = (from..place + 64).find(|at| bad[*at..].starts_with(b"\x01\0\0\x001\0")).unwrap();
-        bad[value + 4] = b'2';
+        bad[value + 4] = b'3';
     }
     let said = read(dir.path(), &bad).unwrap_err();
-    assert!(said.contains("has format 2") && said.contains("newer Persia"), "{said}");
+    assert!(said.contains("has format 3") && said.contains("newer Persia"), "{said}");
 }
 
 #[test]
@@ -178,6 +183,11 @@ fn rows_that_cannot_be_read_back_are_not_written() {
     refused(&|rows| rows.tables.push(rows.tables[0].clone()), "twice");
     refused(&|rows| rows.tables[0].name.clear(), "table name of 0 bytes");
     refused(&|rows| rows.tables[0].dim = 0, "dim 0");
+    let next = ids_of(3, 7)[5..].to_vec();
+    refused(&|rows| rows.tables[0].waiting = vec![(rows.tables[0].ids[0], 1)], "has a row too");
+    refused(&|rows| rows.tables[0].waiting = vec![(next[0], 0)], "waits with count 0");
+    refused(&|rows| rows.tables[0].waiting = vec![(next[1], 1), (next[0], 1)], "before id");
+    refused(&|rows| rows.tables[0].waiting = vec![(ids_of(4, 1)[0], 1)], "of shard 4 in shard 3");
     write_shard(dir.path(), &good).unwrap();
     let again = write_shard(dir.path(), &good).unwrap_err();
     assert!(matches!(again, TablesError::Io { .. }), "a file is never written over: {again}");
@@ -232,6 +242,7 @@ proptest! {
                 last_used: chosen.iter().map(|place| u64::MAX - *place as u64).collect(),
                 weights: (0..chosen.len() * dim).map(float).collect(),
                 state: (0..chosen.len() * state_len).map(float).collect(),
+                waiting: waiting(&ids, &chosen),
             }
         });
         let rows = ShardRows { shard: 3, tables: tables.collect() };
@@ -244,11 +255,19 @@ proptest! {
     }
 }
 
-type Bits<'a> = (&'a str, &'a [u64], &'a [u64], Vec<u32>, Vec<u32>);
+/// Some of the ids that have no row.
+fn waiting(ids: &[u64], chosen: &[usize]) -> Vec<(u64, u32)> {
+    let without = (0..ids.len()).filter(|place| !chosen.contains(place) && chosen.len() % 2 == 0);
+    without.map(|place| (ids[place], 1 + place as u32)).collect()
+}
+
+type Bits<'a> = (&'a str, &'a [u64], &'a [u64], Vec<u32>, Vec<u32>, &'a [(u64, u32)]);
 
 /// Floats as bits, so that NaN equals itself.
 fn bits(rows: &ShardRows) -> Vec<Bits<'_>> {
     let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits()).collect();
     let tables = rows.tables.iter();
-    tables.map(|t| (&*t.name, &*t.ids, &*t.last_used, bits(&t.weights), bits(&t.state))).collect()
+    tables
+        .map(|t| (&*t.name, &*t.ids, &*t.last_used, bits(&t.weights), bits(&t.state), &*t.waiting))
+        .collect()
 }

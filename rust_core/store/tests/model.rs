@@ -10,12 +10,14 @@ use persia_store::Store;
 use persia_types::tables::{LookupReport, PushReport, Run};
 use persia_types::{Id, Initializer, Mode, Optimizer, Tables, VIRTUAL_SHARDS, shard_of};
 use proptest::prelude::*;
-use sample::{Ids, all_rows, grouped, run, store_of, token, try_lookup, try_push};
+use sample::{Ids, all_rows, export, grouped, run, store_of, token, try_lookup, try_push};
 
 const DIMS: [usize; 2] = [3, 21];
 const MOMENTUM: f32 = 0.5;
 const DECAY: f32 = 0.125;
 const STEPS: usize = 40;
+/// The step before the first: the hand that sweeps meets shard 200 on the way.
+const BEFORE: u64 = 180;
 
 #[derive(Debug, Clone)]
 enum Op {
@@ -77,10 +79,22 @@ struct Sent {
     parts: Vec<Ids>,
 }
 
+#[derive(Debug, Clone, Copy)]
+struct Policy {
+    /// Rows of a shard.
+    budget: usize,
+    admit_probability: f32,
+    min_count: u32,
+    /// Of the second table; rows of the first live for ever.
+    ttl: Option<u32>,
+}
+
 /// What the documentation of the store says, word by word and slowly.
 struct Model {
-    budget: usize,
+    policy: Policy,
     rows: BTreeMap<(usize, Id), Row>,
+    /// Look-ups counted of ids without row.
+    waiting: BTreeMap<(usize, Id), u32>,
     /// What each missing id would be given at each step; absent where it is not admitted.
     initial: BTreeMap<(u64, usize, Id), Vec<f32>>,
     pushed: BTreeSet<u64>,
@@ -92,14 +106,20 @@ impl Model {
         let mut rows: Vec<Vec<Vec<f32>>> =
             sent.parts.iter().map(|(_, ids)| vec![vec![]; ids.len()]).collect();
         let admits = mode == Mode::Train && !repeated;
+        let due = sent.step as usize % VIRTUAL_SHARDS;
+        if admits && sent.parts.iter().any(|(_, ids)| !ids.range(due).is_empty()) {
+            report.expired += self.sweep(due, sent.step);
+        }
         for shard in 0..VIRTUAL_SHARDS {
             let mut absent = vec![];
             for (part, (table, ids)) in sent.parts.iter().enumerate() {
                 for at in ids.range(shard) {
-                    let Some(row) = self.rows.get_mut(&(*table, ids.ids()[at])) else {
+                    let key = (*table, ids.ids()[at]);
+                    if !self.is_alive(key, sent.step) {
                         absent.push((part, *table, at));
                         continue;
-                    };
+                    }
+                    let row = self.rows.get_mut(&key).unwrap();
                     report.hits += 1;
                     rows[part][at] = row.weights.clone();
                     if admits {
@@ -110,15 +130,24 @@ impl Model {
             for (part, table, at) in absent {
                 let id = sent.parts[part].1.ids()[at];
                 let zeros = vec![0.0; DIMS[table]];
-                let initial = self.initial.get(&(sent.step, table, id)).cloned();
-                rows[part][at] = match (mode, self.rows.get(&(table, id)), initial) {
-                    (Mode::Train, Some(row), _) => {
+                let mut initial = self.initial.get(&(sent.step, table, id)).cloned();
+                let alive = self.is_alive((table, id), sent.step);
+                if admits && !alive {
+                    report.expired += u64::from(self.rows.remove(&(table, id)).is_some());
+                }
+                if mode == Mode::Train && !alive && !self.asked_enough((table, id), admits) {
+                    initial = None;
+                }
+                rows[part][at] = match (mode, alive, initial) {
+                    (Mode::Train, true, _) => {
                         report.hits += 1;
-                        row.weights.clone()
+                        self.rows[&(table, id)].weights.clone()
                     }
-                    (Mode::Train, None, Some(weights)) => {
+                    (Mode::Train, false, Some(weights)) => {
                         if admits {
-                            report.evicted += self.insert(table, id, sent.step, &weights);
+                            let (evicted, expired) = self.insert(table, id, sent.step, &weights);
+                            report.evicted += evicted;
+                            report.expired += expired;
                             report.inserted += 1;
                         } else {
                             report.missing += 1;
@@ -135,8 +164,33 @@ impl Model {
         (report, rows.into_iter().map(|rows| rows.concat()).collect())
     }
 
-    fn insert(&mut self, table: usize, id: Id, step: u64, weights: &[f32]) -> u64 {
+    fn is_alive(&self, key: (usize, Id), step: u64) -> bool {
+        let ttl = if key.0 == 1 { self.policy.ttl.map_or(u64::MAX, u64::from) } else { u64::MAX };
+        self.rows.get(&key).is_some_and(|row| row.last_used.saturating_add(ttl) >= step)
+    }
+
+    /// Drop the expired rows of a shard.
+    fn sweep(&mut self, shard: usize, step: u64) -> u64 {
+        let keys: Vec<_> = self.rows.keys().copied().filter(|(_, id)| shard_of(*id) == shard).collect();
+        let expired: Vec<_> = keys.into_iter().filter(|key| !self.is_alive(*key, step)).collect();
+        expired.iter().for_each(|key| drop(self.rows.remove(key)));
+        expired.len() as u64
+    }
+
+    fn asked_enough(&mut self, key: (usize, Id), counts: bool) -> bool {
+        if !counts || self.policy.min_count == 1 {
+            return !self.waiting.contains_key(&key);
+        }
+        let count = self.waiting.entry(key).or_default();
+        *count = (*count + 1).min(self.policy.min_count);
+        *count == self.policy.min_count
+    }
+
+    fn insert(&mut self, table: usize, id: Id, step: u64, weights: &[f32]) -> (u64, u64) {
         let shard = shard_of(id);
+        let in_shard = self.rows.keys().filter(|(_, id)| shard_of(*id) == shard).count();
+        let full = in_shard >= self.policy.budget;
+        let expired = if full { self.sweep(shard, step) } else { 0 };
         let mut held: Vec<(u64, usize, Id)> = self
             .rows
             .iter()
@@ -144,16 +198,19 @@ impl Model {
             .map(|((table, id), row)| (row.last_used, *table, *id))
             .collect();
         held.sort_unstable();
-        let leaving = if held.len() < self.budget { 0 } else { (self.budget / 16).max(1) };
+        let leaving =
+            if full { (self.policy.budget / 16).max(1).saturating_sub(expired as usize) } else { 0 };
+        let leaving = leaving.min(held.len());
         for (_, table, id) in &held[..leaving] {
             self.rows.remove(&(*table, *id));
         }
         let velocity = vec![0.0; weights.len()];
         self.rows.insert((table, id), Row { last_used: step, weights: weights.to_vec(), velocity });
-        leaving as u64
+        self.waiting.remove(&(table, id));
+        (leaving as u64, expired)
     }
 
-    fn push(&mut self, seq: u64, parts: &[Ids], gradients: &[Vec<f32>]) -> PushReport {
+    fn push(&mut self, seq: u64, step: u64, parts: &[Ids], gradients: &[Vec<f32>]) -> PushReport {
         let mut report = PushReport::default();
         let duplicate = !self.pushed.insert(seq);
         for ((table, ids), gradients) in parts.iter().zip(gradients) {
@@ -164,7 +221,8 @@ impl Model {
                 } else if gradient.iter().any(|g| !g.is_finite()) {
                     report.rows_nonfinite += 1;
                     report.first_nonfinite = report.first_nonfinite.or(Some((*table, *id)));
-                } else if let Some(row) = self.rows.get_mut(&(*table, *id)) {
+                } else if self.is_alive((*table, *id), step) {
+                    let row = self.rows.get_mut(&(*table, *id)).unwrap();
                     report.rows_applied += 1;
                     for ((w, v), g) in row.weights.iter_mut().zip(&mut row.velocity).zip(gradient) {
                         *v = MOMENTUM * *v + *g;
@@ -179,11 +237,15 @@ impl Model {
     }
 }
 
-fn settings(admit_probability: f32) -> Run {
+fn settings(policy: Policy) -> Run {
+    let mut schema = sample::schema(&DIMS);
+    schema.tables[1].settings.ttl = policy.ttl;
     Run {
+        schema,
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: MOMENTUM, weight_decay: DECAY }),
         initializer: Initializer::Uniform { low: 0.5, high: 1.0 },
-        admit_probability,
+        admit_probability: policy.admit_probability,
+        admit_min_count: policy.min_count,
         ..run(&DIMS)
     }
 }
@@ -191,7 +253,8 @@ fn settings(admit_probability: f32) -> Run {
 /// Rows that are new, from a store that has seen nothing else.
 fn initial(run: &Run, universe: &[Id]) -> BTreeMap<(u64, usize, Id), Vec<f32>> {
     let mut initial = BTreeMap::new();
-    for step in 1..=STEPS as u64 {
+    let run = &Run { admit_min_count: 1, ..run.clone() };
+    for step in BEFORE + 1..=BEFORE + STEPS as u64 {
         let parts = [(0, grouped(universe)), (1, grouped(universe))];
         let (_, rows) = try_lookup(&store_of(run, 1 << 30), token(0, 1), step, Mode::Train, &parts).unwrap();
         for ((table, ids), rows) in parts.iter().zip(rows) {
@@ -205,16 +268,17 @@ fn initial(run: &Run, universe: &[Id]) -> BTreeMap<(u64, usize, Id), Vec<f32>> {
     initial
 }
 
-fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
+fn replay(ops: &[Op], policy: Policy) {
     let universe = universe();
-    let run = settings(admit_probability);
-    let store = store_of(&run, (budget * VIRTUAL_SHARDS) as u64);
+    let run = settings(policy);
+    let store = store_of(&run, (policy.budget * VIRTUAL_SHARDS) as u64);
     let initial = initial(&run, &universe);
-    let mut model = Model { budget, rows: BTreeMap::new(), initial, pushed: BTreeSet::new() };
+    let (rows, waiting, pushed) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+    let mut model = Model { policy, rows, waiting, initial, pushed };
     let mut sent: Vec<Sent> = vec![];
     let mut pushes = PushReport::default();
     for (number, op) in ops.iter().enumerate() {
-        let (seq, step) = (number as u64 + 1, number as u64 + 1);
+        let (seq, step) = (number as u64 + 1, BEFORE + number as u64 + 1);
         match op {
             Op::Lookup { ids, reversed, mode, back } => {
                 let ids_of = |table: usize| ids[table].iter().map(|at| universe[*at]).collect::<Vec<_>>();
@@ -222,7 +286,7 @@ fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
                 if *reversed {
                     parts.reverse();
                 }
-                let request = Sent { seq, step: step.saturating_sub(*back).max(1), parts };
+                let request = Sent { seq, step: (step - back).max(BEFORE + 1), parts };
                 check_lookup(&store, &mut model, &request, *mode, false);
                 if *mode == Mode::Train {
                     sent.push(request);
@@ -236,7 +300,7 @@ fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
             Op::Push { ago, keep, bad, value } => {
                 if let Some(request) = sent.iter().rev().nth(*ago).cloned() {
                     let (parts, gradients) = answer(&request, *keep, *bad, *value);
-                    let expected = model.push(request.seq, &parts, &gradients);
+                    let expected = model.push(request.seq, step, &parts, &gradients);
                     let report = try_push(&store, token(0, request.seq), step, &parts, &gradients).unwrap();
                     assert_eq!(report, expected, "push {number}");
                     pushes.rows_pushed += report.rows_pushed;
@@ -246,6 +310,7 @@ fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
             Op::Clear => {
                 store.clear().unwrap();
                 model.rows.clear();
+                model.waiting.clear();
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
@@ -254,6 +319,7 @@ fn replay(ops: &[Op], budget: usize, admit_probability: f32) {
             }
         }
         assert_eq!(rows_of(&store), model.rows, "after request {number}: {op:?}");
+        assert_eq!(waiting_of(&store), model.waiting, "after request {number}: {op:?}");
     }
     let counted = store.stats().unwrap().pushes;
     assert_eq!((counted.rows_pushed, counted.rows_applied), (pushes.rows_pushed, pushes.rows_applied));
@@ -297,6 +363,15 @@ fn rows_of(store: &Store) -> BTreeMap<(usize, Id), Row> {
         .collect()
 }
 
+fn waiting_of(store: &Store) -> BTreeMap<(usize, Id), u32> {
+    let mut waiting = BTreeMap::new();
+    for table in export(store).iter().flat_map(|shard| &shard.tables) {
+        let number = store.schema().tables.iter().position(|known| known.name == table.name).unwrap();
+        waiting.extend(table.waiting.iter().map(|(id, count)| ((number, *id), *count)));
+    }
+    waiting
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
@@ -305,7 +380,9 @@ proptest! {
         ops in prop::collection::vec(op(), 1..STEPS),
         budget in prop::sample::select(vec![1usize, 2, 5, 33, 1_000]),
         admit_probability in prop::sample::select(vec![1.0f32, 1.0, 0.5, 0.0]),
+        min_count in prop::sample::select(vec![1u32, 1, 2, 3]),
+        ttl in prop::sample::select(vec![None, Some(1u32), Some(3), Some(10)]),
     ) {
-        replay(&ops, budget, admit_probability);
+        replay(&ops, Policy { budget, admit_probability, min_count, ttl });
     }
 }

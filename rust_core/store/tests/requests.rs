@@ -5,6 +5,7 @@
 mod sample;
 
 use persia_store::{Store, StoreOptions};
+use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_IDS_PER_REQUEST;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients};
 use persia_types::{Id, Initializer, Mode, Optimizer, ShardedIds, Tables, TablesError, Token};
@@ -50,7 +51,8 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_goes_on() {
     let begin = |run: Run| refused(store.begin(&run));
     assert!(begin(run(&[2])).contains("epoch 1 is not above the current epoch 1"));
     assert!(
-        begin(Run { epoch: 2, ..run(&[3]) }).contains("dim 2 was configured, the run has table_0 of dim 3")
+        begin(Run { epoch: 2, ..run(&[3]) })
+            .contains("dim 2 was configured, the run has table table_0 of dim 3")
     );
     assert!(begin(Run { epoch: 2, ..run(&[2, 2]) }).contains("1 tables"));
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.9, weight_decay: 0.0, eps: 1e-8 };
@@ -100,8 +102,10 @@ fn malformed_look_ups_are_refused_whole() {
     let store = store_of(&run(&[2, 3]), 1 << 20);
     let ids = |ids: &[Id]| grouped(ids);
     let look = |parts: &[(usize, ShardedIds)], floats: &[usize], step: u64| {
-        let tables: Vec<_> =
-            parts.iter().map(|(table, ids)| persia_types::tables::TableIds { table: *table, ids }).collect();
+        let tables: Vec<_> = parts
+            .iter()
+            .map(|(table, ids)| persia_types::tables::TableIds { table: *table, ids, uses: None })
+            .collect();
         let mut rows: Vec<Vec<f32>> = floats.iter().map(|floats| vec![0.0; *floats]).collect();
         let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
         let request = LookupRequest { token: token(0, 1), step, mode: Mode::Train, tables: &tables };
@@ -140,7 +144,7 @@ fn malformed_pushes_are_refused_whole_and_the_token_stays_unknown() {
             .map(|(table, floats)| TableGradients {
                 table: *table,
                 ids: &ids,
-                gradients: &gradients[..*floats],
+                gradients: Gradients::Rows(&gradients[..*floats]),
             })
             .collect();
         store.push(&PushRequest { token: token(0, 1), step, lr_factor, tables: &tables })

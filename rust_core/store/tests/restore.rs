@@ -184,6 +184,7 @@ fn a_shard_that_is_named_twice_and_a_step_that_no_run_has_are_corrupt() {
             last_used: vec![step],
             weights: vec![0.0; 4],
             state: vec![0.0; 4],
+            waiting: vec![],
         };
         let file = write_shard(dir.path(), &ShardRows { shard: 5, tables: vec![rows] }).unwrap();
         let error = refusal(&settings(&[4, 7]), dir.path(), &[file]);

@@ -4,6 +4,10 @@
 pub const MAX_SLOTS: usize = 4096;
 /// Largest embedding dimension of a slot.
 pub const MAX_DIM: usize = 4096;
+/// Places of one sample in a raw feature.
+pub const MAX_SAMPLE_FIXED_SIZE: u32 = 1 << 16;
+/// Rounds of a hash stack.
+pub const MAX_HASH_STACK_ROUNDS: u32 = 64;
 /// Servers of one job: each holds at least one virtual shard.
 pub const MAX_SERVERS: usize = crate::id::VIRTUAL_SHARDS;
 /// Trainer ranks of one job.
@@ -28,3 +32,9 @@ pub const MAX_NAME_BYTES: usize = 128;
 pub const MAX_STALENESS: usize = 64;
 /// Rows a shard's slab may hold per table, so that `u32` slots never wrap.
 pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;
+/// Look-ups after which an id may get its row.
+pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
+/// Mean of the Poisson initialiser, which draws about as many numbers for each weight.
+pub const MAX_POISSON_MEAN: f32 = 500.0;
+/// Ids without a row that a shard counts look-ups of: twice its budget of rows, within these.
+pub const WAITING_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

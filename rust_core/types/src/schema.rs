@@ -5,18 +5,45 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::id::{Id, hash_id};
+
 /// How the rows of one sample's ids become one vector.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
     /// Their sum.
+    #[default]
     Sum,
     /// Their sum divided by `max(n, 1)`, n the sample's number of ids.
     Mean,
 }
 
+/// Few rows for many ids: an id's row is the sum of one bucket's row per round.
+///
+/// With `h(0) = id` and `h(k) = hash_id(h(k - 1))`, the bucket of round k, from 1, is
+/// `(k - 1) * buckets + h(k) mod buckets`: at most `rounds * buckets` rows, none shared by two rounds. Ids that share
+/// a bucket in one round rarely share it in the others (hash embeddings: Svenstrup and others, 2017).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HashStack {
+    /// Buckets per id, at least 1.
+    pub rounds: u32,
+    /// Buckets of one round, at least 1.
+    pub buckets: u32,
+}
+
+impl HashStack {
+    /// The buckets of `id`, round after round.
+    pub fn buckets_of(self, id: Id) -> impl Iterator<Item = Id> {
+        let mut hash = id;
+        (0..u64::from(self.rounds)).map(move |round| {
+            hash = hash_id(hash);
+            round * u64::from(self.buckets) + hash % u64::from(self.buckets)
+        })
+    }
+}
+
 /// A feature as the model sees it.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Slot {
     /// Feature name, as in the batch.
     pub name: String,
@@ -24,8 +51,14 @@ pub struct Slot {
     pub table: usize,
     /// Sum or mean.
     pub pooling: Pooling,
-    /// Divide the sum, and the gradient, by `sqrt(max(n, 1))`.
+    /// Divide the sum, and the gradient, by `sqrt(max(n, 1))`; n counts ids × rounds of a hash stack.
     pub sqrt_scaling: bool,
+    /// A raw (sequence) feature: the rows of a sample's first ids, this many places, instead of one vector.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sample_fixed_size: Option<u32>,
+    /// Ids stand for buckets.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hash_stack: Option<HashStack>,
 }
 
 /// A set of rows of one dimension.
@@ -35,6 +68,79 @@ pub struct Table {
     pub name: String,
     /// Weights in a row.
     pub dim: usize,
+    /// What differs from the run's settings.
+    #[serde(default)]
+    pub settings: TableSettings,
+}
+
+impl Table {
+    /// A table of f32 rows that follows the run in everything.
+    pub fn new(name: impl Into<String>, dim: usize) -> Self {
+        Self { name: name.into(), dim, settings: TableSettings::default() }
+    }
+}
+
+/// How the rows of one table are kept, and where they differ from the run's settings.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TableSettings {
+    /// What a weight is stored as.
+    pub dtype: Dtype,
+    /// How an updated weight becomes one of `dtype`; f32 is never rounded.
+    pub rounding: Rounding,
+    /// In place of the run's.
+    pub optimizer: Option<Optimizer>,
+    /// In place of the run's.
+    pub initializer: Option<Initializer>,
+    /// In place of the run's.
+    pub admission: Option<Admission>,
+    /// A row that no training look-up asked for within this many steps is gone; None keeps it.
+    pub ttl: Option<u32>,
+}
+
+/// What a weight is stored as. Optimizer state is f32, look-ups give f32, and an update computes in f32.
+///
+/// What is beyond the largest finite number of a type (65504 for f16, 3.39e38 for bf16), an infinity included, is
+/// stored as that number, so that rounding never makes an infinity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// IEEE 754 binary32.
+    #[default]
+    F32,
+    /// IEEE 754 binary16: 11 significant bits, normal from 6.1e-5.
+    F16,
+    /// The upper half of a binary32: 8 significant bits, its whole range.
+    Bf16,
+}
+
+/// How an f32 becomes a number of fewer bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rounding {
+    /// To the nearest, ties to even. An update below half the distance of two numbers is lost.
+    #[default]
+    Nearest,
+    /// Up or down with the probability that makes the expectation exact (Gupta et al. 2015, "Deep Learning with
+    /// Limited Numerical Precision"), drawn by a hash of (seed, table, id, step, element).
+    Stochastic,
+}
+
+/// When a missing id gets a row: at a training look-up where both conditions hold. Until then it reads as zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Admission {
+    /// It is drawn with this probability, by a hash of (seed, id, step). In `0..=1`.
+    pub probability: f32,
+    /// This many training look-ups, this one included, asked for it since it last had a row. From 1.
+    pub min_count: u32,
+}
+
+impl Default for Admission {
+    /// Every id, at once.
+    fn default() -> Self {
+        Self { probability: 1.0, min_count: 1 }
+    }
 }
 
 /// Slots and tables of one configuration. Built by `config::EmbeddingConfig`.
@@ -137,4 +243,50 @@ pub enum Initializer {
         /// Standard deviation.
         std: f32,
     },
+    /// Gamma distribution of mean `shape * scale`.
+    Gamma {
+        /// k, above 0.
+        shape: f32,
+        /// Theta.
+        scale: f32,
+    },
+    /// Poisson distribution: whole numbers of mean and variance `lam`.
+    Poisson {
+        /// At most [`crate::limits::MAX_POISSON_MEAN`].
+        lam: f32,
+    },
+    /// Uniform in `[-b, b)`, `b = 1 / sqrt(dim)`: a row's expected squared length is 1/3, whatever its dimension.
+    InverseSqrtDim,
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn buckets_of_different_rounds_are_different_rows() {
+        let stack = HashStack { rounds: 3, buckets: 100 };
+        let ids = 0..10_000u64;
+        let buckets: Vec<Vec<Id>> = ids.map(|id| stack.buckets_of(id).collect()).collect();
+        for (round, range) in [0..100, 100..200, 200..300].into_iter().enumerate() {
+            let used: BTreeSet<Id> = buckets.iter().map(|buckets| buckets[round]).collect();
+            assert!(
+                used.iter().eq(range.collect::<Vec<Id>>().iter()),
+                "every bucket of round {round} is used"
+            );
+        }
+        // 10,000 ids in 10^6 combinations: some 50 pairs share all three buckets by chance.
+        let distinct = buckets.iter().collect::<BTreeSet<_>>().len();
+        assert!((9_850..10_000).contains(&distinct), "{distinct}");
+    }
+
+    /// Checkpoints depend on it.
+    #[test]
+    fn buckets_never_change() {
+        let stack = HashStack { rounds: 2, buckets: 1000 };
+        let buckets: Vec<Vec<Id>> = [0, 1, u64::MAX].map(|id| stack.buckets_of(id).collect()).into();
+        assert_eq!(buckets, [[173, 1404], [429, 1157], [345, 1677]]);
+    }
 }

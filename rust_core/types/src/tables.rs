@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::id::{Id, ShardedIds};
-use crate::schema::{Initializer, Optimizer, Schema};
+use crate::kernels::{Gradients, Uses};
+use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
 /// What a look-up is for.
@@ -34,12 +35,15 @@ pub struct Run {
     pub schema: Schema,
     /// Seed of initialisers and admission.
     pub seed: u64,
-    /// None for evaluation: training look-ups and pushes are then refused.
+    /// None for evaluation: training look-ups and pushes are then refused, whatever the tables' settings say.
     pub optimizer: Option<Optimizer>,
     /// Weights of new rows.
     pub initializer: Initializer,
     /// Share of missing ids that get a row, decided by a hash of (seed, id, step). In `0..=1`.
     pub admit_probability: f32,
+    /// Training look-ups that must have asked for an id before it gets a row, from 1: see [`Admission`].
+    #[serde(default = "one")]
+    pub admit_min_count: u32,
     /// Weights are clamped to ± this after an update; 0 switches it off.
     pub weight_bound: f32,
     /// Drop the rows held: the run starts from nothing.
@@ -58,6 +62,18 @@ fn one() -> u32 {
     1
 }
 
+impl Run {
+    /// When ids get rows in tables that have no rule of their own.
+    pub fn admission(&self) -> Admission {
+        Admission { probability: self.admit_probability, min_count: self.admit_min_count }
+    }
+
+    /// How rows of `table` are updated; None while nothing is trained.
+    pub fn optimizer_of(&self, table: &Table) -> Option<Optimizer> {
+        self.optimizer.map(|optimizer| table.settings.optimizer.unwrap_or(optimizer))
+    }
+}
+
 /// Unique ids of one table.
 #[derive(Debug, Clone, Copy)]
 pub struct TableIds<'a> {
@@ -65,6 +81,8 @@ pub struct TableIds<'a> {
     pub table: usize,
     /// What is asked for.
     pub ids: &'a ShardedIds,
+    /// The samples that use each id, where they want its row themselves: every sample stands there once.
+    pub uses: Option<Uses<'a>>,
 }
 
 /// Rows of unique ids, please.
@@ -91,6 +109,9 @@ pub struct LookupReport {
     pub missing: u64,
     /// Rows evicted to make room.
     pub evicted: u64,
+    /// Rows whose time to live had ended and which were found so: looked up again, swept, or in the way.
+    #[serde(default)]
+    pub expired: u64,
 }
 
 impl std::ops::AddAssign for LookupReport {
@@ -99,6 +120,7 @@ impl std::ops::AddAssign for LookupReport {
         self.inserted += more.inserted;
         self.missing += more.missing;
         self.evicted += more.evicted;
+        self.expired += more.expired;
     }
 }
 
@@ -109,8 +131,8 @@ pub struct TableGradients<'a> {
     pub table: usize,
     /// The ids of the look-up this answers, or a part of them.
     pub ids: &'a ShardedIds,
-    /// `[ids.len(), dim]`, already summed per id; row `i` is for `ids.ids()[i]`.
-    pub gradients: &'a [f32],
+    /// One for each id, in their order.
+    pub gradients: Gradients<'a>,
 }
 
 /// Apply these gradients once.
@@ -120,7 +142,7 @@ pub struct PushRequest<'a> {
     pub token: Token,
     /// The global step, from 1; Adam's t.
     pub step: u64,
-    /// Multiplies the optimizer's learning rate.
+    /// Multiplies every optimizer's learning rate.
     pub lr_factor: f32,
     /// What.
     pub tables: &'a [TableGradients<'a>],
@@ -342,7 +364,8 @@ pub trait Tables: Send + Sync {
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
-    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights.
+    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; where the table's ids have
+    /// [`uses`](TableIds::uses), `[samples, dim]`: the row of each sample's id.
     ///
     /// # Errors
     /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.

@@ -1,16 +1,19 @@
 //! Ids, rows and gradients as streams of checked chunks.
 //!
-//! A sender cuts at whole items ([`id_chunks`], [`row_chunks`], [`owned_row_chunks`]); a receiver of a request collects
+//! A sender cuts at whole items ([`id_chunks`], [`row_chunks`], [`gradient_chunks`]); a receiver of a request collects
 //! items in ascending order, taking memory as they come ([`Collect`]); a receiver of rows writes them straight to
-//! where they belong, in any order ([`Scatter`]).
+//! where they belong, in any order ([`Scatter`](crate::scatter::Scatter)).
 
-use bytemuck::Pod;
+use std::borrow::Cow;
+
 use bytes::Bytes;
-use persia_types::TablesError;
 use persia_types::id::Id;
+use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_CHUNK_BYTES;
+use persia_types::{Dtype, TablesError};
 use tonic::Status;
 
+use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::Chunk;
 
@@ -40,7 +43,7 @@ pub enum ChunkError {
 }
 
 impl ChunkError {
-    fn bad_shape(what: String) -> Self {
+    pub(crate) fn bad_shape(what: String) -> Self {
         Self::Malformed(TablesError::BadShape { what })
     }
 
@@ -65,15 +68,14 @@ impl From<ChunkError> for Status {
 
 /// Bytes of one item of a stream: of an id, or of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Width(usize);
+pub struct Width(pub(crate) usize);
 
 impl Width {
     /// An id.
     pub const ID: Self = Self(size_of::<Id>());
 
-    /// A row, or gradient, of `dim` floats.
-    pub fn row(dim: usize) -> Self {
-        Self(dim * size_of::<f32>())
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self(bytes)
     }
 
     /// Number of items in a chunk, its size being checked.
@@ -102,39 +104,41 @@ fn chunk(part: u32, first: usize, data: Bytes) -> Chunk {
     Chunk { part, first: first as u64, crc32c: crc32c::crc32c(&data), data }
 }
 
-fn borrowed<T: Pod>(part: u32, width: Width, values: &[T]) -> impl Iterator<Item = Chunk> + '_ {
-    let bytes: &[u8] = bytemuck::cast_slice(values);
-    let items = bytes.len().checked_div(width.0).unwrap_or(0);
-    width.ranges(items).map(move |range| {
-        let data = Bytes::copy_from_slice(&bytes[range.start * width.0..range.end * width.0]);
+/// `ids` of part `part`, each chunk made when it is asked for.
+pub fn id_chunks(part: u32, ids: &[Id]) -> impl Iterator<Item = Chunk> + '_ {
+    Width::ID
+        .ranges(ids.len())
+        .map(move |range| chunk(part, range.start, Bytes::copy_from_slice(bytemuck::cast_slice(&ids[range]))))
+}
+
+/// The gradients of part `part` with `ids` ids, summed chunk after chunk as they are asked for. Lengths were checked.
+pub fn gradient_chunks(
+    part: u32,
+    format: RowFormat,
+    ids: usize,
+    gradients: Gradients<'_>,
+) -> impl Iterator<Item = Chunk> + '_ {
+    format.width().ranges(ids).map(move |range| {
+        let data = match gradients.rows(range.clone(), format.dim) {
+            Cow::Borrowed(rows) => format.encode_copy(rows),
+            Cow::Owned(rows) => format.encode(rows),
+        };
         chunk(part, range.start, data)
     })
 }
 
-/// `ids` of part `part`, each chunk made when it is asked for.
-pub fn id_chunks(part: u32, ids: &[Id]) -> impl Iterator<Item = Chunk> + '_ {
-    borrowed(part, Width::ID, ids)
-}
-
-/// `[n, dim]` rows or gradients of part `part`, each chunk made when it is asked for.
-pub fn row_chunks(part: u32, dim: usize, rows: &[f32]) -> impl Iterator<Item = Chunk> + '_ {
-    borrowed(part, Width::row(dim), rows)
-}
-
-/// As [`row_chunks`], of rows that are given away: nothing is copied.
-pub fn owned_row_chunks(part: u32, dim: usize, rows: Vec<f32>) -> impl Iterator<Item = Chunk> + Send {
-    struct Rows(Vec<f32>);
-    impl AsRef<[u8]> for Rows {
-        fn as_ref(&self) -> &[u8] {
-            bytemuck::cast_slice(&self.0)
-        }
-    }
-    let width = Width::row(dim);
+/// `[n, dim]` rows of part `part`, which are given away: those of f32 are not copied.
+pub fn row_chunks(part: u32, format: RowFormat, rows: Vec<f32>) -> impl Iterator<Item = Chunk> + Send {
+    let (width, dim) = (format.width(), format.dim);
     let items = rows.len().checked_div(dim).unwrap_or(0);
-    let bytes = Bytes::from_owner(Rows(rows));
-    width
-        .ranges(items)
-        .map(move |range| chunk(part, range.start, bytes.slice(range.start * width.0..range.end * width.0)))
+    let rows = if format.dtype == Dtype::F32 { Err(format.encode(rows)) } else { Ok(rows) };
+    width.ranges(items).map(move |range| {
+        let data = match &rows {
+            Ok(floats) => format.encode_copy(&floats[range.start * dim..range.end * dim]),
+            Err(bytes) => bytes.slice(range.start * width.0..range.end * width.0),
+        };
+        chunk(part, range.start, data)
+    })
 }
 
 /// `chunk` as pieces that lie between two neighbours of `bounds`, which ascend from 0: (index of the lower bound,
@@ -165,7 +169,7 @@ pub(crate) fn cut(chunk: Chunk, width: Width, bounds: &[u64]) -> Result<Vec<(usi
     Ok(pieces)
 }
 
-fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
+pub(crate) fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
     let found = crc32c::crc32c(&chunk.data);
     if found == chunk.crc32c {
         return Ok(());
@@ -176,76 +180,96 @@ fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
     })
 }
 
-/// A number that travels as its bytes in memory.
-pub trait Value: Pod {
-    /// Append the values in `bytes`, whose length is a multiple of theirs and whose alignment is any.
-    fn extend(values: &mut Vec<Self>, bytes: &[u8]);
+/// Something that ids or gradients are read from.
+pub trait Value: Copy {
+    /// Append what `bytes` stand for: whole items, at any alignment.
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat);
 }
 
-impl Value for u64 {
-    fn extend(values: &mut Vec<Self>, bytes: &[u8]) {
+impl Value for Id {
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], _: RowFormat) {
         let (words, _) = bytes.as_chunks::<8>();
         values.extend(words.iter().map(|word| Self::from_le_bytes(*word)));
     }
 }
 
 impl Value for f32 {
-    fn extend(values: &mut Vec<Self>, bytes: &[u8]) {
-        let (words, _) = bytes.as_chunks::<4>();
-        values.extend(words.iter().map(|word| Self::from_le_bytes(*word)));
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat) {
+        let (from, more) = (values.len(), bytes.len() / format.width().0 * format.dim);
+        values.resize(from + more, 0.0);
+        format.decode(bytes, &mut values[from..]);
     }
 }
 
 /// Collects the values of all parts of a request. Chunks of a part come in ascending order without a gap.
 #[derive(Debug)]
 pub struct Collect<T> {
-    parts: Vec<(Width, u64, Vec<T>)>,
+    parts: Vec<Announced<T>>,
+}
+
+/// What is to come of one part, and what came.
+#[derive(Debug)]
+struct Announced<T> {
+    width: Width,
+    /// Values of an item.
+    values_each: usize,
+    items: usize,
+    format: RowFormat,
+    values: Vec<T>,
 }
 
 impl Collect<Id> {
     /// The ids of `parts`.
     pub fn ids(parts: &[Part]) -> Self {
-        Self { parts: parts.iter().map(|part| (Width::ID, part.len() as u64, Vec::new())).collect() }
+        Self::new(parts, |_| (Width::ID, 1))
     }
 }
 
 impl Collect<f32> {
     /// The gradients of `parts`.
     pub fn gradients(parts: &[Part]) -> Self {
-        let of = |part: &Part| (Width::row(part.dim), part.len() as u64, Vec::new());
-        Self { parts: parts.iter().map(of).collect() }
+        Self::new(parts, |part| (part.format.width(), part.format.dim))
     }
 }
 
 impl<T: Value> Collect<T> {
+    fn new(parts: &[Part], width: impl Fn(&Part) -> (Width, usize)) -> Self {
+        let of = |part: &Part| {
+            let (width, values_each) = width(part);
+            Announced { width, values_each, items: part.len(), format: part.format, values: Vec::new() }
+        };
+        Self { parts: parts.iter().map(of).collect() }
+    }
+
     /// Take one chunk.
     ///
     /// # Errors
     /// [`ChunkError`] for one that is damaged, was not announced, or is not the next of its part.
     pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
         let parts = self.parts.len();
-        let Some((width, announced, values)) = self.parts.get_mut(chunk.part as usize) else {
+        let Some(part) = self.parts.get_mut(chunk.part as usize) else {
             return Err(ChunkError::unknown_part(chunk, parts));
         };
+        let Announced { width, values_each, items: announced, format, values } = part;
         let items = width.items(chunk)?;
-        let next = (size_of_val(values.as_slice()) / width.0) as u64;
+        let next = (values.len() / *values_each) as u64;
         if chunk.first != next {
             let Chunk { part, first, .. } = chunk;
             return Err(ChunkError::bad_shape(format!(
                 "part {part}: a chunk from item {first} on, the next one is {next}"
             )));
         }
-        if items > *announced - next {
-            return Err(ChunkError::out_of_range(chunk, items, *announced));
+        if items > *announced as u64 - next {
+            return Err(ChunkError::out_of_range(chunk, items, *announced as u64));
         }
         check_sum(chunk)?;
-        let more = chunk.data.len() / size_of::<T>();
+        let more = items as usize * *values_each;
         if values.capacity() - values.len() < more {
-            let all = *announced as usize * (width.0 / size_of::<T>());
+            let all = *announced * *values_each;
             let ahead = values.len().max(ALLOCATE_AHEAD / size_of::<T>()).max(more);
             values.reserve_exact(ahead.min(all - values.len()));
         }
-        T::extend(values, &chunk.data);
+        T::extend(values, &chunk.data, *format);
         Ok(())
     }
 
@@ -254,114 +278,13 @@ impl<T: Value> Collect<T> {
     /// # Errors
     /// [`ChunkError::CutShort`] when fewer came than were announced.
     pub fn finish(self) -> Result<Vec<Vec<T>>, ChunkError> {
-        for (part, (width, announced, values)) in self.parts.iter().enumerate() {
-            let (bytes, all) = (size_of_val(values.as_slice()), *announced as usize * width.0);
-            if bytes != all {
-                return Err(ChunkError::CutShort { what: format!("part {part}: {bytes} of {all} bytes") });
+        for (number, part) in self.parts.iter().enumerate() {
+            let (came, all) = (part.values.len(), part.items * part.values_each);
+            if came != all {
+                return Err(ChunkError::CutShort { what: format!("part {number}: {came} of {all} values") });
             }
         }
-        Ok(self.parts.into_iter().map(|(_, _, values)| values).collect())
-    }
-}
-
-/// Ranges of items that have come, ascending, with a gap between any two.
-#[derive(Debug, Default)]
-struct Covered(Vec<std::ops::Range<u64>>);
-
-impl Covered {
-    /// Add a range; false when some of it was there.
-    fn add(&mut self, range: std::ops::Range<u64>) -> bool {
-        let at = self.0.partition_point(|other| other.end < range.start);
-        let touches_left = self.0.get(at).is_some_and(|left| left.end == range.start);
-        let right = if touches_left { at + 1 } else { at };
-        if self.0.get(right).is_some_and(|right| right.start < range.end) {
-            return false;
-        }
-        let touches_right = self.0.get(right).is_some_and(|right| right.start == range.end);
-        match (touches_left, touches_right) {
-            (true, true) => {
-                self.0[at].end = self.0[right].end;
-                self.0.remove(right);
-            }
-            (true, false) => self.0[at].end = range.end,
-            (false, true) => self.0[at].start = range.start,
-            (false, false) => self.0.insert(at, range),
-        }
-        true
-    }
-
-    fn count(&self) -> u64 {
-        self.0.iter().map(|range| range.end - range.start).sum()
-    }
-}
-
-/// Writes rows straight to where they belong. Chunks come in any order, each row once.
-#[derive(Debug)]
-pub struct Scatter<'a, 'b> {
-    rows: &'a mut [&'b mut [f32]],
-    parts: Vec<(Width, u64, Covered)>,
-}
-
-impl<'a, 'b> Scatter<'a, 'b> {
-    /// Into `rows[p]`, which holds `[parts[p].len(), parts[p].dim]`.
-    ///
-    /// # Errors
-    /// `BadShape` for a buffer of another length, or another number of buffers than of parts.
-    pub fn new(parts: &[Part], rows: &'a mut [&'b mut [f32]]) -> Result<Self, TablesError> {
-        let bad = |what: String| Err(TablesError::BadShape { what });
-        if parts.len() != rows.len() {
-            return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
-        }
-        for (part, rows) in parts.iter().zip(rows.iter()) {
-            if rows.len() != part.len() * part.dim {
-                return bad(format!(
-                    "table {}: a buffer of {} floats, want {} rows of dimension {}",
-                    part.table,
-                    rows.len(),
-                    part.len(),
-                    part.dim
-                ));
-            }
-        }
-        let of = |part: &Part| (Width::row(part.dim), part.len() as u64, Covered::default());
-        Ok(Self { parts: parts.iter().map(of).collect(), rows })
-    }
-
-    /// Write one chunk.
-    ///
-    /// # Errors
-    /// [`ChunkError`] for one that is damaged, was not asked for, or came before.
-    pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
-        let (index, parts) = (chunk.part as usize, self.parts.len());
-        let Some((width, asked, covered)) = self.parts.get_mut(index) else {
-            return Err(ChunkError::unknown_part(chunk, parts));
-        };
-        let items = width.items(chunk)?;
-        let Some(end) = chunk.first.checked_add(items).filter(|end| end <= asked) else {
-            return Err(ChunkError::out_of_range(chunk, items, *asked));
-        };
-        check_sum(chunk)?;
-        if !covered.add(chunk.first..end) {
-            let Chunk { part, first, .. } = chunk;
-            return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
-        }
-        let place: &mut [u8] = bytemuck::cast_slice_mut(self.rows[index]);
-        place[chunk.first as usize * width.0..end as usize * width.0].copy_from_slice(&chunk.data);
-        Ok(())
-    }
-
-    /// Check that every row has come.
-    ///
-    /// # Errors
-    /// [`ChunkError::CutShort`] when one has not.
-    pub fn finish(self) -> Result<(), ChunkError> {
-        for (part, (_, asked, covered)) in self.parts.iter().enumerate() {
-            let came = covered.count();
-            if came != *asked {
-                return Err(ChunkError::CutShort { what: format!("part {part}: {came} of {asked} rows") });
-            }
-        }
-        Ok(())
+        Ok(self.parts.into_iter().map(|part| part.values).collect())
     }
 }
 

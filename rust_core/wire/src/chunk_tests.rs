@@ -1,20 +1,21 @@
 use persia_types::id::ShardedIds;
 
 use super::*;
+use crate::scatter::Scatter;
 
 fn sharded(count: u64) -> ShardedIds {
     ShardedIds::group(&(0..count).map(|id| id * 3 + 1).collect::<Vec<_>>()).unwrap()
 }
 
 fn part(dim: usize, ids: u64) -> Part {
-    Part::new(0, dim, &sharded(ids))
+    Part::new(0, RowFormat::f32(dim), &sharded(ids))
 }
 
 #[test]
 fn ids_and_gradients_come_back_as_they_were() {
     let ids = sharded(50_000);
     let gradients: Vec<f32> = (0..50_000 * 19).map(|value| value as f32).collect();
-    let parts = [part(4, 0), Part::new(1, 19, &ids)];
+    let parts = [part(4, 0), Part::new(1, RowFormat::f32(19), &ids)];
     let mut collect = Collect::ids(&parts);
     assert!(id_chunks(1, ids.ids()).count() > 1);
     for chunk in id_chunks(1, ids.ids()) {
@@ -25,8 +26,8 @@ fn ids_and_gradients_come_back_as_they_were() {
     assert_eq!(collect.finish().unwrap(), [vec![], ids.ids().to_vec()]);
 
     for chunks in [
-        row_chunks(1, 19, &gradients).collect::<Vec<_>>(),
-        owned_row_chunks(1, 19, gradients.clone()).collect(),
+        gradient_chunks(1, RowFormat::f32(19), ids.len(), Gradients::Rows(&gradients)).collect::<Vec<_>>(),
+        row_chunks(1, RowFormat::f32(19), gradients.clone()).collect(),
     ] {
         assert!(
             chunks.iter().all(|chunk| chunk.data.len() <= CHUNK_BYTES && chunk.data.len() % (19 * 4) == 0)
@@ -41,12 +42,12 @@ fn ids_and_gradients_come_back_as_they_were() {
 fn rows_are_written_to_their_place_in_any_order() {
     let rows: Vec<f32> = (0..20_000 * 7).map(|value| value as f32).collect();
     let parts = [part(7, 20_000)];
-    let mut chunks: Vec<Chunk> = row_chunks(0, 7, &rows).collect();
+    let mut chunks: Vec<Chunk> = row_chunks(0, RowFormat::f32(7), rows.clone()).collect();
     chunks.reverse();
     chunks.swap(0, 2);
     let mut buffer = vec![f32::NAN; rows.len()];
     let mut buffers = [&mut buffer[..]];
-    let mut scatter = Scatter::new(&parts, &mut buffers).unwrap();
+    let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
     chunks.iter().for_each(|chunk| scatter.take(chunk).unwrap());
     scatter.finish().unwrap();
     assert_eq!(buffer, rows);
@@ -99,17 +100,18 @@ fn a_row_that_comes_twice_or_never_is_refused() {
     let parts = [part(3, 10)];
     let mut buffer = [0.0; 30];
     let piece = |range: std::ops::Range<usize>| {
-        let chunk = row_chunks(0, 3, &rows[range.start * 3..range.end * 3]).next().unwrap();
+        let chunk =
+            row_chunks(0, RowFormat::f32(3), rows[range.start * 3..range.end * 3].to_vec()).next().unwrap();
         Chunk { first: range.start as u64, ..chunk }
     };
     for (first, again) in [(0..4, 0..4), (0..4, 3..5), (4..6, 0..5), (4..6, 5..6), (4..6, 0..10)] {
         let mut buffers = [&mut buffer[..]];
-        let mut scatter = Scatter::new(&parts, &mut buffers).unwrap();
+        let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
         scatter.take(&piece(first)).unwrap();
         assert!(scatter.take(&piece(again)).unwrap_err().to_string().contains("came before"));
     }
     let mut buffers = [&mut buffer[..]];
-    let mut scatter = Scatter::new(&parts, &mut buffers).unwrap();
+    let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
     for range in [6..8, 0..2, 3..6, 8..10] {
         scatter.take(&piece(range)).unwrap();
     }
@@ -121,13 +123,13 @@ fn a_row_that_comes_twice_or_never_is_refused() {
 fn a_claim_allocates_little_before_bytes_come() {
     let parts = [part(64, 1_000_000)];
     let mut collect = Collect::gradients(&parts);
-    collect.take(&row_chunks(0, 64, &[0.0; 64]).next().unwrap()).unwrap();
-    assert!(collect.parts[0].2.capacity() * 4 <= ALLOCATE_AHEAD);
+    collect.take(&row_chunks(0, RowFormat::f32(64), vec![0.0; 64]).next().unwrap()).unwrap();
+    assert!(collect.parts[0].values.capacity() * 4 <= ALLOCATE_AHEAD);
 }
 
 #[test]
 fn buffers_of_another_size_are_refused() {
     let parts = [part(3, 10)];
-    assert!(Scatter::new(&parts, &mut []).is_err());
-    assert!(Scatter::new(&parts, &mut [&mut [0.0; 29]]).is_err());
+    assert!(Scatter::new(&parts, &[None; 1], &mut []).is_err());
+    assert!(Scatter::new(&parts, &[None; 1], &mut [&mut [0.0; 29]]).is_err());
 }

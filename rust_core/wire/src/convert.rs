@@ -50,15 +50,15 @@ pub fn mode(number: i32) -> Result<Mode, TablesError> {
 
 impl From<LookupReport> for proto::LookupReport {
     fn from(report: LookupReport) -> Self {
-        let LookupReport { hits, inserted, missing, evicted } = report;
-        Self { hits, inserted, missing, evicted }
+        let LookupReport { hits, inserted, missing, evicted, expired } = report;
+        Self { hits, inserted, missing, evicted, expired }
     }
 }
 
 impl From<proto::LookupReport> for LookupReport {
     fn from(report: proto::LookupReport) -> Self {
-        let proto::LookupReport { hits, inserted, missing, evicted } = report;
-        Self { hits, inserted, missing, evicted }
+        let proto::LookupReport { hits, inserted, missing, evicted, expired } = report;
+        Self { hits, inserted, missing, evicted, expired }
     }
 }
 
@@ -144,7 +144,7 @@ mod tests {
             first_nonfinite: Some((1, u64::MAX)),
         };
         assert_eq!(PushReport::from(proto::PushReport::from(report)), report);
-        let report = LookupReport { hits: 1, inserted: 2, missing: 3, evicted: 4 };
+        let report = LookupReport { hits: 1, inserted: 2, missing: 3, evicted: 4, expired: 5 };
         assert_eq!(LookupReport::from(proto::LookupReport::from(report)), report);
         let file = FileEntry { name: "shard-003.arrow".into(), bytes: 7, blake3: "ab".into() };
         let snapshot = Snapshot { files: vec![file], rows: vec![1, 2] };

@@ -3,6 +3,7 @@
 //! * [`proto`]: messages and services, generated from `proto/persia/v1/`
 //! * [`parts`]: a request's tables, checked; what each server gets of them
 //! * [`chunk`]: ids, rows and gradients as streams of checked chunks
+//! * [`scatter`]: rows of a reply, written to where they belong
 //! * [`receive`]: a whole look-up or push out of a stream
 //! * [`convert`]: tokens, reports and files as messages
 //! * [`error`]: [`persia_types::TablesError`] as gRPC status and back
@@ -22,9 +23,11 @@ pub mod client;
 pub mod convert;
 pub mod discovery;
 pub mod error;
+pub mod floats;
 pub mod listen;
 pub mod parts;
 pub mod receive;
+pub mod scatter;
 pub mod settings;
 pub mod tls;
 

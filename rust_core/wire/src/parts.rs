@@ -1,26 +1,27 @@
 //! A request's tables, checked, and what each server gets of them.
 
-use persia_types::TablesError;
 use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards};
 use persia_types::limits::{MAX_DIM, MAX_IDS_PER_REQUEST, MAX_REQUEST_BYTES, MAX_SERVERS, MAX_SLOTS};
+use persia_types::{Dtype, TablesError};
 
 use crate::chunk::{ChunkError, Width, cut};
-use crate::proto::{Chunk, TablePart};
+use crate::floats::RowFormat;
+use crate::proto::{self, Chunk, TablePart};
 
 /// One table's share of a request, whose numbers were checked against the limits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
     /// Index into the schema's tables; whether there is such a table, the holder of rows knows.
     pub table: usize,
-    /// Weights in a row; 0 only where there are no ids.
-    pub dim: usize,
+    /// How rows and gradients travel. Of 0 floats only where there are no ids.
+    pub format: RowFormat,
     offsets: Vec<u32>,
 }
 
 impl Part {
-    /// `[ids.len(), dim]` rows of `table`.
-    pub fn new(table: usize, dim: usize, ids: &ShardedIds) -> Self {
-        Self { table, dim, offsets: ids.offsets().to_vec() }
+    /// Rows of `table` for `ids`.
+    pub fn new(table: usize, format: RowFormat, ids: &ShardedIds) -> Self {
+        Self { table, format, offsets: ids.offsets().to_vec() }
     }
 
     /// Number of ids.
@@ -57,7 +58,8 @@ impl Part {
         };
         TablePart {
             table: self.table as u32,
-            dim: self.dim as u32,
+            dim: self.format.dim as u32,
+            dtype: proto::Dtype::from(self.format.dtype).into(),
             shard_counts: (0..VIRTUAL_SHARDS).map(count).collect(),
         }
     }
@@ -75,7 +77,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
     let (mut all_ids, mut all_bytes) = (0u64, 0u64);
     let mut checked = Vec::with_capacity(parts.len());
     for part in parts {
-        let TablePart { table, dim, shard_counts } = part;
+        let TablePart { table, dim, dtype, shard_counts } = part;
         if shard_counts.len() != VIRTUAL_SHARDS {
             return bad(format!(
                 "table {table}: counts of {} shards, want {VIRTUAL_SHARDS}",
@@ -101,9 +103,29 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
             offset += count;
             offsets.push(offset);
         }
-        checked.push(Part { table: *table as usize, dim: *dim as usize, offsets });
+        let format = RowFormat { dim: *dim as usize, dtype: dtype_of(*table, *dtype)? };
+        checked.push(Part { table: *table as usize, format, offsets });
     }
     Ok(checked)
+}
+
+fn dtype_of(table: u32, dtype: i32) -> Result<Dtype, TablesError> {
+    match proto::Dtype::try_from(dtype) {
+        Ok(proto::Dtype::F32) => Ok(Dtype::F32),
+        Ok(proto::Dtype::F16) => Ok(Dtype::F16),
+        Ok(proto::Dtype::Bf16) => Ok(Dtype::Bf16),
+        Err(_) => Err(TablesError::BadShape { what: format!("table {table}: dtype {dtype} is unknown") }),
+    }
+}
+
+impl From<Dtype> for proto::Dtype {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::F16 => Self::F16,
+            Dtype::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 /// How a request is divided among the servers of a job, and how their answers come together again.
@@ -161,7 +183,7 @@ impl Split {
     /// # Errors
     /// As [`Self::ids`].
     pub fn gradients(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
-        self.divide(chunk, |part| Width::row(part.dim))
+        self.divide(chunk, |part| part.format.width())
     }
 
     /// A chunk of rows that `server` sent, as one of the whole reply.
@@ -170,7 +192,7 @@ impl Split {
     /// [`ChunkError`] for a chunk that is none of this request.
     pub fn rows(&self, server: usize, mut chunk: Chunk) -> Result<Chunk, ChunkError> {
         let (part, bounds) = self.part(&chunk)?;
-        let count = Width::row(part.dim).items(&chunk)?;
+        let count = part.format.width().items(&chunk)?;
         let (start, end) = (bounds[server], bounds[server + 1]);
         match chunk.first.checked_add(count) {
             Some(last) if last <= end - start => chunk.first += start,
@@ -209,7 +231,7 @@ mod tests {
     #[test]
     fn heads_of_all_servers_hold_every_id_once() {
         let ids = sharded(1000);
-        let part = Part::new(3, 8, &ids);
+        let part = Part::new(3, RowFormat::f32(8), &ids);
         for servers in [1, 2, 3, 7, 256] {
             let split = Split::new(&[part.to_proto()], servers).unwrap();
             let mut total = vec![0; VIRTUAL_SHARDS];
@@ -231,7 +253,7 @@ mod tests {
         let ids = sharded(40_000);
         let dim = 5;
         let rows: Vec<f32> = (0..ids.len() * dim).map(|value| value as f32).collect();
-        let part = Part::new(0, dim, &ids);
+        let part = Part::new(0, RowFormat::f32(dim), &ids);
         for servers in [1, 2, 3, 200] {
             let split = Split::new(&[part.to_proto()], servers).unwrap();
             let mut got = vec![Vec::new(); servers];
@@ -245,7 +267,7 @@ mod tests {
                 }
             }
             assert_eq!(got.concat(), ids.ids());
-            for chunk in row_chunks(0, dim, &rows) {
+            for chunk in row_chunks(0, RowFormat::f32(dim), rows.clone()) {
                 let (first, data) = (chunk.first, chunk.data.clone());
                 let pieces = split.gradients(chunk).unwrap();
                 let back: Vec<Chunk> =
@@ -261,6 +283,7 @@ mod tests {
         let part = |dim, count| TablePart {
             table: 0,
             dim,
+            dtype: 0,
             shard_counts: std::iter::once(count).chain([0; VIRTUAL_SHARDS - 1]).collect(),
         };
         let refused = |parts: &[TablePart]| check_parts(parts).unwrap_err();
@@ -269,18 +292,20 @@ mod tests {
         for bad in [part(0, 1), part(MAX_DIM as u32 + 1, 1), part(4096, 1_000_000)] {
             assert!(matches!(refused(&[bad]), TablesError::BadShape { .. }));
         }
-        let short = TablePart { table: 0, dim: 1, shard_counts: vec![1] };
+        let short = TablePart { table: 0, dim: 1, dtype: 0, shard_counts: vec![1] };
         assert!(matches!(refused(&[short]), TablesError::BadShape { .. }));
+        let unknown = TablePart { dtype: 3, ..part(4, 10) };
+        assert!(matches!(refused(&[unknown]), TablesError::BadShape { what } if what.contains("dtype 3")));
         check_parts(&[part(0, 0), part(4, 10)]).unwrap();
     }
 
     #[test]
     fn rows_beyond_a_servers_share_are_refused() {
         let ids = sharded(100);
-        let split = Split::new(&[Part::new(0, 2, &ids).to_proto()], 2).unwrap();
+        let split = Split::new(&[Part::new(0, RowFormat::f32(2), &ids).to_proto()], 2).unwrap();
         let share = split.ids_of(0);
         let rows = vec![0.0; 2 * (share as usize + 1)];
-        let chunk = row_chunks(0, 2, &rows).next().unwrap();
+        let chunk = row_chunks(0, RowFormat::f32(2), rows.clone()).next().unwrap();
         assert!(split.rows(0, chunk.clone()).is_err());
         assert!(split.rows(0, Chunk { first: u64::MAX, ..chunk.clone() }).is_err());
         assert!(split.rows(0, Chunk { part: 1, ..chunk }).is_err());

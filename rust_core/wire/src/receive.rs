@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use persia_types::id::ShardedIds;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, TableGradients, TableIds};
 use persia_types::{Mode, Token};
 use tonic::Status;
@@ -34,7 +35,11 @@ pub struct Lookup {
 impl Lookup {
     /// For [`Self::request`].
     pub fn tables(&self) -> Vec<TableIds<'_>> {
-        self.parts.iter().zip(&self.ids).map(|(part, ids)| TableIds { table: part.table, ids }).collect()
+        self.parts
+            .iter()
+            .zip(&self.ids)
+            .map(|(part, ids)| TableIds { table: part.table, ids, uses: None })
+            .collect()
     }
 
     /// As the holder of rows takes it.
@@ -44,7 +49,7 @@ impl Lookup {
 
     /// A buffer of the right size for the rows of every part.
     pub fn buffers(&self) -> Vec<Vec<f32>> {
-        self.parts.iter().map(|part| vec![0.0; part.len() * part.dim]).collect()
+        self.parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect()
     }
 }
 
@@ -69,7 +74,13 @@ impl Push {
     /// For [`Self::request`].
     pub fn tables(&self) -> Vec<TableGradients<'_>> {
         let parts = self.parts.iter().zip(&self.ids).zip(&self.gradients);
-        parts.map(|((part, ids), gradients)| TableGradients { table: part.table, ids, gradients }).collect()
+        parts
+            .map(|((part, ids), gradients)| TableGradients {
+                table: part.table,
+                ids,
+                gradients: Gradients::Rows(gradients),
+            })
+            .collect()
     }
 
     /// As the holder of rows takes it.

@@ -4,6 +4,7 @@ use tonic::Code;
 use super::*;
 use crate::chunk::{id_chunks, row_chunks};
 use crate::error::from_status;
+use crate::floats::RowFormat;
 
 const DIM: usize = 2;
 
@@ -21,7 +22,7 @@ fn lookup_messages() -> Vec<proto::LookupRequest> {
         token: Some(sent_token().into()),
         step: 9,
         mode: proto::Mode::Eval.into(),
-        parts: vec![Part::new(1, DIM, &sent_ids()).to_proto()],
+        parts: vec![Part::new(1, RowFormat::f32(DIM), &sent_ids()).to_proto()],
     };
     let ids = sent_ids();
     let chunks = id_chunks(0, ids.ids()).map(Message::Ids);
@@ -37,12 +38,13 @@ fn push_messages() -> Vec<proto::PushRequest> {
         token: Some(sent_token().into()),
         step: 9,
         lr_factor: 0.5,
-        parts: vec![Part::new(1, DIM, &sent_ids()).to_proto()],
+        parts: vec![Part::new(1, RowFormat::f32(DIM), &sent_ids()).to_proto()],
         only: vec![],
     };
     let ids = sent_ids();
     let chunks = id_chunks(0, ids.ids()).map(Message::Ids);
-    let gradients = row_chunks(0, DIM, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).map(Message::Gradients);
+    let gradients =
+        row_chunks(0, RowFormat::f32(DIM), vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).map(Message::Gradients);
     let all: Vec<Message> = std::iter::once(Message::Head(head)).chain(chunks).chain(gradients).collect();
     all.into_iter().map(|part| proto::PushRequest { part: Some(part) }).collect()
 }
@@ -69,7 +71,7 @@ fn requests_are_what_was_sent() {
     let found = receive_push(push_messages()).unwrap();
     assert_eq!((found.token, found.step, found.lr_factor), (sent_token(), 9, 0.5));
     assert_eq!(found.gradients, [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]);
-    assert_eq!(found.tables()[0].gradients.len(), 3 * DIM);
+    assert_eq!(found.tables()[0].gradients.rows(0..3, DIM).len(), 3 * DIM);
 }
 
 #[test]

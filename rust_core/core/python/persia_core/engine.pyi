@@ -13,6 +13,7 @@ class Engine:
     @staticmethod
     def connect(
         embedding: EmbeddingConfig,
+        general: GlobalConfig,
         discovery: Discovery,
         *,
         rank: int,
@@ -28,6 +29,7 @@ class Engine:
         optimizer: OptimizerSpec | None,
         initializer: InitializerSpec,
         admit_probability: float,
+        admit_min_count: int,
         weight_bound: float,
         after_epoch: int,
         step: int,

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! "PBAT" version:u16 flags:u16 batch_size:u32 id_features:u32 dense:u32 labels:u32 meta:u32-prefixed bytes
-//! id feature: name  lists:u8  unique:u32  occurrences:u32  ids:[u64]  inverse:[u32]  offsets:[u32] if lists
+//! id feature: name  kind:u8  unique:u32  occurrences:u32  ids:[u64]  inverse:[u32]  offsets:[u32] if lists
+//!             weights:[f32] if weighted      (kind: 1 lists, plus 2 weighted; version 1 has no weights)
 //! tensor:     named:u8  name  dtype:u8  axes:u8  shape:[u64]  elements
 //! crc32c:u32 of all before          (name = length:u16, UTF-8)
 //! ```
@@ -13,9 +14,11 @@ use crate::batch::{Batch, BatchParts};
 use crate::error::Error;
 
 const MAGIC: &[u8; 4] = b"PBAT";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const REQUIRES_GRAD: u16 = 1;
 const HAS_META: u16 = 2;
+const LISTS: u8 = 1;
+const WEIGHTED: u8 = 2;
 const CHECKSUM_BYTES: usize = 4;
 
 impl Batch {
@@ -58,8 +61,8 @@ impl Batch {
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader { bytes: checked_body(bytes)?, at: MAGIC.len() };
         let version = reader.u16()?;
-        if version != VERSION {
-            return reader.bad(format!("format version {version}, this build reads {VERSION}"));
+        if !(1..=VERSION).contains(&version) {
+            return reader.bad(format!("format version {version}, this build reads 1 to {VERSION}"));
         }
         let flags = reader.u16()?;
         if flags & !(REQUIRES_GRAD | HAS_META) != 0 {
@@ -91,7 +94,9 @@ impl Batch {
     fn encoded_size(&self) -> usize {
         let features = self.id_features().iter().map(|feature| {
             let offsets = feature.offsets().map_or(0, <[u32]>::len);
-            feature.name().len() + 16 + 8 * feature.unique().len() + 4 * (feature.inverse().len() + offsets)
+            let weights = feature.weights().map_or(0, <[f32]>::len);
+            let words = feature.inverse().len() + offsets + weights;
+            feature.name().len() + 16 + 8 * feature.unique().len() + 4 * words
         });
         let tensors = self.dense().iter().chain(self.labels());
         let tensors =
@@ -128,11 +133,13 @@ fn put_name(out: &mut Vec<u8>, name: &str) {
 
 fn put_feature(out: &mut Vec<u8>, feature: &IdFeature) {
     put_name(out, feature.name());
-    out.push(u8::from(feature.offsets().is_some()));
+    let lists = u8::from(feature.offsets().is_some()) * LISTS;
+    out.push(lists + u8::from(feature.weights().is_some()) * WEIGHTED);
     put_u32s(out, &[feature.unique().len() as u32, feature.inverse().len() as u32]);
     out.extend(feature.unique().ids().iter().flat_map(|id| id.to_le_bytes()));
     put_u32s(out, feature.inverse());
     put_u32s(out, feature.offsets().unwrap_or_default());
+    out.extend(feature.weights().unwrap_or_default().iter().flat_map(|weight| weight.to_le_bytes()));
 }
 
 fn put_tensor(out: &mut Vec<u8>, tensor: &Tensor) {
@@ -208,12 +215,20 @@ impl<'a> Reader<'a> {
 
     fn feature(&mut self, batch_size: usize) -> Result<IdFeature, Error> {
         let name = self.name()?;
-        let lists = self.flag()?;
+        let kind = self.u8()?;
+        if kind & !(LISTS | WEIGHTED) != 0 {
+            return self.bad(format!("unknown kind {kind} of an id feature"));
+        }
         let (unique, occurrences) = (self.u32()? as usize, self.u32()? as usize);
         let ids = self.u64s(unique)?;
         let inverse = self.u32s(occurrences)?;
-        let offsets = if lists { Some(self.u32s(batch_size + 1)?) } else { None };
-        IdFeature::from_parts(name, &ids, inverse, offsets)
+        let offsets = if kind & LISTS != 0 { Some(self.u32s(batch_size + 1)?) } else { None };
+        let feature = IdFeature::from_parts(name, &ids, inverse, offsets)?;
+        if kind & WEIGHTED == 0 {
+            return Ok(feature);
+        }
+        let weights: Vec<f32> = self.u32s(occurrences)?.into_iter().map(f32::from_bits).collect();
+        feature.with_weights(&weights)
     }
 
     fn tensor(&mut self) -> Result<Tensor, Error> {
@@ -251,6 +266,10 @@ mod tests {
             id_features: vec![
                 IdFeature::single("single", &[9, 4, 9]).unwrap(),
                 IdFeature::lists("lists", &[1, 2, 1, u64::MAX], &[0, 3, 3, 4]).unwrap(),
+                IdFeature::lists("weighted", &[8, 3, 8], &[0, 1, 3, 3])
+                    .unwrap()
+                    .with_weights(&[0.5, -2.0, 3.0])
+                    .unwrap(),
             ],
             dense: vec![
                 Tensor::new(Some("x".into()), Dtype::F32, vec![3, 2], floats).unwrap(),
@@ -282,8 +301,10 @@ mod tests {
         assert!(read.requires_grad());
         for (a, b) in read.id_features().iter().zip(batch.id_features()) {
             assert_eq!(a.unique(), b.unique());
-            assert_eq!(a.occurrence_starts(), b.occurrence_starts());
-            assert_eq!(a.occurrence_samples(), b.occurrence_samples());
+            assert_eq!(a.uses().starts, b.uses().starts);
+            assert_eq!(a.uses().samples, b.uses().samples);
+            assert_eq!(a.weights(), b.weights());
+            assert_eq!(a.grouped_weights(), b.grouped_weights());
         }
         assert_eq!(read.dense(), batch.dense());
         assert_eq!(read.labels(), batch.labels());
@@ -312,8 +333,8 @@ mod tests {
         longer.extend([0; 3]);
         assert!(Batch::from_bytes(&resealed(longer)).unwrap_err().to_string().contains("too many"));
         let mut future = bytes;
-        future[4] = 2;
-        assert!(Batch::from_bytes(&resealed(future)).unwrap_err().to_string().contains("version 2"));
+        future[4] = 3;
+        assert!(Batch::from_bytes(&resealed(future)).unwrap_err().to_string().contains("version 3"));
     }
 
     proptest! {

@@ -4,10 +4,12 @@ use std::sync::Weak;
 use std::time::{Duration, Instant};
 
 use persia_types::id::{Id, ShardedIds};
+use persia_types::kernels::Uses;
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, MAX_OCCURRENCES};
 
 use crate::batch::dedup::{self, Unique};
 use crate::batch::occurrences::Occurrences;
+use crate::batch::weights::Weights;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
@@ -21,6 +23,8 @@ pub struct IdFeature {
     /// Where each sample's occurrences start, `batch + 1` of them; `None` is one id per sample.
     offsets: Option<Vec<u32>>,
     occurrences: Occurrences,
+    /// `None` is 1 for all.
+    weights: Option<Weights>,
     spent: Duration,
     /// Where its vectors go back to, if the thread that made it still lives.
     home: Weak<FeatureMemory>,
@@ -53,9 +57,20 @@ impl IdFeature {
         let start = Instant::now();
         let (Unique { ids: unique, inverse, occurrences }, home) =
             dedup::with(|deduplicator| (deduplicator.unique(ids, offsets.as_deref()), deduplicator.memory()));
-        let feature = Self { name, unique, inverse, offsets, occurrences, spent: start.elapsed(), home };
+        let spent = start.elapsed();
+        let feature = Self { name, unique, inverse, offsets, occurrences, weights: None, spent, home };
         feature.check_unique()?;
         Ok(feature)
+    }
+
+    /// The feature with per-sample weights, one per occurrence: a sample's vector is the sum of weight × row, and the
+    /// gradient of a row is multiplied alike. No gradient of the weights themselves is computed.
+    ///
+    /// # Errors
+    /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
+    pub fn with_weights(mut self, weights: &[f32]) -> Result<Self, Error> {
+        self.weights = Some(Weights::new(&self.name, weights, self.unique.len(), &self.inverse)?);
+        Ok(self)
     }
 
     /// From what a decoder read; everything is checked.
@@ -90,7 +105,8 @@ impl IdFeature {
             return bad("a unique id occurs nowhere");
         }
         let (spent, home) = (Duration::ZERO, Weak::new());
-        let feature = Self { name, unique: found.ids, inverse, offsets, occurrences, spent, home };
+        let feature =
+            Self { name, unique: found.ids, inverse, offsets, occurrences, weights: None, spent, home };
         feature.check_unique()?;
         Ok(feature)
     }
@@ -128,14 +144,27 @@ impl IdFeature {
         self.offsets.as_deref()
     }
 
-    /// Per unique id where its entries of [`Self::occurrence_samples`] start (`unique + 1` offsets).
-    pub fn occurrence_starts(&self) -> &[u32] {
-        self.occurrences.starts()
+    /// Per unique id the samples it occurs in (a sample twice where the id is in it twice).
+    pub fn uses(&self) -> Uses<'_> {
+        Uses { starts: self.occurrences.starts(), samples: self.occurrences.samples() }
     }
 
-    /// Per unique id the samples it occurs in, in batch order.
-    pub fn occurrence_samples(&self) -> &[u32] {
-        self.occurrences.samples()
+    /// Occurrences of one sample, which is below [`Self::samples`].
+    pub(crate) fn occurrences_of(&self, sample: usize) -> std::ops::Range<usize> {
+        match &self.offsets {
+            None => sample..sample + 1,
+            Some(offsets) => offsets[sample] as usize..offsets[sample + 1] as usize,
+        }
+    }
+
+    /// Per occurrence, in batch order, what its row is multiplied by; `None` is 1 for all.
+    pub fn weights(&self) -> Option<&[f32]> {
+        self.weights.as_ref().map(Weights::in_order)
+    }
+
+    /// The weights in the order of [`Self::uses`].
+    pub(crate) fn grouped_weights(&self) -> Option<&[f32]> {
+        self.weights.as_ref().map(Weights::grouped)
     }
 
     /// Time its deduplication took.
@@ -199,9 +228,7 @@ mod tests {
         assert_eq!(feature.samples(), 3);
         assert_eq!(feature.unique().len(), 2);
         let place = feature.inverse()[0] as usize;
-        let starts = feature.occurrence_starts();
-        let samples = &feature.occurrence_samples()[starts[place] as usize..starts[place + 1] as usize];
-        assert_eq!(samples, [0, 0]);
+        assert_eq!(feature.uses().of(place), [0, 0]);
     }
 
     #[test]
@@ -226,6 +253,32 @@ mod tests {
         }
         assert!(IdFeature::single("", &[1]).is_err());
         assert!(IdFeature::single("x".repeat(MAX_NAME_BYTES + 1), &[1]).is_err());
+    }
+
+    #[test]
+    fn weights_follow_their_ids() {
+        let feature = IdFeature::lists("a", &[5, 6, 5, 7, 5], &[0, 2, 2, 5]).unwrap();
+        let feature = feature.with_weights(&[0.5, 2.0, -1.0, 3.0, 4.0]).unwrap();
+        let grouped = feature.grouped_weights().unwrap();
+        for (place, id) in feature.unique().ids().iter().enumerate() {
+            let weights = &grouped[feature.uses().range(place)];
+            let expected: &[f32] = match id {
+                5 => &[0.5, -1.0, 4.0],
+                6 => &[2.0],
+                _ => &[3.0],
+            };
+            assert_eq!(weights, expected);
+        }
+    }
+
+    #[test]
+    fn a_weight_too_few_or_not_finite_is_refused() {
+        for (weights, named) in
+            [(&[1.0, 2.0][..], "2 weights for 3 ids"), (&[1.0, f32::NAN, 2.0], "NaN of id 1")]
+        {
+            let error = IdFeature::single("a", &[5, 6, 7]).unwrap().with_weights(weights).unwrap_err();
+            assert!(error.to_string().contains(named), "{error}");
+        }
     }
 
     #[test]

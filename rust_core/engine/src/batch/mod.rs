@@ -2,9 +2,11 @@
 
 mod codec;
 pub(crate) mod dedup;
+pub(crate) mod expand;
 pub(crate) mod feature;
 mod occurrences;
 pub(crate) mod tensor;
+mod weights;
 
 use std::collections::BTreeSet;
 use std::time::Duration;

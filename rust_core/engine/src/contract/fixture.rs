@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use persia_types::id::{Id, ShardedIds};
+use persia_types::kernels::Gradients;
 use persia_types::schema::{Initializer, Optimizer};
 use persia_types::tables::{
     LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, TableGradients, TableIds, Tables,
@@ -28,6 +29,7 @@ pub(super) fn run() -> Run {
         optimizer: Some(LEDGER),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,
@@ -68,7 +70,7 @@ impl Fixture {
         let grouped = ShardedIds::group(ids).unwrap();
         // Not zero, so that a row that is not written is seen.
         let mut floats = vec![f32::NAN; ids.len() * dim];
-        let tables = [TableIds { table, ids: &grouped }];
+        let tables = [TableIds { table, ids: &grouped, uses: None }];
         let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
         let report = self.0.lookup(&request, &mut [&mut floats])?;
         let place = |id: &Id| grouped.ids().iter().position(|other| other == id).unwrap();
@@ -95,7 +97,7 @@ impl Fixture {
         let grouped = ShardedIds::group(ids).unwrap();
         let place = |id: &Id| ids.iter().position(|other| other == id).unwrap();
         let floats: Vec<f32> = grouped.ids().iter().flat_map(|id| gradients[place(id)].clone()).collect();
-        let tables = [TableGradients { table, ids: &grouped, gradients: &floats }];
+        let tables = [TableGradients { table, ids: &grouped, gradients: Gradients::Rows(&floats) }];
         self.0.push(&PushRequest { token, step: token.seq, lr_factor, tables: &tables })
     }
 

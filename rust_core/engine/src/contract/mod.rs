@@ -18,12 +18,13 @@ mod files;
 mod fixture;
 mod refusals;
 mod rows;
+mod samples;
 mod tokens;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use persia_types::schema::{Pooling, Schema, Slot, Table};
+use persia_types::schema::{Schema, Slot, Table};
 use persia_types::tables::Tables;
 
 /// Makes an empty holder of rows for [`schema`] on which nothing has begun.
@@ -34,16 +35,15 @@ pub type Case = (&'static str, fn(Make<'_>));
 
 /// Every case.
 pub fn cases() -> Vec<Case> {
-    [begin::CASES, tokens::CASES, rows::CASES, refusals::CASES, files::CASES].concat()
+    [begin::CASES, tokens::CASES, rows::CASES, samples::CASES, refusals::CASES, files::CASES].concat()
 }
 
 /// The schema `make` must use: two tables, of dimensions 4 and 19.
 pub fn schema() -> Schema {
-    let slot =
-        |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
+    let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
     Schema {
         slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
-        tables: vec![Table { name: "ac".into(), dim: 4 }, Table { name: "b".into(), dim: 19 }],
+        tables: vec![Table::new("ac", 4), Table::new("b", 19)],
     }
 }
 

@@ -1,6 +1,7 @@
 //! Malformed requests change nothing, not even the part that was well formed.
 
 use persia_types::id::ShardedIds;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupRequest, Mode, PushRequest, TableGradients, TableIds, Tables, TablesError};
 
 use super::fixture::{begun, ids, telling, token, told};
@@ -26,9 +27,10 @@ fn push(tables: &dyn Tables, request: &[TableGradients<'_>]) -> TablesError {
 fn an_unknown_table_is_refused(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ShardedIds::group(&[1]).unwrap();
-    let error = lookup(fixture.0.as_ref(), &[TableIds { table: 2, ids: &ids }], &mut [&mut [0.0; 4]]);
+    let error =
+        lookup(fixture.0.as_ref(), &[TableIds { table: 2, ids: &ids, uses: None }], &mut [&mut [0.0; 4]]);
     assert!(matches!(error, TablesError::BadTable { table: 2, .. }), "{error}");
-    let gradients = TableGradients { table: 2, ids: &ids, gradients: &[0.0; 4] };
+    let gradients = TableGradients { table: 2, ids: &ids, gradients: Gradients::Rows(&[0.0; 4]) };
     let error = push(fixture.0.as_ref(), &[gradients]);
     assert!(matches!(error, TablesError::BadTable { table: 2, .. }), "{error}");
     assert_eq!(fixture.rows_held(), [0, 0]);
@@ -37,12 +39,12 @@ fn an_unknown_table_is_refused(make: Make<'_>) {
 fn a_table_named_twice_is_refused(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ShardedIds::group(&[1]).unwrap();
-    let table = TableIds { table: 0, ids: &ids };
+    let table = TableIds { table: 0, ids: &ids, uses: None };
     let error = lookup(fixture.0.as_ref(), &[table, table], &mut [&mut [0.0; 4], &mut [0.0; 4]]);
     assert!(matches!(error, TablesError::BadTable { table: 0, .. }), "{error}");
     assert_eq!(fixture.rows_held(), [0, 0]);
     fixture.train(1, 0, &[1]);
-    let gradients = TableGradients { table: 0, ids: &ids, gradients: &[1.0; 4] };
+    let gradients = TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&[1.0; 4]) };
     let error = push(fixture.0.as_ref(), &[gradients, gradients]);
     assert!(matches!(error, TablesError::BadTable { table: 0, .. }), "{error}");
     assert_eq!(fixture.read(0, &[1]), [[0.0; 4]]);
@@ -51,11 +53,12 @@ fn a_table_named_twice_is_refused(make: Make<'_>) {
 fn wrong_buffers_are_refused(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ShardedIds::group(&[1, 2]).unwrap();
-    let table = TableIds { table: 0, ids: &ids };
+    let table = TableIds { table: 0, ids: &ids, uses: None };
     for length in [0, 4, 7, 9] {
         let error = lookup(fixture.0.as_ref(), &[table], &mut [&mut vec![0.0; length]]);
         assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
-        let gradients = TableGradients { table: 0, ids: &ids, gradients: &vec![0.0; length] };
+        let gradients =
+            TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&vec![0.0; length]) };
         let error = push(fixture.0.as_ref(), &[gradients]);
         assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
     }
@@ -69,8 +72,8 @@ fn one_bad_table_spoils_the_push(make: Make<'_>) {
     let ids = ids(20);
     fixture.train(1, 0, &ids);
     let grouped = ShardedIds::group(&ids).unwrap();
-    let good = TableGradients { table: 0, ids: &grouped, gradients: &[1.0; 80] };
-    let bad = TableGradients { table: 1, ids: &grouped, gradients: &[1.0; 80] };
+    let good = TableGradients { table: 0, ids: &grouped, gradients: Gradients::Rows(&[1.0; 80]) };
+    let bad = TableGradients { table: 1, ids: &grouped, gradients: Gradients::Rows(&[1.0; 80]) };
     let error = push(fixture.0.as_ref(), &[good, bad]);
     assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
     assert_eq!(fixture.read(0, &ids), told(0, &ids, 0.0));

@@ -1,6 +1,7 @@
 //! What rows hold: their own gradients and nobody else's.
 
 use persia_types::id::ShardedIds;
+use persia_types::kernels::Gradients;
 use persia_types::schema::Initializer;
 use persia_types::tables::{LookupRequest, Mode, PushReport, PushRequest, Run, TableGradients, TableIds};
 
@@ -87,7 +88,8 @@ fn tables_do_not_mix(make: Make<'_>) {
     let grouped = ShardedIds::group(&ids(80)).unwrap();
     let dims: Vec<usize> = schema().tables.iter().map(|table| table.dim).collect();
     let mut rows: Vec<Vec<f32>> = dims.iter().map(|dim| vec![f32::NAN; 80 * dim]).collect();
-    let tables: Vec<TableIds<'_>> = (0..2).map(|table| TableIds { table, ids: &grouped }).collect();
+    let tables: Vec<TableIds<'_>> =
+        (0..2).map(|table| TableIds { table, ids: &grouped, uses: None }).collect();
     let request = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
     assert_eq!(fixture.0.lookup(&request, &mut targets).unwrap().inserted, 160);
@@ -97,7 +99,7 @@ fn tables_do_not_mix(make: Make<'_>) {
         dims.iter().enumerate().map(|(table, dim)| vec![1.0 + table as f32; 80 * dim]).collect();
     let tables: Vec<TableGradients<'_>> = (0..2)
         .rev() // in any order
-        .map(|table| TableGradients { table, ids: &grouped, gradients: &gradients[table] })
+        .map(|table| TableGradients { table, ids: &grouped, gradients: Gradients::Rows(&gradients[table]) })
         .collect();
     let push = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };
     assert_eq!(fixture.0.push(&push).unwrap().rows_applied, 160);

@@ -150,9 +150,11 @@ fn hand_over(
 fn record(stats: &mut EngineStats, batch: &Batch, plan: &Plan, before: &Before, done: &Forward) {
     stats.lookups += 1;
     stats.lookup_report += done.report;
-    for (feature, slot) in batch.id_features().iter().zip(plan.slots()) {
-        stats.slots[*slot].occurrences += feature.inverse().len() as u64;
-        stats.slots[*slot].unique += feature.unique().len() as u64;
+    for (index, (feature, slot)) in batch.id_features().iter().zip(plan.slots()).enumerate() {
+        let slot = &mut stats.slots[*slot];
+        slot.occurrences += feature.inverse().len() as u64;
+        slot.unique += feature.unique().len() as u64;
+        slot.cut += plan.cut(index) as u64;
     }
     stats.deduplicate.add(batch.deduplication());
     stats.plan.add(before.plan);

@@ -11,7 +11,7 @@ use crate::pipeline::shared::{Shared, guarded};
 use crate::step::backward::{Backward, backward};
 use crate::step::plan::Plan;
 
-/// The gradient of one id feature's output, `[batch, dim]`, wherever the floats live.
+/// The gradient of one id feature's output, of the same shape, wherever the floats live.
 pub type Gradient = Box<dyn AsRef<[f32]> + Send>;
 
 /// What travels with a push.
@@ -93,12 +93,12 @@ impl Ticket {
             return bad(format!("{} gradients for {} id features", gradients.len(), features.len()));
         }
         let schema = &self.shared.context.schema;
-        for ((feature, slot), gradient) in features.iter().zip(plan.slots()).zip(gradients) {
+        for (index, (slot, gradient)) in plan.slots().iter().zip(gradients).enumerate() {
             let dim = schema.tables[schema.slots[*slot].table].dim;
             let Some(gradient) = gradient else { continue };
-            let found = gradient.as_ref().as_ref().len();
-            if found != batch.batch_size() * dim {
-                let want = format!("{} samples of {dim}", batch.batch_size());
+            let (feature, found) = (plan.feature(batch, index), gradient.as_ref().as_ref().len());
+            if found != feature.samples() * dim {
+                let want = format!("{} samples or places of {dim}", feature.samples());
                 return bad(format!("{:?} has {found} floats, want {want}", feature.name()));
             }
         }

@@ -1,7 +1,8 @@
-//! Backward: one gradient per sample and feature becomes one summed gradient per unique id, pushed once.
+//! Backward: the gradients of samples become one summed gradient per unique id, pushed once.
 
 use std::time::Duration;
 
+use persia_types::kernels::{self, Gradients, SegmentSum, Uses};
 use persia_types::tables::{PushReport, PushRequest, TableGradients};
 use persia_types::token::Token;
 
@@ -11,7 +12,6 @@ use crate::pipeline::push::{Gradient, PushOptions};
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::buffer::Buffer;
-use crate::step::kernels::{self, SegmentSum};
 use crate::step::plan::{Plan, TablePlan};
 
 /// A push's result and its times.
@@ -21,8 +21,11 @@ pub(crate) struct Backward {
     pub(crate) push: Duration,
 }
 
-/// Sum the gradients and push them. Features without one are left out, as are tables without any: a zero
-/// gradient would still decay weights and moments.
+/// Push the gradients. Features without one are left out, as are tables without any: a zero gradient would still
+/// decay weights and moments.
+///
+/// The holder of a table's rows adds the gradients of an id itself, as it updates the row. Only what several
+/// features share is summed here before.
 pub(crate) fn backward(
     context: &Context,
     batch: &Batch,
@@ -40,17 +43,20 @@ pub(crate) fn backward(
         subset = plan.tables_of(batch, &context.schema, &given)?;
         &subset
     };
-    let factor = options.scale * context.gradient_scale;
-    let sums: Vec<Buffer> =
-        tables.iter().map(|table| sum_table(context, batch, plan, table, &gradients, factor)).collect();
-    drop(gradients); // the model's memory is free before the tables are waited for
+    let scale = options.scale * context.gradient_scale;
+    let sources: Vec<Option<Source<'_>>> =
+        (0..gradients.len()).map(|feature| Source::new(context, batch, plan, feature, &gradients)).collect();
+    let shared: Vec<Option<Buffer>> =
+        tables.iter().map(|table| sum_shared(context, batch, table, &sources, scale)).collect();
     let requests: Vec<TableGradients<'_>> = tables
         .iter()
-        .zip(&sums)
-        .map(|(table, sum)| TableGradients {
-            table: table.table,
-            ids: table.ids(batch),
-            gradients: sum.as_ref(),
+        .zip(&shared)
+        .filter_map(|(table, shared)| {
+            let gradients = match shared {
+                Some(rows) => Gradients::Rows(rows.as_ref()),
+                None => Gradients::Samples(sources[table.members[0].feature].as_ref()?.sum(scale)),
+            };
+            Some(TableGradients { table: table.table, ids: table.ids(batch), gradients })
         })
         .collect();
     let segment_sum = watch.lap();
@@ -62,38 +68,60 @@ pub(crate) fn backward(
     Ok(Backward { report, segment_sum, push: watch.lap() })
 }
 
-/// Slot after slot, each in batch order.
-fn sum_table(
+/// The gradients of one feature that has some, and who uses which id.
+struct Source<'a> {
+    gradients: &'a [f32],
+    dim: usize,
+    uses: Uses<'a>,
+    /// Per use what its gradient is multiplied by.
+    weights: Option<&'a [f32]>,
+    /// Per sample what its gradient is multiplied by; `None` is 1.
+    factors: Option<Vec<f32>>,
+}
+
+impl<'a> Source<'a> {
+    fn new(
+        context: &Context,
+        batch: &'a Batch,
+        plan: &'a Plan,
+        feature: usize,
+        gradients: &'a [Option<Gradient>],
+    ) -> Option<Self> {
+        let gradients = gradients[feature].as_ref()?.as_ref().as_ref();
+        let slot = &context.schema.slots[plan.slots()[feature]];
+        let feature = plan.feature(batch, feature);
+        let factors = kernels::divisors(slot, feature.offsets())
+            .map(|divisors| divisors.into_iter().map(|divisor| 1.0 / divisor).collect());
+        let dim = context.schema.tables[slot.table].dim;
+        Some(Self { gradients, dim, uses: feature.uses(), weights: feature.grouped_weights(), factors })
+    }
+
+    fn sum(&self, scale: f32) -> SegmentSum<'_> {
+        let Self { gradients, dim, uses, weights, factors } = self;
+        let (uses, weights) = (*uses, *weights);
+        SegmentSum { gradients, dim: *dim, uses, factors: factors.as_deref(), weights, scale }
+    }
+}
+
+/// The summed gradients of a table that several features share: slot after slot, each in batch order.
+fn sum_shared(
     context: &Context,
     batch: &Batch,
-    plan: &Plan,
     table: &TablePlan,
-    gradients: &[Option<Gradient>],
-    factor: f32,
-) -> Buffer {
+    sources: &[Option<Source<'_>>],
+    scale: f32,
+) -> Option<Buffer> {
+    if table.members.iter().all(|member| member.map.is_none()) {
+        return None;
+    }
     let dim = context.schema.tables[table.table].dim;
-    let mut sum = context.buffers.take(table.ids(batch).len() * dim);
-    if table.members.iter().any(|member| member.map.is_some()) {
-        sum.as_mut().fill(0.0);
-    }
+    let mut rows = context.buffers.take(table.ids(batch).len() * dim);
+    rows.as_mut().fill(0.0);
     for member in &table.members {
-        let Some(gradient) = &gradients[member.feature] else { continue };
-        let feature = &batch.id_features()[member.feature];
-        let slot = &context.schema.slots[plan.slots()[member.feature]];
-        let factors = kernels::divisors(slot, feature.offsets())
-            .map(|divisors| divisors.into_iter().map(|divisor| 1.0 / divisor).collect::<Vec<_>>());
-        let input = SegmentSum {
-            gradients: gradient.as_ref().as_ref(),
-            dim,
-            starts: feature.occurrence_starts(),
-            samples: feature.occurrence_samples(),
-            factors: factors.as_deref(),
-            map: member.map.as_deref(),
-        };
-        kernels::segment_sum(&input, sum.as_mut());
+        if let (Some(source), Some(map)) = (&sources[member.feature], &member.map) {
+            kernels::segment_sum_onto(&source.sum(1.0), map, rows.as_mut());
+        }
     }
-    if factor != 1.0 {
-        kernels::scale(sum.as_mut(), factor);
-    }
-    sum
+    kernels::scale(rows.as_mut(), scale);
+    Some(rows)
 }

@@ -2,22 +2,35 @@
 
 use std::time::Duration;
 
+use persia_types::kernels::{self, Pool, Uses};
 use persia_types::tables::{LookupReport, LookupRequest, Mode, TableIds, TablesError};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
+use crate::batch::feature::IdFeature;
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::buffer::Buffer;
-use crate::step::kernels::{self, Pool};
-use crate::step::plan::{Member, Plan};
+use crate::step::plan::{Member, Plan, TablePlan};
 
-/// The pooled rows of one id feature, `[batch, dim]`, 64-byte aligned.
+/// The rows of one id feature, 64-byte aligned: pooled, `[batch, dim]`; of a raw feature `[batch, places, dim]`.
 #[derive(Debug)]
 pub struct Output {
     slot: usize,
     dim: usize,
     buffer: Buffer,
+    raw: Option<Raw>,
+}
+
+/// What a raw feature has beside its rows.
+#[derive(Debug)]
+pub struct Raw {
+    /// Places of a sample: `sample_fixed_size`.
+    pub places: usize,
+    /// `[batch, places]`: whether an id is there. Rows of the other places are zeros.
+    pub mask: Vec<bool>,
+    /// Ids left out, because their samples have more of them than places.
+    pub cut: usize,
 }
 
 impl Output {
@@ -29,6 +42,11 @@ impl Output {
     /// Floats per sample.
     pub fn dim(&self) -> usize {
         self.dim
+    }
+
+    /// Places, mask, and what was left out; `None` for a pooled feature.
+    pub fn raw(&self) -> Option<&Raw> {
+        self.raw.as_ref()
     }
 
     /// The floats alone; their memory is used again once dropped.
@@ -58,6 +76,8 @@ pub(crate) struct Forward {
 }
 
 /// Look the batch up and pool it.
+///
+/// Where every sample has one id, pooling is a copy: the tables then write rows straight to the output.
 pub(crate) fn forward(
     context: &Context,
     batch: &Batch,
@@ -67,38 +87,66 @@ pub(crate) fn forward(
 ) -> Result<Forward, TablesError> {
     let mut watch = Stopwatch::start();
     let dim = |table: usize| context.schema.tables[table].dim;
-    let tables: Vec<TableIds<'_>> =
-        plan.tables().iter().map(|table| TableIds { table: table.table, ids: table.ids(batch) }).collect();
-    let mut rows: Vec<Buffer> =
-        tables.iter().map(|table| context.buffers.take(table.ids.len() * dim(table.table))).collect();
+    let samples = batch.batch_size();
+    let tables: Vec<TableIds<'_>> = plan
+        .tables()
+        .iter()
+        .map(|table| TableIds {
+            table: table.table,
+            ids: table.ids(batch),
+            uses: one_each(batch, plan, table),
+        })
+        .collect();
+    let mut rows: Vec<Buffer> = tables
+        .iter()
+        .map(|table| if table.uses.is_some() { samples } else { table.ids.len() } * dim(table.table))
+        .map(|floats| context.buffers.take(floats))
+        .collect();
     let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(AsMut::as_mut).collect();
     let report = context.tables.lookup(&request, &mut targets)?;
     let lookup = watch.lap();
 
     let mut outputs: Vec<Option<Output>> = batch.id_features().iter().map(|_| None).collect();
-    for (table, rows) in plan.tables().iter().zip(&rows) {
+    for ((table, ids), rows) in plan.tables().iter().zip(&tables).zip(rows) {
+        let dim = dim(table.table);
+        let slot = |member: &Member| plan.slots()[member.feature];
+        if ids.uses.is_some() {
+            let member = &table.members[0];
+            outputs[member.feature] = Some(Output { slot: slot(member), dim, buffer: rows, raw: None });
+            continue;
+        }
         for member in &table.members {
-            let slot = plan.slots()[member.feature];
-            let dim = dim(table.table);
-            let mut buffer = context.buffers.take(batch.batch_size() * dim);
-            pool_member(context, batch, slot, member, rows.as_ref(), buffer.as_mut());
-            outputs[member.feature] = Some(Output { slot, dim, buffer });
+            let (slot, feature) = (slot(member), plan.feature(batch, member.feature));
+            let mut buffer = context.buffers.take(feature.samples() * dim);
+            pool_member(context, feature, slot, member, rows.as_ref(), buffer.as_mut());
+            let raw = context.schema.slots[slot].sample_fixed_size.map(|places| Raw {
+                places: places as usize,
+                mask: (0..feature.samples()).map(|place| !feature.occurrences_of(place).is_empty()).collect(),
+                cut: plan.cut(member.feature),
+            });
+            outputs[member.feature] = Some(Output { slot, dim, buffer, raw });
         }
     }
     let outputs = outputs.into_iter().flatten().collect();
     Ok(Forward { outputs, report, lookup, pool: watch.lap() })
 }
 
+/// Who uses the ids of a table that serves one feature with one id per sample.
+fn one_each<'a>(batch: &'a Batch, plan: &'a Plan, table: &TablePlan) -> Option<Uses<'a>> {
+    let [Member { feature, map: None }] = table.members[..] else { return None };
+    let feature = plan.feature(batch, feature);
+    (feature.offsets().is_none() && feature.weights().is_none()).then(|| feature.uses())
+}
+
 fn pool_member(
     context: &Context,
-    batch: &Batch,
+    feature: &IdFeature,
     slot: usize,
     member: &Member,
     rows: &[f32],
     out: &mut [f32],
 ) {
-    let feature = &batch.id_features()[member.feature];
     let slot = &context.schema.slots[slot];
     let composed: Option<Vec<u32>> =
         member.map.as_ref().map(|map| feature.inverse().iter().map(|unique| map[*unique as usize]).collect());
@@ -108,6 +156,7 @@ fn pool_member(
         dim: context.schema.tables[slot.table].dim,
         places: composed.as_deref().unwrap_or(feature.inverse()),
         offsets: feature.offsets(),
+        weights: feature.weights(),
         divisors: divisors.as_deref(),
     };
     kernels::pool(&input, out);

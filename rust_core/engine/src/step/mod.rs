@@ -3,6 +3,4 @@
 pub(crate) mod backward;
 pub(crate) mod buffer;
 pub(crate) mod forward;
-pub mod kernels;
 pub(crate) mod plan;
-mod simd;

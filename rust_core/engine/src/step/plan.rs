@@ -6,6 +6,7 @@ use persia_types::schema::{Schema, Slot};
 
 use crate::batch::Batch;
 use crate::batch::dedup;
+use crate::batch::expand::{Expanded, expand};
 use crate::batch::feature::IdFeature;
 use crate::error::Error;
 
@@ -14,6 +15,8 @@ use crate::error::Error;
 pub struct Plan {
     /// Slot of each feature, in the batch's order.
     slots: Vec<usize>,
+    /// Per feature what its slot makes of it; `None` where it serves as it is.
+    expanded: Vec<Option<Expanded>>,
     /// Tables the batch needs, in the schema's order.
     tables: Vec<TablePlan>,
 }
@@ -25,8 +28,8 @@ pub(crate) struct TablePlan {
     pub(crate) table: usize,
     /// The features that share it, in the order of their slots.
     pub(crate) members: Vec<Member>,
-    /// Their ids merged; `None` where the one feature's own ids serve.
-    merged: Option<ShardedIds>,
+    /// Their ids merged, or those of the expanded one; `None` where the one feature's own ids serve.
+    ids: Option<ShardedIds>,
 }
 
 /// A feature's place in its table's request.
@@ -42,17 +45,32 @@ impl Plan {
     /// Match features with slots and merge what shares a table.
     ///
     /// # Errors
-    /// [`Error::FeatureMismatch`] with every unknown and missing name, [`Error::TooLarge`] for too many ids.
+    /// [`Error::FeatureMismatch`] with every unknown and missing name, [`Error::TooLarge`] for too many ids,
+    /// [`Error::BadFeature`] for per-sample weights where nothing is summed.
     pub fn new(batch: &Batch, schema: &Schema) -> Result<Self, Error> {
         let slots = match_slots(batch.id_features(), schema)?;
+        let pairs = batch.id_features().iter().zip(&slots);
+        let expanded =
+            pairs.map(|(feature, slot)| expand(feature, &schema.slots[*slot])).collect::<Result<_, _>>()?;
         let all: Vec<usize> = (0..slots.len()).collect();
-        let tables = group_by_table(batch, schema, &slots, &all)?;
-        Ok(Self { slots, tables })
+        let mut plan = Self { slots, expanded, tables: Vec::new() };
+        plan.tables = plan.tables_of(batch, schema, &all)?;
+        Ok(plan)
     }
 
     /// Slot (index into the schema's) of each feature, in the batch's order.
     pub fn slots(&self) -> &[usize] {
         &self.slots
+    }
+
+    /// A feature of the batch as its slot wants it looked up.
+    pub(crate) fn feature<'a>(&'a self, batch: &'a Batch, index: usize) -> &'a IdFeature {
+        self.expanded[index].as_ref().map_or(&batch.id_features()[index], |expanded| &expanded.feature)
+    }
+
+    /// How many ids of a feature were left out, because their samples have more than a raw feature has places.
+    pub(crate) fn cut(&self, feature: usize) -> usize {
+        self.expanded[feature].as_ref().map_or(0, |expanded| expanded.cut)
     }
 
     pub(crate) fn tables(&self) -> &[TablePlan] {
@@ -66,14 +84,48 @@ impl Plan {
         schema: &Schema,
         features: &[usize],
     ) -> Result<Vec<TablePlan>, Error> {
-        group_by_table(batch, schema, &self.slots, features)
+        let slot = |feature: usize| &schema.slots[self.slots[feature]];
+        let mut ordered = features.to_vec();
+        ordered.sort_by_key(|feature| (slot(*feature).table, self.slots[*feature]));
+        let tables: Vec<TablePlan> = ordered
+            .chunk_by(|a, b| slot(*a).table == slot(*b).table)
+            .map(|members| self.plan_table(batch, slot(members[0]).table, members))
+            .collect::<Result<_, _>>()?;
+        let ids: usize = tables.iter().map(|table| table.ids(batch).len()).sum();
+        if ids > MAX_IDS_PER_REQUEST {
+            return Err(Error::TooLarge {
+                what: "unique ids of the batch".into(),
+                size: ids,
+                limit: MAX_IDS_PER_REQUEST,
+            });
+        }
+        Ok(tables)
+    }
+
+    fn plan_table(&self, batch: &Batch, table: usize, features: &[usize]) -> Result<TablePlan, Error> {
+        if let [feature] = *features {
+            let members = vec![Member { feature, map: None }];
+            let ids = self.expanded[feature].as_ref().map(|expanded| expanded.feature.unique().clone());
+            return Ok(TablePlan { table, members, ids });
+        }
+        let lists: Vec<&ShardedIds> =
+            features.iter().map(|feature| self.feature(batch, *feature).unique()).collect();
+        let size = lists.iter().map(|list| list.len()).sum();
+        if size > MAX_OCCURRENCES {
+            let what = format!("unique ids of the slots that share table {table}");
+            return Err(Error::TooLarge { what, size, limit: MAX_OCCURRENCES });
+        }
+        let (merged, maps) = dedup::with(|deduplicator| deduplicator.merge(&lists));
+        let members =
+            features.iter().zip(maps).map(|(&feature, map)| Member { feature, map: Some(map) }).collect();
+        Ok(TablePlan { table, members, ids: Some(merged) })
     }
 }
 
 impl TablePlan {
     /// Unique ids to look up or push.
     pub(crate) fn ids<'a>(&'a self, batch: &'a Batch) -> &'a ShardedIds {
-        self.merged.as_ref().unwrap_or_else(|| batch.id_features()[self.members[0].feature].unique())
+        self.ids.as_ref().unwrap_or_else(|| batch.id_features()[self.members[0].feature].unique())
     }
 }
 
@@ -100,61 +152,18 @@ fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Er
     Err(Error::FeatureMismatch { unknown, missing, known: schema.slots.iter().map(name).collect() })
 }
 
-fn group_by_table(
-    batch: &Batch,
-    schema: &Schema,
-    slots: &[usize],
-    features: &[usize],
-) -> Result<Vec<TablePlan>, Error> {
-    let mut ordered = features.to_vec();
-    ordered.sort_by_key(|feature| (schema.slots[slots[*feature]].table, slots[*feature]));
-    let table_of = |feature: &usize| schema.slots[slots[*feature]].table;
-    let tables: Vec<TablePlan> = ordered
-        .chunk_by(|a, b| table_of(a) == table_of(b))
-        .map(|members| plan_table(batch, table_of(&members[0]), members))
-        .collect::<Result<_, _>>()?;
-    let ids: usize = tables.iter().map(|table| table.ids(batch).len()).sum();
-    if ids > MAX_IDS_PER_REQUEST {
-        return Err(Error::TooLarge {
-            what: "unique ids of the batch".into(),
-            size: ids,
-            limit: MAX_IDS_PER_REQUEST,
-        });
-    }
-    Ok(tables)
-}
-
-fn plan_table(batch: &Batch, table: usize, features: &[usize]) -> Result<TablePlan, Error> {
-    if let [feature] = features {
-        let members = vec![Member { feature: *feature, map: None }];
-        return Ok(TablePlan { table, members, merged: None });
-    }
-    let lists: Vec<&ShardedIds> =
-        features.iter().map(|feature| batch.id_features()[*feature].unique()).collect();
-    let size = lists.iter().map(|list| list.len()).sum();
-    if size > MAX_OCCURRENCES {
-        let what = format!("unique ids of the slots that share table {table}");
-        return Err(Error::TooLarge { what, size, limit: MAX_OCCURRENCES });
-    }
-    let (merged, maps) = dedup::with(|deduplicator| deduplicator.merge(&lists));
-    let members =
-        features.iter().zip(maps).map(|(&feature, map)| Member { feature, map: Some(map) }).collect();
-    Ok(TablePlan { table, members, merged: Some(merged) })
-}
-
 #[cfg(test)]
 mod tests {
-    use persia_types::schema::{Pooling, Table};
+    use persia_types::schema::Table;
 
     use super::*;
     use crate::batch::BatchParts;
 
     fn schema() -> Schema {
-        let slot =
-            |name: &str, table| Slot { name: name.into(), table, pooling: Pooling::Sum, sqrt_scaling: false };
+        let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
         Schema {
             slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
-            tables: vec![Table { name: "ac".into(), dim: 2 }, Table { name: "b".into(), dim: 3 }],
+            tables: vec![Table::new("ac", 2), Table::new("b", 3)],
         }
     }
 

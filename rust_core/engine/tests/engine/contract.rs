@@ -81,7 +81,10 @@ fn the_suite_catches_gradients_that_shift_behind_a_missing_id() {
                 .tables
                 .iter()
                 .zip(&shifted)
-                .map(|(table, gradients)| persia_types::tables::TableGradients { gradients, ..*table })
+                .map(|(table, rows)| {
+                    let gradients = persia_types::kernels::Gradients::Rows(rows);
+                    persia_types::tables::TableGradients { gradients, ..*table }
+                })
                 .collect();
             self.0.push(&PushRequest { tables: &tables, ..*request })
         }

@@ -3,6 +3,7 @@
 
 mod contract;
 mod failures;
+mod features;
 mod mathematics;
 mod ordering;
 mod plain;

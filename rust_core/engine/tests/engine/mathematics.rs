@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use persia_engine::{
     Batch, BatchParts, Drained, EngineOptions, Gradient, IdFeature, PushOptions,
-    kernels::{self, Pool, SegmentSum},
+    kernels::{self, Pool, SegmentSum, Uses},
 };
 use persia_types::Mode;
 use persia_types::schema::{Pooling, Schema};
@@ -225,8 +225,14 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
     for dim in (1..=40).chain([63, 64, 65, 127, 128, 129, 200, 256, 300]) {
         let rows = numbers(6 * dim, 1);
         let mut out = vec![f32::NAN; 4 * dim];
-        let input =
-            Pool { rows: &rows, dim, places: &places, offsets: Some(&offsets), divisors: Some(&divisors) };
+        let input = Pool {
+            rows: &rows,
+            dim,
+            places: &places,
+            offsets: Some(&offsets),
+            weights: None,
+            divisors: Some(&divisors),
+        };
         kernels::pool(&input, &mut out);
         for sample in 0..4 {
             for column in 0..dim {
@@ -250,8 +256,13 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
             let start = numbers(5 * dim, 3);
             let mut out = start.clone();
             let (gradients, samples) = (&rows, &places);
-            let input = SegmentSum { gradients, dim, starts: &offsets, samples, factors, map };
-            kernels::segment_sum(&input, &mut out);
+            let uses = Uses { starts: &offsets, samples };
+            let scale = if map.is_some() { 1.0 } else { 0.7 };
+            let input = SegmentSum { gradients, dim, uses, factors, weights: None, scale };
+            match map {
+                None => kernels::segment_sum(&input, 0, &mut out[..4 * dim]),
+                Some(map) => kernels::segment_sum_onto(&input, map, &mut out),
+            }
             for unique in 0..4 {
                 let target = map.map_or(unique, |map| map[unique] as usize);
                 for column in 0..dim {
@@ -260,7 +271,7 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
                         let factor = factors.map_or(1.0, |factors| factors[*sample as usize]);
                         sum += gradients[*sample as usize * dim + column] * factor;
                     }
-                    assert_eq!(out[target * dim + column], sum);
+                    assert_eq!(out[target * dim + column], sum * scale);
                 }
             }
         }

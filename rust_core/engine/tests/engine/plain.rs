@@ -52,15 +52,17 @@ impl PlainTables {
 
     /// What gradients would be if those behind a missing id moved up by one.
     pub(crate) fn shifted_by_missing(&self, table: &TableGradients<'_>) -> Vec<f32> {
-        let Some(dim) = self.schema.tables.get(table.table).map(|table| table.dim) else {
-            return table.gradients.to_vec();
-        };
+        let dim = self.schema.tables.get(table.table).map_or(1, |table| table.dim);
+        let all = table.gradients.rows(0..table.ids.len(), dim);
+        if table.table >= self.schema.tables.len() {
+            return all.to_vec();
+        }
         let state = self.lock();
         let known = |id: &Id| state.rows[table.table].contains_key(id);
-        let mut rest = table.gradients.chunks(dim);
+        let mut rest = all.chunks(dim);
         let shifted = table.ids.ids().iter().filter(|id| known(id)).filter_map(|_| rest.next());
         let mut shifted: Vec<f32> = shifted.flatten().copied().collect();
-        shifted.resize(table.gradients.len(), 0.0);
+        shifted.resize(all.len(), 0.0);
         shifted
     }
 
@@ -97,6 +99,7 @@ fn new_row(run: &Run, table: usize, id: Id) -> Row {
             Initializer::Zero => 0.0,
             Initializer::Uniform { low, high } => low + (high - low) * (mixed + 1.0) / 2.0,
             Initializer::Normal { mean, std } => mean + std * mixed, // near enough for a model
+            other => panic!("the plain model does not know {other:?}"),
         }
     };
     let state = run.optimizer.map_or(0, |optimizer| optimizer.state_len(dim));
@@ -174,9 +177,12 @@ impl Tables for PlainTables {
             .tables
             .iter()
             .zip(rows.iter())
-            .map(|(t, rows)| (t.table, t.ids.len(), rows.len()))
+            .map(|(t, rows)| (t.table, t.uses.map_or(t.ids.len(), |uses| uses.samples.len()), rows.len()))
             .collect();
         self.check_tables(&shapes)?;
+        for table in request.tables {
+            table.uses.map_or(Ok(()), |uses| uses.check(table.ids.len(), uses.samples.len()))?;
+        }
         let trains = request.mode == Mode::Train;
         if trains && run.optimizer.is_none() {
             return Err(TablesError::NoOptimizer);
@@ -185,7 +191,7 @@ impl Tables for PlainTables {
         let mut report = LookupReport::default();
         for (table, target) in request.tables.iter().zip(rows) {
             let dim = self.schema.tables[table.table].dim;
-            for (&id, target) in table.ids.ids().iter().zip(target.chunks_mut(dim)) {
+            for (number, &id) in table.ids.ids().iter().enumerate() {
                 let held = &mut state.rows[table.table];
                 let known = held.contains_key(&id);
                 if known {
@@ -196,9 +202,10 @@ impl Tables for PlainTables {
                 } else {
                     report.missing += 1;
                 }
-                match held.get(&id) {
-                    Some(row) => target.copy_from_slice(&row.weights),
-                    None => target.fill(0.0),
+                let row = held.get(&id).map_or_else(|| vec![0.0; dim], |row| row.weights.clone());
+                let one = [number as u32];
+                for place in table.uses.map_or(&one[..], |uses| uses.of(number)) {
+                    target[*place as usize * dim..][..dim].copy_from_slice(&row);
                 }
             }
         }
@@ -216,16 +223,21 @@ impl Tables for PlainTables {
         let state = &mut *guard;
         let run = state.run.clone().ok_or(TablesError::NotBegun)?;
         let seen = state.pushed.contains(request.token)?;
+        let dim = |table: usize| self.schema.tables.get(table).map_or(1, |table| table.dim);
         let shapes: Vec<_> =
-            request.tables.iter().map(|t| (t.table, t.ids.len(), t.gradients.len())).collect();
+            request.tables.iter().map(|t| (t.table, t.ids.len(), t.ids.len() * dim(t.table))).collect();
         self.check_tables(&shapes)?;
+        for table in request.tables {
+            table.gradients.check(table.ids.len(), dim(table.table))?;
+        }
         if run.optimizer.is_none() {
             return Err(TablesError::NoOptimizer);
         }
         let mut report = PushReport::default();
         for table in request.tables {
             let dim = self.schema.tables[table.table].dim;
-            for (id, gradient) in table.ids.ids().iter().zip(table.gradients.chunks(dim)) {
+            let gradients = table.gradients.rows(0..table.ids.len(), dim);
+            for (id, gradient) in table.ids.ids().iter().zip(gradients.chunks(dim)) {
                 report.rows_pushed += 1;
                 if seen {
                     report.rows_duplicate += 1;

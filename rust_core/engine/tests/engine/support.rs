@@ -24,10 +24,11 @@ pub(crate) fn schema(slots: &[(&str, usize, Pooling, bool)], dims: &[usize]) -> 
         table: *table,
         pooling: *pooling,
         sqrt_scaling: *sqrt_scaling,
+        ..Slot::default()
     };
     Schema {
         slots: slots.iter().map(slot).collect(),
-        tables: dims.iter().enumerate().map(|(i, dim)| Table { name: format!("t{i}"), dim: *dim }).collect(),
+        tables: dims.iter().enumerate().map(|(i, dim)| Table::new(format!("t{i}"), *dim)).collect(),
     }
 }
 
@@ -45,6 +46,7 @@ pub(crate) fn run(schema: &Schema) -> Run {
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,

@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     fn node(data: &std::path::Path) -> Node {
-        let schema = Schema { slots: vec![], tables: vec![Table { name: "a".into(), dim: 4 }] };
+        let schema = Schema { slots: vec![], tables: vec![Table::new("a", 4)] };
         let options = NodeOptions {
             job: "job".into(),
             index: 0,
@@ -288,6 +288,7 @@ mod tests {
             optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
             initializer: Initializer::Zero,
             admit_probability: 1.0,
+            admit_min_count: 1,
             weight_bound: 0.0,
             fresh: true,
             world_size: 1,
@@ -303,7 +304,7 @@ mod tests {
         node.begin(1, &run(&node, 1), false).unwrap();
         let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
         let token = Token { job: JobId::from_name("job"), epoch: 1, rank: 0, seq: 1 };
-        let tables = [TableIds { table: 0, ids: &ids }];
+        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
         let request = LookupRequest { token, step: 1, mode: Mode::Train, tables: &tables };
         node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
         std::fs::remove_dir_all(&data).unwrap();

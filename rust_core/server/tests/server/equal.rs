@@ -4,19 +4,48 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use persia_store::{Store, StoreOptions};
+use persia_types::half::{f16_to_f32, f32_to_f16};
 use persia_types::tables::{LookupReport, PushReport, Run};
-use persia_types::{Id, Initializer, Mode, Optimizer, Tables, TablesError};
+use persia_types::{
+    Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, Schema, TableSettings, Tables, TablesError,
+};
 use persia_wire::client::WireTables;
 
-use crate::stack::{Plan, Stack, lookup, push, run_of, schema, token};
+use crate::stack::{self, Plan, Stack, lookup, push, push_as, run_of, token};
 
 const DIMS: [usize; 3] = [8, 1, 19];
 const STEPS: u64 = 12;
 /// Few enough that rows are evicted all the time.
 const CAPACITY: u64 = 2_000;
 
+/// A table of each kind: all that may differ from the run's settings does, between them.
+fn schema() -> Schema {
+    let mut schema = stack::schema(&DIMS);
+    schema.tables[0].settings = TableSettings {
+        dtype: Dtype::Bf16,
+        rounding: Rounding::Stochastic,
+        admission: Some(Admission { probability: 0.9, min_count: 2 }),
+        ttl: Some(1),
+        ..TableSettings::default()
+    };
+    schema.tables[1].settings = TableSettings {
+        dtype: Dtype::F16,
+        optimizer: Some(Optimizer::Adagrad {
+            lr: 0.1,
+            weight_decay: 0.01,
+            initial_accumulator_value: 0.1,
+            g_square_momentum: 1.0,
+            eps: 1e-10,
+            vectorwise_shared: true,
+        }),
+        initializer: Some(Initializer::Gamma { shape: 0.5, scale: 0.1 }),
+        ..TableSettings::default()
+    };
+    schema
+}
+
 fn plan(servers: u32) -> Plan {
-    Plan { schema: schema(&DIMS), capacity: CAPACITY, ..Plan::new(servers) }
+    Plan { schema: schema(), capacity: CAPACITY, ..Plan::new(servers) }
 }
 
 fn run(plan: &Plan, ranks: u32) -> Run {
@@ -61,17 +90,62 @@ fn bits(steps: &[Step]) -> Vec<(LookupReport, Vec<Vec<u32>>, PushReport)> {
 fn any_number_of_servers_gives_the_bits_of_a_store_in_memory() {
     let reference = {
         let options = StoreOptions { capacity: CAPACITY, ..StoreOptions::default() };
-        let store = Store::new(schema(&DIMS), options).unwrap();
+        let store = Store::new(schema(), options).unwrap();
         store.begin(&run(&plan(1), 1)).unwrap();
         (1..=STEPS).map(|seq| step(&store, 0, seq)).collect::<Vec<_>>()
     };
     assert!(reference.iter().any(|(report, ..)| report.evicted > 0), "the test is to evict");
+    assert!(reference.iter().any(|(report, ..)| report.expired > 0), "rows are to expire");
     for servers in [1, 3] {
         let stack = Stack::start(plan(servers));
         let client = stack.client();
         client.begin(&run(&stack.plan, 1)).unwrap();
         let steps: Vec<Step> = (1..=STEPS).map(|seq| step(&client, 0, seq)).collect();
         assert!(bits(&steps) == bits(&reference), "{servers} servers differ");
+    }
+}
+
+fn sixteen_bits(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::F16 => f16_to_f32(f32_to_f16(value)),
+        _ => f32::from_bits((value.to_bits() + 0x7FFF + (value.to_bits() >> 16 & 1)) & 0xFFFF_0000),
+    }
+}
+
+#[test]
+fn what_travels_as_sixteen_bits_is_rounded_once_each_way() {
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        let options = StoreOptions { capacity: CAPACITY, ..StoreOptions::default() };
+        let store = Store::new(schema(), options).unwrap();
+        let stack = Stack::start(plan(3));
+        let mut options = stack.options();
+        options.wire_dtype = dtype;
+        let client = WireTables::connect(options).unwrap();
+        store.begin(&run(&stack.plan, 1)).unwrap();
+        client.begin(&run(&stack.plan, 1)).unwrap();
+        for seq in 1..=6 {
+            let (ids, token) = (ids(0, seq), token(0, seq));
+            let (report, rows) = lookup(&store, token, Mode::Train, &DIMS, &ids).unwrap();
+            let rounded: Vec<Vec<f32>> = rows
+                .iter()
+                .map(|rows| rows.iter().map(|value| sixteen_bits(dtype, *value)).collect())
+                .collect();
+            assert!(
+                lookup(&client, token, Mode::Train, &DIMS, &ids).unwrap() == (report, rounded),
+                "{dtype:?}"
+            );
+            let pushed = push_as(&store, token, &DIMS, &ids, |value| sixteen_bits(dtype, value)).unwrap();
+            assert_eq!(push(&client, token, &DIMS, &ids).unwrap(), pushed);
+        }
+        let infinite = |value: f32| if value < 0.3 { f32::INFINITY } else { value };
+        let (ids, token) = (ids(0, 7), token(0, 7));
+        let expected = {
+            lookup(&store, token, Mode::Train, &DIMS, &ids).unwrap();
+            push_as(&store, token, &DIMS, &ids, infinite).unwrap()
+        };
+        lookup(&client, token, Mode::Train, &DIMS, &ids).unwrap();
+        assert!(expected.rows_nonfinite > 0);
+        assert_eq!(push_as(&client, token, &DIMS, &ids, infinite).unwrap(), expected);
     }
 }
 

@@ -5,6 +5,7 @@ use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
 use persia_wire::chunk::{id_chunks, row_chunks};
 use persia_wire::error::from_status;
+use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::{self, BeginRequest, lookup_request, push_request};
@@ -49,7 +50,7 @@ fn raw_push(stack: &Stack, messages: Vec<push_request::Part>) -> Result<proto::P
 
 fn head(ids: &ShardedIds) -> proto::LookupHead {
     let mode = proto::Mode::Train.into();
-    let parts = vec![Part::new(0, 4, ids).to_proto()];
+    let parts = vec![Part::new(0, RowFormat::f32(4), ids).to_proto()];
     proto::LookupHead { token: Some(token(0, 1).into()), step: 1, mode, parts }
 }
 
@@ -106,7 +107,7 @@ fn damage_is_found_and_changes_nothing() {
         parts: head(&ids).parts,
         only: vec![],
     };
-    let mut gradient = row_chunks(0, 4, &vec![1.0; ids.len() * 4]).next().unwrap();
+    let mut gradient = row_chunks(0, RowFormat::f32(4), vec![1.0; ids.len() * 4]).next().unwrap();
     gradient.crc32c ^= 1;
     let messages = vec![
         push_request::Part::Head(head.clone()),

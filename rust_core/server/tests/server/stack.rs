@@ -9,6 +9,7 @@ use persia_server::middleware::{Link, MiddlewareService, Servers};
 use persia_server::node::{CheckpointRoot, EpochFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -206,7 +207,7 @@ impl<T: Send + Sync> Tables for Held<T> {
 }
 
 pub(crate) fn schema(dims: &[usize]) -> Schema {
-    let tables = dims.iter().enumerate().map(|(i, dim)| Table { name: format!("table_{i}"), dim: *dim });
+    let tables = dims.iter().enumerate().map(|(i, dim)| Table::new(format!("table_{i}"), *dim));
     Schema { slots: vec![], tables: tables.collect() }
 }
 
@@ -219,6 +220,7 @@ pub(crate) fn run_of(plan: &Plan) -> Run {
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,
@@ -240,7 +242,7 @@ pub(crate) fn lookup(
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let parts: Vec<TableIds<'_>> =
-        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids }).collect();
+        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, uses: None }).collect();
     let mut rows: Vec<Vec<f32>> =
         grouped.iter().zip(dims).map(|(ids, dim)| vec![-77.0; ids.len() * dim]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -256,12 +258,24 @@ pub(crate) fn push(
     dims: &[usize],
     ids: &[Vec<Id>],
 ) -> Result<PushReport, TablesError> {
+    push_as(tables, token, dims, ids, |gradient| gradient)
+}
+
+/// As [`push`], with each number changed.
+pub(crate) fn push_as(
+    tables: &dyn Tables,
+    token: Token,
+    dims: &[usize],
+    ids: &[Vec<Id>],
+    change: impl Fn(f32) -> f32,
+) -> Result<PushReport, TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let gradients: Vec<Vec<f32>> = grouped
         .iter()
         .zip(dims)
         .map(|(ids, dim)| {
-            let of = |id: &Id| ((*id % 97) as f32 + token.seq as f32 + token.rank as f32 * 0.5) * 0.01;
+            let of =
+                |id: &Id| change(((*id % 97) as f32 + token.seq as f32 + token.rank as f32 * 0.5) * 0.01);
             ids.ids().iter().flat_map(|id| std::iter::repeat_n(of(id), *dim)).collect()
         })
         .collect();
@@ -269,7 +283,7 @@ pub(crate) fn push(
         .iter()
         .zip(&gradients)
         .enumerate()
-        .map(|(table, (ids, gradients))| TableGradients { table, ids, gradients })
+        .map(|(table, (ids, gradients))| TableGradients { table, ids, gradients: Gradients::Rows(gradients) })
         .collect();
     tables.push(&PushRequest { token, step: token.seq, lr_factor: 1.0, tables: &parts })
 }

@@ -1,6 +1,7 @@
 //! Ids, and a store that holds them.
 
 use persia_store::{Store, StoreOptions};
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -58,7 +59,13 @@ pub(crate) struct Bench {
 impl Bench {
     /// Holds the ids of rows `0..rows`.
     pub(crate) fn new(dim: usize, rows: usize, optimizer: Optimizer) -> Self {
-        let schema = Schema { slots: vec![], tables: vec![Table { name: "bench".into(), dim }] };
+        Self::of(Table::new("bench", dim), rows, optimizer)
+    }
+
+    /// As [`Self::new`], of a table with settings of its own.
+    pub(crate) fn of(table: Table, rows: usize, optimizer: Optimizer) -> Self {
+        let dim = table.dim;
+        let schema = Schema { slots: vec![], tables: vec![table] };
         let store = Store::new(schema.clone(), StoreOptions::default()).expect("a good schema");
         let run = Run {
             job: "bench".into(),
@@ -68,6 +75,7 @@ impl Bench {
             optimizer: Some(optimizer),
             initializer: Initializer::Zero,
             admit_probability: 1.0,
+            admit_min_count: 1,
             weight_bound: 10.0,
             fresh: false,
             world_size: 1,
@@ -96,13 +104,17 @@ impl Bench {
     }
 
     pub(crate) fn lookup(&self, seq: u64, mode: Mode, ids: &ShardedIds, out: &mut [f32]) -> LookupReport {
-        let request =
-            LookupRequest { token: Self::token(seq), step: seq, mode, tables: &[TableIds { table: 0, ids }] };
+        let request = LookupRequest {
+            token: Self::token(seq),
+            step: seq,
+            mode,
+            tables: &[TableIds { table: 0, ids, uses: None }],
+        };
         self.store.lookup(&request, &mut [out]).expect("a good look-up")
     }
 
     pub(crate) fn push(&self, seq: u64, ids: &ShardedIds, gradients: &[f32]) -> PushReport {
-        let tables = [TableGradients { table: 0, ids, gradients }];
+        let tables = [TableGradients { table: 0, ids, gradients: Gradients::Rows(gradients) }];
         let request = PushRequest { token: Self::token(seq), step: seq, lr_factor: 1.0, tables: &tables };
         self.store.push(&request).expect("a good push")
     }

@@ -1,12 +1,13 @@
-//! The store against the memory limit: B1, B2 and B7 of the performance goals.
+//! The store against the limits of memory and disk: B1, B2, B6 and B7 of the performance goals.
 //!
-//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B7]` prints one line of JSON
+//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7]` prints one line of JSON
 //! per figure. Times are CPU nanoseconds per row (of all threads together), medians over many requests; `peer` is
 //! the raw operation on as many rows of the same size, measured in turns with the store's; `ratio` is higher is
 //! better; `spread` is the distance of the quartiles over the median. In B7 `peer` is the limit or the smaller size.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 mod batches;
+mod durable;
 mod figures;
 mod machine;
 mod raw;
@@ -44,6 +45,9 @@ fn main() {
         for dim in [16, 64, 128] {
             speed::measure(dim, &size, wanted("B1"), wanted("B2"));
         }
+    }
+    if wanted("B6") {
+        durable::measure(&size);
     }
     if wanted("B7") {
         scale::measure(&size);

@@ -1,6 +1,6 @@
 //! B7: what a row costs in memory, and how look-ups slow down as tables grow.
 
-use persia_types::{Mode, Optimizer, Tables};
+use persia_types::{Dtype, Mode, Optimizer, Table, TableSettings, Tables};
 
 use crate::Size;
 use crate::batches::{BATCH, Bench, Random, group};
@@ -46,6 +46,25 @@ pub(crate) fn measure(size: &Size) {
             print("B7", &format!("insertion, {case}"), "CPU ns a row", insertion, insertion_then, 0.5, 0.0);
         }
     }
+    measure_halves(size);
+}
+
+/// Bytes of the largest table with rows of sixteen bits, against 8 GiB for 10⁸ rows.
+fn measure_halves(size: &Size) {
+    let rows = size.scales[size.scales.len() - 1];
+    let settings = TableSettings { dtype: Dtype::F16, ..TableSettings::default() };
+    let bench = Bench::of(Table { settings, ..Table::new("bench", DIM) }, rows, ROW_WISE);
+    let gib = bench.store.stats().expect("counters in memory").memory_bytes as f64 / f64::from(1 << 30);
+    let limit = 8.0 * rows as f64 / 1e8;
+    print(
+        "B7",
+        &format!("memory, dim {DIM}, f16, row-wise adagrad, {rows} rows"),
+        "GiB",
+        gib,
+        limit,
+        1.0,
+        0.0,
+    );
 }
 
 fn time_lookups(bench: &Bench, rows: usize, repetitions: usize) -> Samples {

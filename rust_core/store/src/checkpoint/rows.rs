@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use persia_types::limits::{MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS};
+use persia_types::limits::{MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS, WAITING_IDS_PER_SHARD};
 use persia_types::{VIRTUAL_SHARDS, shard_of};
 
 /// Floats of optimizer state per row: Adam keeps two per weight.
@@ -25,6 +25,8 @@ pub struct TableRows {
     pub weights: Vec<f32>,
     /// `[ids.len(), state_len]`.
     pub state: Vec<f32>,
+    /// Ids without a row, ascending, and the training look-ups counted of each, from 1.
+    pub waiting: Vec<(u64, u32)>,
 }
 
 /// Everything one virtual shard holds.
@@ -32,7 +34,7 @@ pub struct TableRows {
 pub struct ShardRows {
     /// Which.
     pub shard: usize,
-    /// In the schema's order; tables without rows may be left out.
+    /// In the schema's order; tables that hold nothing may be left out.
     pub tables: Vec<TableRows>,
 }
 
@@ -64,6 +66,7 @@ impl TableRows {
     /// Check sizes against each other and against the limits, but not the ids.
     pub(super) fn check_shape(&self) -> Result<(), String> {
         check_sizes(&self.name, self.dim, self.state_len, self.ids.len())?;
+        check_waiting(&self.name, self.waiting.len())?;
         let rows = self.ids.len();
         let lengths = [
             ("last_used", self.last_used.len(), rows),
@@ -82,9 +85,17 @@ impl TableRows {
         if let Some(pair) = self.ids.windows(2).find(|pair| pair[0] >= pair[1]) {
             return Err(format!("table {:?}: id {} before id {}", self.name, pair[0], pair[1]));
         }
-        if let Some(id) = self.ids.iter().find(|id| shard_of(**id) != shard) {
+        let waiting = self.waiting.iter().map(|(id, _)| id);
+        if let Some(id) = self.ids.iter().chain(waiting).find(|id| shard_of(**id) != shard) {
             let own = shard_of(*id);
             return Err(format!("table {:?}: id {id} of shard {own} in shard {shard}", self.name));
+        }
+        if let Some(pair) = self.waiting.windows(2).find(|pair| pair[0].0 >= pair[1].0) {
+            return Err(format!("table {:?}: waiting id {} before id {}", self.name, pair[0].0, pair[1].0));
+        }
+        let has_row = |id: &u64| self.ids.binary_search(id).is_ok();
+        if let Some((id, count)) = self.waiting.iter().find(|(id, count)| *count == 0 || has_row(id)) {
+            return Err(format!("table {:?}: id {id} waits with count {count} or has a row too", self.name));
         }
         Ok(())
     }
@@ -103,6 +114,15 @@ pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize)
     }
     if rows > MAX_ROWS_PER_SLAB {
         return Err(format!("table {name:?}: {rows} rows, the limit is {MAX_ROWS_PER_SLAB}"));
+    }
+    Ok(())
+}
+
+/// Check the number of ids without row, before anything of that size exists.
+pub(super) fn check_waiting(name: &str, waiting: usize) -> Result<(), String> {
+    let most = *WAITING_IDS_PER_SHARD.end();
+    if waiting > most {
+        return Err(format!("table {name:?}: {waiting} waiting ids, the limit is {most}"));
     }
     Ok(())
 }

@@ -10,8 +10,14 @@
 //! | `weights`   | list of float32             |
 //! | `state`     | list of float32             |
 //!
-//! The schema's metadata has `persia.format`, `persia.shard` and `persia.tables` (JSON: name, dim, state_len and
-//! rows of each table). Equal rows give equal bytes.
+//! Weights are float32 whatever they are stored as in memory, so that a checkpoint fits a table of any dtype.
+//!
+//! Ids that are counted and have no row yet follow the rows of their table, in batches of their own: their
+//! `last_used` is the count, and both lists are empty.
+//!
+//! The schema's metadata has `persia.format`, `persia.shard` and `persia.tables` (JSON: name, dim, state_len, rows
+//! and, where there are any, waiting ids of each table). Equal content gives equal bytes. A file without waiting ids
+//! is of format 1, one with them of format 2.
 
 use std::collections::HashMap;
 use std::io::{BufWriter, Write};
@@ -35,8 +41,8 @@ use super::error::{CheckpointError, Result};
 use super::names;
 use super::rows::{ShardRows, TableRows};
 
-/// Number of the layout; raised when an older reader could misread a file.
-pub(super) const FORMAT: u32 = 1;
+/// Numbers of the layout; raised when an older reader could misread a file.
+pub(super) const FORMATS: std::ops::RangeInclusive<u32> = 1..=2;
 pub(super) const FORMAT_KEY: &str = "persia.format";
 pub(super) const SHARD_KEY: &str = "persia.shard";
 pub(super) const TABLES_KEY: &str = "persia.tables";
@@ -53,6 +59,12 @@ pub(super) struct TableHead {
     pub(super) dim: usize,
     pub(super) state_len: usize,
     pub(super) rows: usize,
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(super) waiting: usize,
+}
+
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 /// Write the rows of a shard to a new file in `dir` and make it durable (the caller does that for `dir`).
@@ -85,8 +97,12 @@ fn encode<W: Write>(rows: &ShardRows, out: W) -> std::result::Result<W, ArrowErr
         let step = (MAX_BATCH_BYTES / row_bytes).clamp(1, MAX_BATCH_ROWS);
         for start in (0..table.ids.len()).step_by(step) {
             let range = start..table.ids.len().min(start + step);
-            writer.write(&batch(&schema, &names, index, table, range)?)?;
+            let part = Part::of_rows(table, range);
+            writer.write(&batch(&schema, &names, index, part)?)?;
             crash_point!("ckpt.mid_shard");
+        }
+        for part in table.waiting.chunks(MAX_BATCH_ROWS) {
+            writer.write(&batch(&schema, &names, index, Part::of_waiting(part))?)?;
         }
     }
     writer.into_inner()
@@ -101,11 +117,13 @@ fn schema(rows: &ShardRows) -> std::result::Result<Schema, ArrowError> {
             dim: table.dim,
             state_len: table.state_len,
             rows: table.ids.len(),
+            waiting: table.waiting.len(),
         })
         .collect();
     let heads = serde_json::to_string(&heads).map_err(|error| ArrowError::ExternalError(error.into()))?;
+    let format = if rows.tables.iter().all(|table| table.waiting.is_empty()) { 1 } else { 2 };
     let metadata = HashMap::from([
-        (FORMAT_KEY.to_owned(), FORMAT.to_string()),
+        (FORMAT_KEY.to_owned(), format.to_string()),
         (SHARD_KEY.to_owned(), rows.shard.to_string()),
         (TABLES_KEY.to_owned(), heads),
     ]);
@@ -128,26 +146,51 @@ fn floats() -> FieldRef {
     Arc::new(Field::new_list_field(DataType::Float32, false))
 }
 
+/// What one record batch holds.
+struct Part {
+    ids: Vec<u64>,
+    last_used: Vec<u64>,
+    /// Values, and how many of them a list has.
+    weights: (Vec<f32>, usize),
+    state: (Vec<f32>, usize),
+}
+
+impl Part {
+    fn of_rows(table: &TableRows, rows: Range<usize>) -> Self {
+        let list = |values: &[f32], len: usize| (values[rows.start * len..rows.end * len].to_vec(), len);
+        Self {
+            ids: table.ids[rows.clone()].to_vec(),
+            last_used: table.last_used[rows.clone()].to_vec(),
+            weights: list(&table.weights, table.dim),
+            state: list(&table.state, table.state_len),
+        }
+    }
+
+    fn of_waiting(waiting: &[(u64, u32)]) -> Self {
+        let (ids, last_used) = waiting.iter().map(|(id, count)| (*id, u64::from(*count))).unzip();
+        Self { ids, last_used, weights: (Vec::new(), 0), state: (Vec::new(), 0) }
+    }
+}
+
 fn batch(
     schema: &SchemaRef,
     names: &ArrayRef,
     index: usize,
-    table: &TableRows,
-    rows: Range<usize>,
+    part: Part,
 ) -> std::result::Result<RecordBatch, ArrowError> {
     let key = i16::try_from(index).map_err(|error| ArrowError::ExternalError(error.into()))?;
-    let keys = Int16Array::from(vec![key; rows.len()]);
-    let list = |values: &[f32], len: usize| {
-        let values = Float32Array::from(values[rows.start * len..rows.end * len].to_vec());
-        let offsets = OffsetBuffer::from_repeated_length(len, rows.len());
-        ListArray::try_new(floats(), offsets, Arc::new(values), None)
+    let rows = part.ids.len();
+    let list = |(values, len): (Vec<f32>, usize)| {
+        let offsets = OffsetBuffer::from_repeated_length(len, rows);
+        ListArray::try_new(floats(), offsets, Arc::new(Float32Array::from(values)), None)
     };
+    let keys = Int16Array::from(vec![key; rows]);
     let columns: Vec<ArrayRef> = vec![
         Arc::new(DictionaryArray::<Int16Type>::try_new(keys, names.clone())?),
-        Arc::new(UInt64Array::from(table.ids[rows.clone()].to_vec())),
-        Arc::new(UInt64Array::from(table.last_used[rows.clone()].to_vec())),
-        Arc::new(list(&table.weights, table.dim)?),
-        Arc::new(list(&table.state, table.state_len)?),
+        Arc::new(UInt64Array::from(part.ids)),
+        Arc::new(UInt64Array::from(part.last_used)),
+        Arc::new(list(part.weights)?),
+        Arc::new(list(part.state)?),
     ];
     RecordBatch::try_new(schema.clone(), columns)
 }

@@ -12,13 +12,14 @@ use arrow_ipc::{
     Block, Endianness, Footer, MetadataVersion, RecordBatch, Schema, root_as_footer, root_as_message,
 };
 use persia_types::TablesError;
+use persia_types::limits::MAX_MIN_COUNT;
 use persia_types::tables::FileEntry;
 
 use super::content;
 use super::error::{CheckpointError, Result};
 use super::names;
-use super::rows::{ShardRows, TableRows, check_sizes};
-use super::shard::{FORMAT, FORMAT_KEY, SHARD_KEY, TABLES_KEY, TableHead, fields};
+use super::rows::{ShardRows, TableRows, check_sizes, check_waiting};
+use super::shard::{FORMAT_KEY, FORMATS, SHARD_KEY, TABLES_KEY, TableHead, fields};
 
 const MAGIC: &[u8; 6] = b"ARROW1";
 /// Continuation marker and length before a message.
@@ -49,7 +50,7 @@ fn decode(file: &[u8]) -> std::result::Result<ShardRows, String> {
     let (shard, heads) = head(footer.schema().ok_or("has no schema")?)?;
     check_heads(&heads, file.len())?;
     let mut tables: Vec<TableRows> = heads.iter().map(empty_table).collect();
-    if heads.iter().any(|head| head.rows > 0) {
+    if heads.iter().any(|head| head.rows + head.waiting > 0) {
         check_dictionary(file, &footer, &heads)?;
     }
     let mut current = 0;
@@ -62,14 +63,22 @@ fn decode(file: &[u8]) -> std::result::Result<ShardRows, String> {
         current = key;
         let (table, head) = tables.get_mut(key).zip(heads.get(key)).ok_or("has rows of an unknown table")?;
         // Before they are copied: blocks that overlap could hold more rows than the file has bytes for.
-        if columns.rows > head.rows - table.ids.len() {
-            return Err(format!("has more than the {} rows of table {:?}", head.rows, head.name));
+        let (rows, waiting) = (head.rows - table.ids.len(), head.waiting - table.waiting.len());
+        if columns.rows > if rows > 0 { rows } else { waiting } {
+            return Err(format!(
+                "has more than the {} rows and {} waiting ids of table {:?}",
+                head.rows, head.waiting, head.name
+            ));
         }
-        columns.append_to(table)?;
+        if rows > 0 { columns.append_rows(table)? } else { columns.append_waiting(table)? }
     }
     for (table, head) in tables.iter().zip(&heads) {
-        if table.ids.len() != head.rows {
-            return Err(format!("has {} of {} rows of table {:?}", table.ids.len(), head.rows, head.name));
+        for (what, found, claimed) in
+            [("rows", table.ids.len(), head.rows), ("waiting ids", table.waiting.len(), head.waiting)]
+        {
+            if found != claimed {
+                return Err(format!("has {found} of {claimed} {what} of table {:?}", head.name));
+            }
         }
     }
     let rows = ShardRows { shard, tables };
@@ -99,8 +108,9 @@ fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), Stri
     let schema = try_fb_to_schema(schema).map_err(|error| format!("has a damaged schema: {error}"))?;
     let text = |key| schema.metadata().get(key).ok_or(format!("has no {key} in its metadata"));
     let format = text(FORMAT_KEY)?;
-    if *format != FORMAT.to_string() {
-        return Err(format!("has format {format}, this build reads format {FORMAT}: install a newer Persia"));
+    if !FORMATS.map(|known| known.to_string()).any(|known| known == *format) {
+        let newest = FORMATS.end();
+        return Err(format!("has format {format}, this build reads up to {newest}: install a newer Persia"));
     }
     if !schema.fields().iter().map(AsRef::as_ref).eq(&fields()) {
         return Err(format!("has other columns than a shard: {:?}", schema.fields()));
@@ -114,11 +124,12 @@ fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), Stri
 /// The sizes that the metadata claims must be within the limits and fit into the file that is there.
 fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), String> {
     let mut bytes = 0usize;
-    for TableHead { name, dim, state_len, rows } in heads {
+    for TableHead { name, dim, state_len, rows, waiting } in heads {
         check_sizes(name, *dim, *state_len, *rows)?;
+        check_waiting(name, *waiting)?;
         bytes = rows
             .checked_mul(ROW_OVERHEAD + 4 * (dim + state_len))
-            .and_then(|more| bytes.checked_add(more))
+            .and_then(|more| bytes.checked_add(more)?.checked_add(waiting * ROW_OVERHEAD))
             .filter(|sum| *sum <= file_len)
             .ok_or(format!("claims {rows} rows of table {name:?}, more than its size allows"))?;
     }
@@ -134,6 +145,7 @@ fn empty_table(head: &TableHead) -> TableRows {
         last_used: Vec::with_capacity(head.rows),
         weights: Vec::with_capacity(head.rows * head.dim),
         state: Vec::with_capacity(head.rows * head.state_len),
+        waiting: Vec::with_capacity(head.waiting),
     }
 }
 
@@ -201,12 +213,25 @@ impl<'a> Columns<'a> {
         usize::try_from(first).map_err(|_| "has rows of an unknown table".into())
     }
 
-    fn append_to(&self, table: &mut TableRows) -> std::result::Result<(), String> {
+    fn append_rows(&self, table: &mut TableRows) -> std::result::Result<(), String> {
         table.ids.extend(numbers(self.ids, self.rows, u64::from_le_bytes)?);
         table.last_used.extend(numbers(self.last_used, self.rows, u64::from_le_bytes)?);
         table.weights.extend(list(self.weights, self.rows, table.dim)?);
         table.state.extend(list(self.state, self.rows, table.state_len)?);
         Ok(())
+    }
+
+    fn append_waiting(&self, table: &mut TableRows) -> std::result::Result<(), String> {
+        let ids = numbers(self.ids, self.rows, u64::from_le_bytes)?;
+        let counts = numbers(self.last_used, self.rows, u64::from_le_bytes)?;
+        for (id, count) in ids.zip(counts) {
+            let count = u32::try_from(count)
+                .ok()
+                .filter(|count| *count <= MAX_MIN_COUNT)
+                .ok_or(format!("has the count {count} of id {id}, the limit is {MAX_MIN_COUNT}"))?;
+            table.waiting.push((id, count));
+        }
+        list(self.weights, self.rows, 0).and(list(self.state, self.rows, 0)).map(drop)
     }
 }
 

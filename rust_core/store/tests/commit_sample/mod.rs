@@ -34,6 +34,7 @@ pub(crate) fn table(
         last_used: (0..rows as u64).map(|row| seed + row).collect(),
         weights: (0..rows * dim).map(number).collect(),
         state: (0..rows * state_len).map(|i| -number(i)).collect(),
+        waiting: vec![],
     }
 }
 
@@ -68,6 +69,7 @@ pub(crate) fn head(step: u64) -> Head {
             optimizer: Some(Optimizer::Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.0 }),
             initializer: Initializer::Zero,
             admit_probability: 1.0,
+            admit_min_count: 1,
             weight_bound: 10.0,
             fresh: false,
             world_size: 1,

@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 
 use persia_store::checkpoint::ShardRows;
 use persia_store::{Store, StoreOptions};
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -18,7 +19,7 @@ pub(crate) const JOB: &str = "test";
 pub(crate) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
 
 pub(crate) fn schema(dims: &[usize]) -> Schema {
-    let tables = dims.iter().enumerate().map(|(i, dim)| Table { name: format!("table_{i}"), dim: *dim });
+    let tables = dims.iter().enumerate().map(|(i, dim)| Table::new(format!("table_{i}"), *dim));
     Schema { slots: vec![], tables: tables.collect() }
 }
 
@@ -31,6 +32,7 @@ pub(crate) fn run(dims: &[usize]) -> Run {
         optimizer: Some(LEDGER),
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
         world_size: 1,
@@ -65,7 +67,7 @@ pub(crate) fn try_lookup(
     parts: &[Ids],
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let tables: Vec<TableIds<'_>> =
-        parts.iter().map(|(table, ids)| TableIds { table: *table, ids }).collect();
+        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
     let floats = |(table, ids): &Ids| ids.len() * store.schema().tables[*table].dim;
     // A value that no row has: what the store leaves unwritten is seen.
     let mut rows: Vec<Vec<f32>> = parts.iter().map(|part| vec![-77.0; floats(part)]).collect();
@@ -97,7 +99,11 @@ pub(crate) fn try_push(
     let tables: Vec<TableGradients<'_>> = parts
         .iter()
         .zip(gradients)
-        .map(|((table, ids), gradients)| TableGradients { table: *table, ids, gradients })
+        .map(|((table, ids), gradients)| TableGradients {
+            table: *table,
+            ids,
+            gradients: Gradients::Rows(gradients),
+        })
         .collect();
     store.push(&PushRequest { token, step, lr_factor: 1.0, tables: &tables })
 }

@@ -2,20 +2,21 @@
 
 use serde::Serialize;
 
+use super::Parsed;
 use super::error::ConfigErrors;
 use super::groups::{GroupReader, SlotEntry};
 use super::reader::{Reader, Section, join};
+use super::settings::read_settings;
 use super::tree::Node;
-use super::{Parsed, later};
-use crate::limits::{MAX_DIM, MAX_SLOTS};
-use crate::schema::{Pooling, Schema};
+use crate::limits::{MAX_DIM, MAX_HASH_STACK_ROUNDS, MAX_SAMPLE_FIXED_SIZE, MAX_SLOTS};
+use crate::schema::{HashStack, Pooling, Schema};
 
 /// Bits of an id that PersiaML gives to its feature group.
 const DEFAULT_PREFIX_BITS: u64 = 8;
 /// The id's own bits must be left over.
 const MAX_PREFIX_BITS: u64 = 63;
-/// Largest bucket count of a hash stack, and longest raw feature, that is a plausible number.
-const MAX_COUNT: u64 = u32::MAX as u64;
+/// PersiaML's.
+const DEFAULT_SAMPLE_FIXED_SIZE: u32 = 10;
 
 const ROOT_KEYS: &[&str] = &["feature_index_prefix_bit", "slots_config", "feature_groups"];
 const SLOT_KEYS: &[&str] = &[
@@ -27,6 +28,7 @@ const SLOT_KEYS: &[&str] = &[
     "index_prefix",
     "pooling",
     "dtype",
+    "rounding",
     "optimizer",
     "init",
     "admission",
@@ -107,13 +109,47 @@ fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) ->
         let message = "found `true` beside `pooling: mean`; allowed: false, or `pooling: sum`";
         reader.error(node.place, &at("sqrt_scaling"), message.into());
     }
-    // Only raw features read it; its value is checked so that a typo does not wait for them.
-    reader.integer(&section, &at("sample_fixed_size"), 1..=MAX_COUNT);
-    let hash_stack =
-        reader.child(&section, &at("hash_stack_config"), &["hash_stack_rounds", "embedding_size"]);
-    reader.integer(&hash_stack, &at("hash_stack_config.embedding_size"), 0..=MAX_COUNT);
-    reader.later(&hash_stack, &at("hash_stack_config"), later::HASH_STACK);
-    reader.later(&section, path, later::SLOT);
+    let sample_fixed_size = read_sample_fixed_size(reader, &section, path);
+    if sample_fixed_size.is_some()
+        && pooling == Pooling::Mean
+        && let Some(node) = section.get("pooling")
+    {
+        let message =
+            "found `mean` beside `embedding_summation: false`, which pools nothing: remove one of the two";
+        reader.error(node.place, &at("pooling"), message.into());
+    }
+    let hash_stack = read_hash_stack(reader, &section, path);
     reader.without_effect(&section, path, &[("index_prefix", "ids keep all 64 bits")]);
-    SlotEntry { name, dim, pooling, sqrt_scaling }
+    let settings = read_settings(reader, &section, path);
+    SlotEntry { name, dim, pooling, sqrt_scaling, settings, sample_fixed_size, hash_stack }
+}
+
+/// The number of places of a raw feature; `None` for one that is pooled. Its value is checked for either.
+fn read_sample_fixed_size(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<u32> {
+    let at = |key: &str| format!("{path}.{key}");
+    let size = reader.integer(section, &at("sample_fixed_size"), 1..=MAX_SAMPLE_FIXED_SIZE as u64);
+    let summed = reader.boolean(section, &at("embedding_summation")).unwrap_or(true);
+    (!summed).then_some(size.map_or(DEFAULT_SAMPLE_FIXED_SIZE, |size| size as u32))
+}
+
+fn read_hash_stack(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<HashStack> {
+    let path = format!("{path}.hash_stack_config");
+    let keys = &["hash_stack_rounds", "embedding_size"];
+    let config = reader.child(section, &path, keys);
+    let size_path = format!("{path}.embedding_size");
+    let rounds =
+        reader.integer(&config, &format!("{path}.hash_stack_rounds"), 0..=MAX_HASH_STACK_ROUNDS as u64);
+    let buckets = reader.integer(&config, &size_path, 0..=u64::from(u32::MAX));
+    let rounds = rounds.filter(|rounds| *rounds > 0)? as u32;
+    match buckets {
+        Some(buckets) if buckets > 0 => return Some(HashStack { rounds, buckets: buckets as u32 }),
+        None if config.get("embedding_size").is_some() => {} // told already
+        _ => {
+            let place = config.get("embedding_size").map_or(config.place, |node| node.place);
+            let message =
+                format!("{rounds} rounds need buckets, allowed: a whole number from 1 to {}", u32::MAX);
+            reader.error(place, &size_path, message);
+        }
+    }
+    None
 }

@@ -4,10 +4,12 @@ use serde::Serialize;
 
 use super::error::ConfigErrors;
 use super::reader::Reader;
+use super::settings::DTYPES;
 use super::tree::Node;
 use super::{Parsed, later};
 use crate::id::VIRTUAL_SHARDS;
 use crate::limits::MAX_ROWS_PER_SLAB;
+use crate::schema::Dtype;
 
 /// More threads than this only wait for each other's disk.
 const MAX_WORKERS: u64 = 256;
@@ -16,7 +18,7 @@ const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
 const ROOT_KEYS: &[&str] = &["common_config", "embedding_worker_config", "embedding_parameter_server_config"];
 const COMMON_KEYS: &[&str] = &["metrics_config", "job_type", "infer_config", "checkpointing_config"];
 const METRICS_KEYS: &[&str] = &["enable_metrics", "job_name", "push_interval_sec"];
-const WORKER_KEYS: &[&str] = &["forward_buffer_size", "buffered_data_expired_sec"];
+const WORKER_KEYS: &[&str] = &["wire_dtype", "forward_buffer_size", "buffered_data_expired_sec"];
 const SERVER_KEYS: &[&str] = &[
     "capacity",
     "num_hashmap_internal_shards",
@@ -53,11 +55,18 @@ pub struct GlobalConfig {
     /// `embedding_parameter_server_config.capacity`: rows a server holds before it evicts. Nothing is allocated
     /// for it up front.
     pub capacity: u64,
+    /// `embedding_worker_config.wire_dtype`: what rows and gradients are between trainers, middlewares and servers.
+    pub wire_dtype: Dtype,
 }
 
 impl Default for GlobalConfig {
     fn default() -> Self {
-        Self { job_name: "persia_default_jobname".into(), checkpoint_workers: 4, capacity: 1_000_000_000 }
+        Self {
+            job_name: "persia_default_jobname".into(),
+            checkpoint_workers: 4,
+            capacity: 1_000_000_000,
+            wire_dtype: Dtype::F32,
+        }
     }
 }
 
@@ -74,6 +83,8 @@ impl GlobalConfig {
             let path = "embedding_worker_config";
             let worker = reader.child(&root, path, WORKER_KEYS);
             reader.without_effect(&worker, path, WORKER_UNUSED);
+            let choice = reader.choice(&worker, "embedding_worker_config.wire_dtype", DTYPES);
+            config.wire_dtype = choice.unwrap_or_default();
             config.read_server(reader, root.get("embedding_parameter_server_config"));
             config
         })

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use super::reader::{Reader, join, nearest};
+use super::settings::first_difference;
 use super::tree::{Key, Node, Place, Value};
-use crate::schema::{Pooling, Schema, Slot, Table};
+use crate::schema::{HashStack, Pooling, Schema, Slot, Table, TableSettings};
 
 const PATH: &str = "feature_groups";
 
@@ -16,6 +17,10 @@ pub(super) struct SlotEntry<'a> {
     pub(super) dim: Option<usize>,
     pub(super) pooling: Pooling,
     pub(super) sqrt_scaling: bool,
+    /// None when they could not be read, which was reported.
+    pub(super) settings: Option<TableSettings>,
+    pub(super) sample_fixed_size: Option<u32>,
+    pub(super) hash_stack: Option<HashStack>,
 }
 
 /// Reads `feature_groups` against the slots that were read before.
@@ -60,6 +65,8 @@ impl<'a> GroupReader<'a> {
             let Some(slot) = self.member(member, &path, group) else { continue };
             let one = *first.get_or_insert(slot);
             self.check_dim(one, slot, member.place, &path);
+            self.check_settings(one, slot, member.place, &path);
+            self.check_hash_stack(one, slot, member.place, &path);
         }
     }
 
@@ -108,6 +115,33 @@ impl<'a> GroupReader<'a> {
         }
     }
 
+    fn check_settings(&mut self, one: usize, other: usize, place: Place, path: &str) {
+        let (one, other) = (&self.slots[one], &self.slots[other]);
+        if let (Some(expected), Some(found)) = (&one.settings, &other.settings)
+            && let Some((key, expected, found)) = first_difference(expected, found)
+        {
+            let message = format!(
+                "the slot `{}` has {key} {found} and `{}` has {key} {expected}; slots of one group share a table: \
+                 give both the same",
+                other.name, one.name
+            );
+            self.reader.error(place, path, message);
+        }
+    }
+
+    /// Buckets are numbered from 0, so that those of another stack, or plain ids, would be the same rows.
+    fn check_hash_stack(&mut self, one: usize, other: usize, place: Place, path: &str) {
+        let (one, other) = (&self.slots[one], &self.slots[other]);
+        if one.hash_stack != other.hash_stack {
+            let message = format!(
+                "the slots `{}` and `{}` have different hash_stack_config; slots of one group share rows: make them \
+                 equal, or take one out of the group",
+                other.name, one.name
+            );
+            self.reader.error(place, path, message);
+        }
+    }
+
     /// Tables in the order of their first slot.
     pub(super) fn finish(mut self, bits: u64, bits_place: Place) -> Schema {
         self.check_names();
@@ -121,13 +155,18 @@ impl<'a> GroupReader<'a> {
             };
             if table == next {
                 let name = group.map_or(slot.name, |group| self.names[group].0.as_str());
-                schema.tables.push(Table { name: name.into(), dim: slot.dim.unwrap_or_default() });
+                schema.tables.push(Table {
+                    settings: slot.settings.unwrap_or_default(),
+                    ..Table::new(name, slot.dim.unwrap_or_default())
+                });
             }
             schema.slots.push(Slot {
                 name: slot.name.into(),
                 table,
                 pooling: slot.pooling,
                 sqrt_scaling: slot.sqrt_scaling,
+                sample_fixed_size: slot.sample_fixed_size,
+                hash_stack: slot.hash_stack,
             });
         }
         self.check_prefix(bits, bits_place, schema.tables.len());

@@ -13,20 +13,6 @@ pub(super) struct Later {
     pub(super) feature: &'static str,
 }
 
-/// Of a slot.
-pub(super) const SLOT: &[Later] = &[
-    Later { key: "embedding_summation", accepted: &["true"], feature: "raw (sequence) features, `false`" },
-    Later { key: "dtype", accepted: &["f32"], feature: "rows of `f16` and `bf16`" },
-    Later { key: "optimizer", accepted: &[], feature: "an optimizer per slot" },
-    Later { key: "init", accepted: &[], feature: "an initialiser per slot" },
-    Later { key: "admission", accepted: &[], feature: "admission per slot" },
-    Later { key: "ttl", accepted: &[], feature: "time-to-live of rows" },
-];
-
-/// Of a slot's `hash_stack_config`.
-pub(super) const HASH_STACK: &[Later] =
-    &[Later { key: "hash_stack_rounds", accepted: &["0"], feature: "hash stacks" }];
-
 /// Of `common_config`.
 pub(super) const COMMON: &[Later] =
     &[Later { key: "job_type", accepted: &["Train", "Eval"], feature: "serving, `Infer`" }];

@@ -16,6 +16,7 @@ mod groups;
 mod later;
 mod number;
 mod reader;
+mod settings;
 mod tree;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Whole numbers as people write them in YAML.
+//! Numbers as people write them in YAML.
 
 /// Above this an `f64` no longer holds every whole number.
 const EXACT_F64: f64 = 9_007_199_254_740_992.0;
@@ -22,6 +22,17 @@ pub(super) fn whole_number(text: &str) -> Option<u64> {
         let float: f64 = digits.parse().ok()?;
         (float.fract() == 0.0 && float <= EXACT_F64).then_some(float as u64)
     })
+}
+
+/// Read `0.5`, `-1`, `.5`, `1e-3` or `1_000.0` as the nearest f32. None for anything else, also for infinities, NaN and
+/// what no finite f32 is near.
+pub(super) fn number(text: &str) -> Option<f32> {
+    let digits = separated(text)?;
+    let unsigned = digits.strip_prefix(['+', '-']).unwrap_or(&digits);
+    if !unsigned.starts_with(|first: char| first.is_ascii_digit() || first == '.') {
+        return None;
+    }
+    digits.parse().ok().filter(|number: &f32| number.is_finite())
 }
 
 /// The text without its `_`, each of which must stand between two digits.
@@ -51,6 +62,24 @@ mod tests {
         assert_eq!(whole_number("0o17"), Some(15));
         assert_eq!(whole_number("0b11"), Some(3));
         assert_eq!(whole_number("18446744073709551615"), Some(u64::MAX));
+    }
+
+    #[test]
+    fn every_spelling_of_a_fraction_is_read() {
+        for (text, value) in [
+            ("0.5", 0.5),
+            (".5", 0.5),
+            ("-1", -1.0),
+            ("1e-3", 1e-3),
+            ("+1_0.5", 10.5),
+            ("2.", 2.0),
+            ("0", 0.0),
+        ] {
+            assert_eq!(number(text), Some(value), "{text}");
+        }
+        for text in ["", ".", "-", "inf", "nan", "-inf", "1e39", "--1", "1.5.", "0x10", "1,5", "half", "e5"] {
+            assert_eq!(number(text), None, "{text}");
+        }
     }
 
     #[test]

@@ -63,6 +63,11 @@ impl Reader {
         self.errors.push(Finding { path: path.into(), ..place.error(message) });
     }
 
+    /// Mistakes found so far.
+    pub(super) fn error_count(&self) -> usize {
+        self.errors.len()
+    }
+
     /// `node` as a mapping with any keys; empty when it is none.
     pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
         let Value::Mapping(entries) = &node.value else {
@@ -128,6 +133,54 @@ impl Reader {
             self.error(node.place, path, message);
         }
         allowed
+    }
+
+    /// The number under the last key of `path`; None when there is none or it is not in `range`.
+    pub(super) fn number(
+        &mut self,
+        section: &Section<'_>,
+        path: &str,
+        range: RangeInclusive<f32>,
+    ) -> Option<f32> {
+        let node = section.get(last(path))?;
+        let allowed = node.as_number().filter(|number| range.contains(number));
+        if allowed.is_none() {
+            let (low, high) = (range.start(), range.end());
+            let message = format!("found {}, allowed: a number from {low:?} to {high:?}", node.found());
+            self.error(node.place, path, message);
+        }
+        allowed
+    }
+
+    /// The mapping `node` by its `name`: which of `kinds`, each with its other keys, and the section.
+    pub(super) fn named<'a, T: Copy>(
+        &mut self,
+        node: &'a Node,
+        path: &str,
+        kinds: &[(&str, T, &[&str])],
+    ) -> Option<(T, Section<'a>)> {
+        let words = || kinds.iter().map(|(word, ..)| *word).collect::<Vec<_>>().join(", ");
+        let name = match &node.value {
+            Value::Mapping(entries) => entries.iter().find(|(key, _)| key.text == "name"),
+            _ => None,
+        };
+        let Some((_, name)) = name else {
+            let section = self.mapping(node, path);
+            if node.is_mapping() {
+                self.error(section.place, &join(path, "name"), format!("missing, allowed: {}", words()));
+            }
+            return None;
+        };
+        let text = if let Value::Scalar { text, .. } = &name.value { text.as_str() } else { "" };
+        let Some((_, kind, keys)) = kinds.iter().find(|(word, ..)| *word == text) else {
+            let mut message = format!("found {}, allowed: {}", name.found(), words());
+            if let Some(near) = nearest(text, kinds.iter().map(|(word, ..)| *word)) {
+                message += &format!("; did you mean `{near}`?");
+            }
+            self.error(name.place, &join(path, "name"), message);
+            return None;
+        };
+        Some((*kind, self.section(node, path, &[&["name"][..], keys].concat())))
     }
 
     /// The boolean under the last key of `path`; None when there is none.

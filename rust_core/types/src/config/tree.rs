@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 
 use super::error::Finding;
+use super::number::number;
 
 /// Bytes a configuration file may have.
 pub const MAX_CONFIG_BYTES: usize = 4 << 20;
@@ -70,6 +71,14 @@ impl Node {
     /// Whether this is a mapping. One whose keys are all commented out is nothing to YAML, and empty to us.
     pub(super) fn is_mapping(&self) -> bool {
         self.is_null() || matches!(self.value, Value::Mapping(_))
+    }
+
+    /// The value where it is a finite number.
+    pub(super) fn as_number(&self) -> Option<f32> {
+        match &self.value {
+            Value::Scalar { text, quoted: false } => number(text),
+            _ => None,
+        }
     }
 
     /// The value as an error message shows it.

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use persia_types::Dtype;
 use tonic::transport::ClientTlsConfig;
 
 use crate::auth::Secret;
@@ -50,6 +51,8 @@ pub struct ClientOptions {
     pub rpc_timeout: Duration,
     /// How long the servers may take to begin, save, restore or clear.
     pub admin_timeout: Duration,
+    /// What rows and gradients travel as.
+    pub wire_dtype: Dtype,
     /// What servers call `PERSIA_CKPT_DIR`; checkpoints lie below it.
     pub checkpoint_root: Option<PathBuf>,
 }
@@ -65,6 +68,7 @@ impl ClientOptions {
             tls: None,
             rpc_timeout: Duration::from_secs(60),
             admin_timeout: Duration::from_secs(600),
+            wire_dtype: Dtype::F32,
             checkpoint_root: None,
         }
     }

@@ -4,18 +4,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::time::Duration;
 
-use persia_types::TablesError;
-use persia_types::id::{ShardedIds, server_shards};
-use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
+use persia_types::id::server_shards;
+use persia_types::kernels::Gradients;
+use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, TableGradients, TableIds};
+use persia_types::{Dtype, TablesError};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::Inner;
 use super::call::{Trouble, within};
 use super::pool::Remote;
-use crate::chunk::{ChunkError, Scatter, id_chunks, row_chunks};
+use crate::chunk::{ChunkError, gradient_chunks, id_chunks};
+use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::{self, lookup_reply, lookup_request, push_request, server_push};
+use crate::scatter::Scatter;
 
 /// Messages made ahead of the connection.
 const AHEAD: usize = 8;
@@ -60,14 +63,30 @@ async fn feed<T>(sender: mpsc::Sender<T>, messages: impl Iterator<Item = T>) {
     }
 }
 
-fn part(table: usize, ids: &ShardedIds, floats: usize) -> Result<Part, TablesError> {
-    let dim = floats.checked_div(ids.len()).unwrap_or(0);
-    if floats != ids.len() * dim || (dim == 0 && !ids.is_empty()) {
-        return Err(TablesError::BadShape {
-            what: format!("table {table}: {floats} floats for the rows of {} ids", ids.len()),
-        });
+/// The floats of one of `rows` rows, of which there are as many as of ids or of samples.
+fn dim_of(table: usize, floats: usize, rows: usize) -> Result<usize, TablesError> {
+    let dim = floats.checked_div(rows).unwrap_or(0);
+    if floats != rows * dim || (dim == 0 && rows > 0) {
+        let what = format!("table {table}: {floats} floats for {rows} rows");
+        return Err(TablesError::BadShape { what });
     }
-    Ok(Part::new(table, dim, ids))
+    Ok(dim)
+}
+
+fn lookup_part(table: &TableIds<'_>, dtype: Dtype, floats: usize) -> Result<Part, TablesError> {
+    let rows = table.uses.map_or(table.ids.len(), |uses| uses.samples.len());
+    let format = RowFormat { dim: dim_of(table.table, floats, rows)?, dtype };
+    Ok(Part::new(table.table, format, table.ids))
+}
+
+fn push_part(table: &TableGradients<'_>, dtype: Dtype) -> Result<Part, TablesError> {
+    let ids = table.ids;
+    let dim = match &table.gradients {
+        Gradients::Rows(rows) => dim_of(table.table, rows.len(), ids.len())?,
+        Gradients::Samples(sum) => sum.dim,
+    };
+    table.gradients.check(ids.len(), dim)?;
+    Ok(Part::new(table.table, RowFormat { dim, dtype }, ids))
 }
 
 impl Inner {
@@ -85,7 +104,7 @@ impl Inner {
             .tables
             .iter()
             .zip(rows.iter())
-            .map(|(table, rows)| part(table.table, table.ids, rows.len()))
+            .map(|(table, rows)| lookup_part(table, self.options.wire_dtype, rows.len()))
             .collect::<Result<_, _>>()?;
         let what = format!("look-up {} of step {}", request.token, request.step);
         self.call(&what, self.patience(), async |remote, each| {
@@ -117,11 +136,12 @@ impl Inner {
         let messages = std::iter::once(Message::Head(head))
             .chain(ids)
             .map(|message| proto::LookupRequest { part: Some(message) });
+        let uses: Vec<_> = request.tables.iter().map(|table| table.uses).collect();
+        let mut scatter = Scatter::new(parts, &uses, rows).map_err(Trouble::Final)?;
         let (sender, receiver) = mpsc::channel(AHEAD);
         let talk = async {
             let mut replies =
                 ask!(remote, self.trainer, lookup, within(each, ReceiverStream::new(receiver)))?;
-            let mut scatter = Scatter::new(parts, rows).map_err(Trouble::Final)?;
             let mut report = None;
             while let Some(reply) =
                 replies.message().await.map_err(|status| Trouble::of_status(remote, &status))?
@@ -144,11 +164,8 @@ impl Inner {
     }
 
     pub(super) async fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        let parts: Vec<Part> = request
-            .tables
-            .iter()
-            .map(|table| part(table.table, table.ids, table.gradients.len()))
-            .collect::<Result<_, _>>()?;
+        let part = |table| push_part(table, self.options.wire_dtype);
+        let parts: Vec<Part> = request.tables.iter().map(part).collect::<Result<_, _>>()?;
         let servers = self.servers().await?;
         let concerned = |server: &u32| {
             let shards = server_shards(*server as usize, servers as usize);
@@ -187,7 +204,9 @@ impl Inner {
         };
         let chunks = request.tables.iter().zip(parts).zip(0..).flat_map(|((table, part), index)| {
             let ids = id_chunks(index, table.ids.ids()).map(Message::Ids);
-            ids.chain(row_chunks(index, part.dim, table.gradients).map(Message::Gradients))
+            ids.chain(
+                gradient_chunks(index, part.format, table.ids.len(), table.gradients).map(Message::Gradients),
+            )
         });
         let messages = std::iter::once(Message::Head(head))
             .chain(chunks)

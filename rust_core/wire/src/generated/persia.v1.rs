@@ -21,6 +21,8 @@ pub struct TablePart {
     pub table: u32,
     #[prost(uint32, tag = "2")]
     pub dim: u32,
+    #[prost(enumeration = "Dtype", tag = "4")]
+    pub dtype: i32,
     /// ids in each of the 256 virtual shards; the ids follow in that order
     #[prost(uint32, repeated, tag = "3")]
     pub shard_counts: ::prost::alloc::vec::Vec<u32>,
@@ -78,6 +80,8 @@ pub struct LookupReport {
     pub missing: u64,
     #[prost(uint64, tag = "4")]
     pub evicted: u64,
+    #[prost(uint64, tag = "5")]
+    pub expired: u64,
 }
 /// Every row once, in chunks of any order, then the report.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -277,6 +281,39 @@ pub struct ClearRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ClearReply {}
+/// What the floats of rows and gradients travel as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Dtype {
+    /// binary32
+    F32 = 0,
+    /// binary16
+    F16 = 1,
+    /// the upper half of a binary32
+    Bf16 = 2,
+}
+impl Dtype {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::F32 => "DTYPE_F32",
+            Self::F16 => "DTYPE_F16",
+            Self::Bf16 => "DTYPE_BF16",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "DTYPE_F32" => Some(Self::F32),
+            "DTYPE_F16" => Some(Self::F16),
+            "DTYPE_BF16" => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Mode {

@@ -19,6 +19,7 @@ fn run(epoch: u64) -> Run {
         optimizer: None,
         initializer: Initializer::Zero,
         admit_probability: 1.0,
+        admit_min_count: 1,
         weight_bound: 0.1,
         fresh: true,
         world_size: 2,

@@ -167,17 +167,18 @@ fn a_token_that_is_missing_or_wrong_is_refused_at_once() {
 #[test]
 fn buffers_that_do_not_fit_are_refused_before_anything_is_sent() {
     use persia_types::Tables;
+    use persia_types::kernels::Gradients;
     use persia_types::tables::{LookupRequest, Mode, PushRequest, TableGradients, TableIds};
     let running = start(&[]);
     let client = running.client();
     let ids = ids(4);
-    let tables = [TableIds { table: 0, ids: &ids }];
+    let tables = [TableIds { table: 0, ids: &ids, uses: None }];
     let request = LookupRequest { token: crate::mock::token(1), step: 1, mode: Mode::Eval, tables: &tables };
     for buffers in [&mut [][..], &mut [&mut [0.0; 7][..]], &mut [&mut [][..]]] {
         let error = client.lookup(&request, buffers).unwrap_err();
         assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
     }
-    let tables = [TableGradients { table: 0, ids: &ids, gradients: &[0.0; 7] }];
+    let tables = [TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&[0.0; 7]) }];
     let request = PushRequest { token: crate::mock::token(1), step: 1, lr_factor: 1.0, tables: &tables };
     assert!(matches!(client.push(&request).unwrap_err(), TablesError::BadShape { .. }));
     assert_eq!(running.calls(), [""; 0]);

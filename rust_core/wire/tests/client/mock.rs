@@ -9,6 +9,7 @@ use std::time::Duration;
 use futures_util::{Stream, StreamExt};
 use parking_lot::Mutex;
 use persia_types::id::{ShardedIds, server_shards, shard_of};
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Stats, TableGradients, TableIds,
 };
@@ -140,7 +141,7 @@ pub(crate) fn ids(count: u64) -> ShardedIds {
 pub(crate) fn lookup(client: &WireTables, ids: &ShardedIds) -> Result<LookupReport, TablesError> {
     use persia_types::Tables;
     let mut rows = vec![f32::NAN; ids.len() * DIM];
-    let tables = [TableIds { table: 7, ids }];
+    let tables = [TableIds { table: 7, ids, uses: None }];
     let request = LookupRequest { token: token(1), step: 1, mode: Mode::Train, tables: &tables };
     let report = client.lookup(&request, &mut [&mut rows])?;
     for (id, row) in ids.ids().iter().zip(rows.chunks(DIM)) {
@@ -152,7 +153,7 @@ pub(crate) fn lookup(client: &WireTables, ids: &ShardedIds) -> Result<LookupRepo
 pub(crate) fn push(client: &WireTables, ids: &ShardedIds) -> Result<PushReport, TablesError> {
     use persia_types::Tables;
     let gradients: Vec<f32> = ids.ids().iter().flat_map(|id| [-(*id as f32); DIM]).collect();
-    let tables = [TableGradients { table: 7, ids, gradients: &gradients }];
+    let tables = [TableGradients { table: 7, ids, gradients: Gradients::Rows(&gradients) }];
     client.push(&PushRequest { token: token(1), step: 1, lr_factor: 0.5, tables: &tables })
 }
 
@@ -195,7 +196,7 @@ impl Middleware for Mock {
         assert_eq!((lookup.token, lookup.mode, lookup.parts[0].table), (token(1), Mode::Train, 7));
         let ids = lookup.ids[0].ids();
         let rows: Vec<f32> = ids.iter().flat_map(|id| [*id as f32; DIM]).collect();
-        let mut chunks: Vec<_> = row_chunks(0, DIM, &rows).collect();
+        let mut chunks: Vec<_> = row_chunks(0, lookup.parts[0].format, rows).collect();
         let report = LookupReport { hits: ids.len() as u64, ..LookupReport::default() };
         match fault {
             Fault::Flip => chunks[0].crc32c ^= 1,

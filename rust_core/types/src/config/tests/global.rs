@@ -2,6 +2,7 @@
 
 use super::said;
 use crate::config::GlobalConfig;
+use crate::schema::Dtype;
 
 /// Every key PersiaML documents, at its default or near it.
 const REAL: &str = "
@@ -37,7 +38,12 @@ fn a_real_file_is_read_with_one_warning_for_each_key_without_effect() {
     let parsed = GlobalConfig::parse(REAL, "global_config.yml").unwrap();
     assert_eq!(
         parsed.config,
-        GlobalConfig { job_name: "adult-income".into(), checkpoint_workers: 8, capacity: 1_000_000 }
+        GlobalConfig {
+            job_name: "adult-income".into(),
+            checkpoint_workers: 8,
+            capacity: 1_000_000,
+            wire_dtype: Dtype::F32,
+        }
     );
     let paths: Vec<_> = parsed.warnings.iter().map(|warning| warning.path.as_str()).collect();
     assert_eq!(
@@ -67,12 +73,23 @@ fn absent_keys_have_their_documented_defaults() {
         job_name: "persia_default_jobname".into(),
         checkpoint_workers: 4,
         capacity: 1_000_000_000,
+        wire_dtype: Dtype::F32,
     };
     assert_eq!(GlobalConfig::default(), expected);
     for text in ["{}", "common_config:", "common_config: {metrics_config: , checkpointing_config: {}}"] {
         let parsed = GlobalConfig::parse(text, "f").unwrap();
         assert_eq!((parsed.config, parsed.warnings), (expected.clone(), vec![]), "{text}");
     }
+}
+
+#[test]
+fn rows_may_travel_as_sixteen_bits() {
+    let parsed = GlobalConfig::parse("embedding_worker_config: {wire_dtype: bf16}", "f").unwrap();
+    assert_eq!((parsed.config.wire_dtype, parsed.warnings), (Dtype::Bf16, vec![]));
+    assert_eq!(
+        parse("embedding_worker_config: {wire_dtype: fp16}"),
+        ["line 1, column 39: embedding_worker_config.wire_dtype: found `fp16`, allowed: f32, f16, bf16"]
+    );
 }
 
 #[test]
@@ -123,7 +140,8 @@ fn each_mistake_is_named() {
         (
             "embedding_worker_config: {forward_bufer_size: 1}",
             "line 1, column 27: embedding_worker_config.forward_bufer_size: unknown key, did you mean \
-             `forward_buffer_size`?; allowed: forward_buffer_size, buffered_data_expired_sec",
+             `forward_buffer_size`?; allowed: wire_dtype, forward_buffer_size, \
+             buffered_data_expired_sec",
         ),
         (
             "embedding_server_config: {}",

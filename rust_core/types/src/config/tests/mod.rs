@@ -3,6 +3,7 @@
 mod embedding;
 mod global;
 mod properties;
+mod settings;
 mod syntax;
 
 use super::{ConfigErrors, Parsed};

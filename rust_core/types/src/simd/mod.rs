@@ -11,23 +11,26 @@ mod lanes;
 
 #[cfg(target_arch = "x86_64")]
 use lanes::{Avx2, Avx512};
-pub(crate) use lanes::{LANES, Lanes, Portable};
+pub use lanes::{LANES, Lanes, Portable};
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
 /// A loop to be compiled for every [`Level`]. `run` and what it calls must be `#[inline(always)]`.
-pub(crate) trait Work {
+pub trait Work {
     /// What the loop returns.
     type Output;
     /// The loop.
     fn run<L: Lanes>(self) -> Self::Output;
 }
 
-/// An instruction set.
+/// An instruction set that this processor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Level {
-    /// What every processor of this architecture has.
+pub struct Level(Width);
+
+/// Not public: a value may only come from asking the processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Width {
     Portable,
     /// 8 lanes.
     #[cfg(target_arch = "x86_64")]
@@ -37,43 +40,49 @@ pub(crate) enum Level {
     Avx512,
 }
 
+#[cfg(target_arch = "x86_64")]
+macro_rules! has {
+    ($($feature:tt),+) => { $(is_x86_feature_detected!($feature))&&+ };
+}
+
 impl Level {
-    /// Those this processor has, the widest last.
-    pub(crate) fn supported() -> Vec<Self> {
-        #[allow(unused_mut, reason = "one level only on other architectures")]
-        let mut levels = vec![Self::Portable];
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx2") {
-                levels.push(Self::Avx2);
-            }
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
-            {
-                levels.push(Self::Avx512);
-            }
-        }
-        levels
-    }
+    /// What every processor of this architecture has.
+    pub const PORTABLE: Self = Self(Width::Portable);
 
     /// The widest this processor has.
-    pub(crate) fn detect() -> Self {
-        Self::supported().pop().unwrap_or(Self::Portable)
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if has!("avx2", "f16c", "bmi1", "bmi2", "lzcnt", "popcnt") {
+            let wide = has!("avx512f", "avx512bw", "avx512dq", "avx512vl");
+            return Self(if wide { Width::Avx512 } else { Width::Avx2 });
+        }
+        Self::PORTABLE
+    }
+
+    /// All this processor has, the widest last.
+    pub fn supported() -> Vec<Self> {
+        let all = [
+            Width::Portable,
+            #[cfg(target_arch = "x86_64")]
+            Width::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Width::Avx512,
+        ];
+        let Self(widest) = Self::detect();
+        all.into_iter().filter(|width| *width <= widest).map(Self).collect()
     }
 
     /// Run `work` as compiled for this level.
     #[inline(always)]
-    pub(crate) fn run<W: Work>(self, work: W) -> W::Output {
-        match self {
-            Self::Portable => portable(work),
-            // SAFETY: `supported` is the only source of levels and asked the processor.
+    pub fn run<W: Work>(self, work: W) -> W::Output {
+        match self.0 {
+            Width::Portable => portable(work),
+            // SAFETY: only `detect` and `supported` make this value, and only where the processor has it.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => unsafe { avx2(work) },
+            Width::Avx2 => unsafe { avx2(work) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => unsafe { avx512(work) },
+            Width::Avx512 => unsafe { avx512(work) },
         }
     }
 }
@@ -85,7 +94,7 @@ fn portable<W: Work>(work: W) -> W::Output {
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
-#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+#[target_feature(enable = "avx2,f16c,bmi1,bmi2,lzcnt,popcnt")]
 fn avx2<W: Work>(work: W) -> W::Output {
     work.run::<Avx2>()
 }
@@ -99,8 +108,14 @@ fn avx512<W: Work>(work: W) -> W::Output {
 
 /// Ask for the cache lines of `values[from..from + len]`; what lies beyond the end does no harm.
 #[inline(always)]
-pub(crate) fn prefetch<T>(values: &[T], from: usize, len: usize) {
-    let start = values.as_ptr().wrapping_add(from).cast::<u8>();
+pub fn prefetch<T>(values: &[T], from: usize, len: usize) {
+    prefetch_from(values.as_ptr().wrapping_add(from), len);
+}
+
+/// As [`prefetch`], of `len` values from an address on, which may be any.
+#[inline(always)]
+pub fn prefetch_from<T>(start: *const T, len: usize) {
+    let start = start.cast::<u8>();
     let end = start.wrapping_add(len * size_of::<T>());
     let mut line = start.wrapping_sub(start.addr() % LINE);
     while line < end {

@@ -2,11 +2,13 @@
 
 #![allow(unsafe_code)]
 
+use crate::half::{f16_to_f32, f32_to_f16};
+
 /// Floats that are computed side by side; reductions keep this many partial sums everywhere.
-pub(crate) const LANES: usize = 16;
+pub const LANES: usize = 16;
 
 /// One instruction set's version of each. All give the same bits.
-pub(crate) trait Lanes {
+pub trait Lanes {
     /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
     /// The sum of all lanes: halves are added to halves, eight to eight, then four, two and one.
@@ -15,10 +17,14 @@ pub(crate) trait Lanes {
     fn all_finite(values: &[f32; LANES]) -> bool;
     /// Bit `i` says whether `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
+    /// The numbers that these binary16 are.
+    fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
+    /// The nearest binary16, ties to even; beyond the largest finite one, that one.
+    fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
 }
 
 /// What every processor can do.
-pub(crate) struct Portable;
+pub struct Portable;
 
 impl Lanes for Portable {
     #[inline(always)]
@@ -49,6 +55,16 @@ impl Lanes for Portable {
     fn equal(words: &[u64; 8], key: u64) -> u32 {
         words.iter().enumerate().fold(0, |equal, (lane, word)| equal | u32::from(*word == key) << lane)
     }
+
+    #[inline(always)]
+    fn widen_f16(from: &[u16; LANES]) -> [f32; LANES] {
+        from.map(f16_to_f32)
+    }
+
+    #[inline(always)]
+    fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
+        from.map(f32_to_f16)
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -61,6 +77,8 @@ mod x86 {
     use super::{LANES, Lanes};
 
     const EXPONENT: i32 = 0x7F80_0000;
+    /// The largest finite binary16.
+    const F16_MAX: f32 = 65_504.0;
 
     /// Two registers of eight lanes. Only [`crate::simd::Level::run`] may name it.
     pub(crate) struct Avx2;
@@ -113,6 +131,35 @@ mod x86 {
                 };
                 equal(words.as_ptr()) | equal(words.as_ptr().add(4)) << 4
             }
+        }
+
+        #[inline(always)]
+        fn widen_f16(from: &[u16; LANES]) -> [f32; LANES] {
+            let mut to = [0.0; LANES];
+            for half in [0, 8] {
+                // SAFETY: as above; eight lanes from `half` exist in both.
+                unsafe {
+                    let eight = _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().add(half).cast()));
+                    _mm256_storeu_ps(to.as_mut_ptr().add(half), eight);
+                }
+            }
+            to
+        }
+
+        #[inline(always)]
+        fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
+            let mut to = [0; LANES];
+            for half in [0, 8] {
+                // SAFETY: as above. Of a NaN `min` and `max` return the second operand, the NaN.
+                unsafe {
+                    let eight = _mm256_loadu_ps(from.as_ptr().add(half));
+                    let eight = _mm256_max_ps(_mm256_set1_ps(-F16_MAX), eight);
+                    let eight = _mm256_min_ps(_mm256_set1_ps(F16_MAX), eight);
+                    let eight = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(eight);
+                    _mm_storeu_si128(to.as_mut_ptr().add(half).cast(), eight);
+                }
+            }
+            to
         }
     }
 
@@ -171,6 +218,32 @@ mod x86 {
                 let words = _mm512_loadu_si512(words.as_ptr().cast());
                 u32::from(_mm512_cmpeq_epi64_mask(words, _mm512_set1_epi64(key.cast_signed())))
             }
+        }
+
+        #[inline(always)]
+        fn widen_f16(from: &[u16; LANES]) -> [f32; LANES] {
+            let mut to = [0.0; LANES];
+            // SAFETY: as above.
+            unsafe {
+                let wide = _mm512_cvtph_ps(_mm256_loadu_si256(from.as_ptr().cast()));
+                _mm512_storeu_ps(to.as_mut_ptr(), wide);
+            }
+            to
+        }
+
+        #[inline(always)]
+        fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
+            let mut to = [0; LANES];
+            // SAFETY: as above. Of a NaN `min` and `max` return the second operand, the NaN.
+            unsafe {
+                let wide = _mm512_max_ps(_mm512_set1_ps(-F16_MAX), _mm512_loadu_ps(from.as_ptr()));
+                let wide = _mm512_min_ps(_mm512_set1_ps(F16_MAX), wide);
+                _mm256_storeu_si256(
+                    to.as_mut_ptr().cast(),
+                    _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(wide),
+                );
+            }
+            to
         }
     }
 }

@@ -1,0 +1,96 @@
+"""Write the tables and plots of docs/performance.md from records of a whole run.
+
+A table stands between ``<!-- table ID -->`` and ``<!-- end -->``; what stands around it is written by hand.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+Record = dict[str, object]
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def write(records: list[Record], machine: str, minutes: float) -> None:
+    """Replace all tables of docs/performance.md, its machine line and the plots beside it."""
+    path = DOCS / "performance.md"
+    text = path.read_text(encoding="utf-8")
+
+    def table(match: re.Match[str]) -> str:
+        name = match.group(1)
+        body = (
+            f"Machine: {machine}. The whole of `make bench` took {minutes:.0f} minutes.\n"
+            if name == "machine"
+            else markdown(of(records, name))
+        )
+        return f"<!-- table {name} -->\n{body}<!-- end -->"
+
+    path.write_text(TABLE.sub(table, text), encoding="utf-8")
+    draw_step(of(records, "B3"))
+    draw_scale(of(records, "B7"))
+
+
+def of(records: Iterable[Record], name: str) -> list[Record]:
+    """Return the records of one id."""
+    return [record for record in records if record["id"] == name]
+
+
+def markdown(records: list[Record]) -> str:
+    """Return one table; a spread is half the quartiles' distance over the median."""
+    lines = ["| case | value | unit | beside it | ratio | target | spread |", "|---|---|---|---|---|---|---|"]
+    for record in records:
+        ratio, target = number(record, "ratio"), number(record, "target")
+        mark = f"{ratio:.2f}" if ratio >= target else f"**{ratio:.2f}**"
+        cells = [record["case"], show(record["value"]), record["unit"], show(record["peer"]), mark, f"{target:g}"]
+        lines.append("| " + " | ".join(str(cell) for cell in (*cells, f"{number(record, 'spread'):.0%}")) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def number(record: Record, key: str) -> float:
+    """Return a number of a record."""
+    return float(str(record[key]))
+
+
+def show(value: object) -> str:
+    """Return a number with three significant digits, or all digits before the point."""
+    number = float(str(value))
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def draw_step(records: list[Record]) -> None:
+    """Draw B3: how often FBGEMM's rate, for each case, with the target as a mark."""
+    fbgemm = [record for record in records if str(record["case"]).endswith("against fbgemm")]
+    if not fbgemm:
+        return
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots()
+    names = [str(record["case"]).removesuffix(", against fbgemm").replace(", ", "\n") for record in fbgemm]
+    axes.bar(names, [number(record, "ratio") for record in fbgemm], color="tab:blue", width=0.7)
+    axes.plot(names, [number(record, "target") for record in fbgemm], "_", color="black", markersize=22, label="target")
+    axes.axhline(1, color="tab:orange", label="FBGEMM on the CPU")
+    axes.set(ylabel="rows per CPU-second, × FBGEMM")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend()
+    figure.savefig(DOCS / "bench-step.svg")
+
+
+def draw_scale(records: list[Record]) -> None:
+    """Draw B7: the cost of a look-up and of an insertion over the number of rows."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for verb in ("look-up", "insertion"):
+        points = [
+            (int(rows.group(1)), number(record, "value"))
+            for record in records
+            if str(record["case"]).startswith(verb) and (rows := re.search(r"(\d+) rows", str(record["case"])))
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", label=verb)
+    axes.set(xlabel="rows of the table", ylabel="CPU ns a row", xscale="log", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(DOCS / "bench-scale.svg")

@@ -1,0 +1,68 @@
+"""Learning rates that vary with the step.
+
+A schedule is a function of the global step alone, counted from 1, so that nothing of it has to be saved: a resumed run
+goes on where it stood, and every rank and every server uses the same rate.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from persia.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """Linear warm-up, then a constant, linear or cosine course.
+
+    The learning rate of step ``t`` is multiplied by ``warm-up * course``, where
+
+    * ``warm-up = min(t / warmup_steps, 1)``, and 1 without warm-up steps (Goyal and others 2017, section 2.2)
+    * ``course`` is a function of ``p = (t - warmup_steps) / (total_steps - warmup_steps)``, clamped to ``[0, 1]``:
+      1 if constant, ``1 - (1 - end) * p`` if linear, ``end + (1 - end) * (1 + cos(pi * p)) / 2`` if cosine
+      (Loshchilov and Hutter 2017, equation 5)
+
+    Example:
+        ``Adagrad(lr=0.1).scheduled(LRSchedule("cosine", warmup_steps=500, total_steps=20_000))``
+
+    Attributes:
+        course: ``constant``, ``linear`` or ``cosine``.
+        warmup_steps: Steps until the whole rate is reached.
+        total_steps: The step at which the course ends; it stays at ``end`` from there on. None is for a constant one.
+        end: What the course comes down to, in ``[0, 1]``.
+    """
+
+    course: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check all fields and name every one that is wrong.
+
+        Raises:
+            ConfigError: A field is out of its range.
+        """
+        wrong = []
+        if self.course not in {"constant", "linear", "cosine"}:
+            wrong.append(f"course={self.course!r}: want constant, linear or cosine")
+        if self.warmup_steps < 0:
+            wrong.append(f"warmup_steps={self.warmup_steps}: want at least 0")
+        if self.course != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            wrong.append(f"total_steps={self.total_steps}: want more than warmup_steps ({self.warmup_steps})")
+        if self.course == "constant" and self.total_steps is not None:
+            wrong.append(f"total_steps={self.total_steps}: a constant course has no end")
+        if not 0 <= self.end <= 1:
+            wrong.append(f"end={self.end}: want 0 to 1")
+        if wrong:
+            raise ConfigError("LRSchedule: " + "; ".join(wrong))
+
+    def __call__(self, step: int) -> float:
+        """Return what the learning rate of ``step`` is multiplied by."""
+        warmup = min(step / self.warmup_steps, 1.0) if self.warmup_steps else 1.0
+        if self.total_steps is None:
+            return warmup
+        progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        progress = min(max(progress, 0.0), 1.0)
+        left = 1 - progress if self.course == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        return warmup * (self.end + (1 - self.end) * left)

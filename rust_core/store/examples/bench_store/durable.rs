@@ -1,0 +1,75 @@
+//! B6: saving and loading all rows, against writing and reading as many bytes in a row.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::time::Instant;
+
+use persia_types::tables::FileEntry;
+use persia_types::{Optimizer, Tables};
+
+use crate::Size;
+use crate::batches::Bench;
+use crate::figures::{Samples, print};
+
+const DIM: usize = 64;
+const ADAGRAD: Optimizer = Optimizer::Adagrad {
+    lr: 0.01,
+    weight_decay: 0.0,
+    initial_accumulator_value: 0.1,
+    g_square_momentum: 1.0,
+    eps: 1e-10,
+    vectorwise_shared: false,
+};
+/// Bytes of one `write` or `read` of the peer.
+const BLOCK: usize = 1 << 20;
+
+/// Wall seconds of everything, in turns, below the directory for temporary files.
+pub(crate) fn measure(size: &Size) {
+    let rows = (size.rows)(2 * DIM) / 4;
+    let bench = Bench::new(DIM, rows, ADAGRAD);
+    let root = tempfile::tempdir().expect("a directory for temporary files");
+    let [mut save, mut write, mut load, mut read] = [(); 4].map(|()| Samples::default());
+    let mut bytes = 0;
+    for round in 0..5 {
+        let dir = root.path().join(round.to_string());
+        fs::create_dir(&dir).expect("room for a checkpoint");
+        let start = Instant::now();
+        let files = bench.store.snapshot(&dir).expect("a snapshot").files;
+        save.add(start.elapsed().as_secs_f64());
+        bytes = files.iter().map(|file| file.bytes as usize).sum();
+        let flat = root.path().join("flat");
+        write.add(write_flat(&flat, bytes));
+        read.add(read_all(&flat));
+        load.add(restore(&bench, &dir, &files));
+        fs::remove_dir_all(&dir).expect("a directory of ours");
+    }
+    let case = |verb: &str| format!("{verb}, dim {DIM}, adagrad, {rows} rows, {} MiB", bytes >> 20);
+    print("B6", &case("save"), "s", save.median(), write.median(), 0.5, save.spread());
+    print("B6", &case("load"), "s", load.median(), read.median(), 0.5, load.spread());
+}
+
+fn write_flat(path: &Path, bytes: usize) -> f64 {
+    let block = vec![0x5A; BLOCK];
+    let start = Instant::now();
+    let mut file = File::create(path).expect("a file");
+    for from in (0..bytes).step_by(BLOCK) {
+        file.write_all(&block[..BLOCK.min(bytes - from)]).expect("room on the disk");
+    }
+    file.sync_all().expect("a disk");
+    start.elapsed().as_secs_f64()
+}
+
+fn read_all(path: &Path) -> f64 {
+    let mut block = vec![0; BLOCK];
+    let start = Instant::now();
+    let mut file = File::open(path).expect("what was written");
+    while file.read(&mut block).expect("what was written") > 0 {}
+    start.elapsed().as_secs_f64()
+}
+
+fn restore(bench: &Bench, dir: &Path, files: &[FileEntry]) -> f64 {
+    let start = Instant::now();
+    bench.store.restore(dir, files).expect("a good checkpoint");
+    start.elapsed().as_secs_f64()
+}

@@ -1,0 +1,84 @@
+//! Eviction, admission by count and time to live together, against a simulation of the same policy: the hit rate is
+//! its hit rate, and no row is mixed up. `examples/soak_store` does the same for as long as one likes.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+#[path = "../sample/mod.rs"]
+mod sample;
+mod simulation;
+
+use std::collections::BTreeMap;
+
+use persia_store::Store;
+use persia_types::tables::{LookupReport, Run};
+use persia_types::{Dtype, Mode, Tables};
+use sample::{all_rows, grouped, run, store_of, token, try_lookup, try_push};
+use simulation::{Policy, Simulation, Traffic};
+
+const DIM: usize = 3;
+
+fn store(policy: Policy, dtype: Dtype) -> Store {
+    let mut schema = sample::schema(&[DIM]);
+    schema.tables[0].settings.ttl = Some(policy.ttl);
+    schema.tables[0].settings.dtype = dtype;
+    store_of(&Run { schema, admit_min_count: policy.min_count, ..run(&[DIM]) }, policy.capacity as u64)
+}
+
+/// Train `steps` steps on both, comparing every report and every value read; then all rows. Returns the sum of reports.
+fn compare(policy: Policy, traffic: Traffic, steps: u64, dtype: Dtype) -> LookupReport {
+    let (store, mut simulation) = (store(policy, dtype), Simulation::new(policy));
+    let mut sum = LookupReport::default();
+    for step in 1..=steps {
+        let ids = grouped(&traffic.request(step));
+        let parts = [(0, ids.clone())];
+        let (found, rows) = try_lookup(&store, token(0, step), step, Mode::Train, &parts).unwrap();
+        let (expected, values) = simulation.lookup(step as u32, &ids);
+        assert_eq!(found, expected, "step {step}");
+        for (at, value) in values.iter().enumerate() {
+            assert_eq!(rows[0][at * DIM..][..DIM], [*value; DIM], "step {step}, id {}", ids.ids()[at]);
+        }
+        let report = try_push(&store, token(0, step), step, &parts, &[vec![1.0; ids.len() * DIM]]).unwrap();
+        let applied = simulation.push(&ids);
+        assert_eq!((report.rows_applied, report.rows_missing), (applied, ids.len() as u64 - applied));
+        sum += found;
+    }
+    let held = all_rows(&store);
+    let expected: BTreeMap<_, _> = simulation.rows().map(|(id, used, value)| (id, (used, value))).collect();
+    assert_eq!(held.len(), expected.len());
+    for ((_, id), (last_used, weights, _)) in &held {
+        let (used, value) = expected[id];
+        assert_eq!((*last_used, &weights[..]), (u64::from(used), &[value; DIM][..]), "id {id}");
+    }
+    let stats = store.stats().unwrap();
+    assert_eq!(stats.lookups, sum);
+    assert_eq!(sum.inserted - sum.evicted - sum.expired, stats.rows[0]);
+    sum
+}
+
+/// Ten times as many ids at a time as rows, and a stream of new ones.
+const TRAFFIC: Traffic = Traffic { ids: 40_960, batch: 3_000, drift: 60 };
+
+fn hit_rate(all: &LookupReport) -> f64 {
+    all.hits as f64 / (all.hits + all.inserted + all.missing) as f64
+}
+
+#[test]
+fn without_room_the_least_recently_used_leave() {
+    let all = compare(Policy { capacity: 4_096, min_count: 2, ttl: 40 }, TRAFFIC, 100, Dtype::F32);
+    assert!(all.evicted > 1_000 && all.missing > 1_000, "all of it happens: {all:?}");
+    assert!((0.1..0.9).contains(&hit_rate(&all)), "{}", hit_rate(&all));
+}
+
+/// Small whole numbers are exact in 16 bits too.
+#[test]
+fn expired_rows_leave_first() {
+    let all = compare(Policy { capacity: 4_096, min_count: 2, ttl: 3 }, TRAFFIC, 100, Dtype::F16);
+    assert!(all.expired > 1_000, "{all:?}");
+    let long = compare(Policy { capacity: 16_384, min_count: 1, ttl: 8 }, TRAFFIC, 60, Dtype::Bf16);
+    assert!(long.expired > 1_000 && hit_rate(&long) > hit_rate(&all), "{long:?}");
+}
+
+#[test]
+fn a_table_of_one_row_a_shard_obeys_too() {
+    compare(Policy { capacity: 256, min_count: 3, ttl: 3 }, TRAFFIC, 30, Dtype::F32);
+}

@@ -1,0 +1,162 @@
+//! Eviction, admission and time to live as the documentation tells them, over plain maps: one table whose rows hold
+//! minus the number of their updates.
+
+use std::collections::HashMap;
+
+use persia_types::limits::WAITING_IDS_PER_SHARD;
+use persia_types::tables::LookupReport;
+use persia_types::{Id, ShardedIds, VIRTUAL_SHARDS};
+
+/// By which ids come and rows leave.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Policy {
+    pub(crate) capacity: usize,
+    pub(crate) min_count: u32,
+    pub(crate) ttl: u32,
+}
+
+#[derive(Default)]
+struct Shard {
+    /// `(last_used, value)`.
+    rows: HashMap<Id, (u32, f32)>,
+    waiting: HashMap<Id, u32>,
+}
+
+/// See the module's documentation.
+pub(crate) struct Simulation {
+    policy: Policy,
+    budget: usize,
+    shards: Vec<Shard>,
+}
+
+impl Simulation {
+    pub(crate) fn new(policy: Policy) -> Self {
+        let shards = (0..VIRTUAL_SHARDS).map(|_| Shard::default()).collect();
+        Self { policy, budget: policy.capacity.div_ceil(VIRTUAL_SHARDS), shards }
+    }
+
+    /// A training look-up, and the values it reads.
+    pub(crate) fn lookup(&mut self, step: u32, ids: &ShardedIds) -> (LookupReport, Vec<f32>) {
+        let oldest = step.saturating_sub(self.policy.ttl);
+        let mut report = LookupReport::default();
+        let mut values = vec![0.0; ids.len()];
+        let due = step as usize % VIRTUAL_SHARDS;
+        if !ids.range(due).is_empty() {
+            report.expired += self.shards[due].sweep(oldest);
+        }
+        for (shard, number) in self.shards.iter_mut().zip(0..) {
+            let mut absent = Vec::new();
+            for at in ids.range(number) {
+                match shard.rows.get_mut(&ids.ids()[at]) {
+                    Some((last_used, value)) if *last_used >= oldest => {
+                        *last_used = step.max(*last_used);
+                        values[at] = *value;
+                        report.hits += 1;
+                    }
+                    _ => absent.push(ids.ids()[at]),
+                }
+            }
+            for id in absent {
+                report.expired += u64::from(shard.rows.remove(&id).is_some());
+                if !shard.asked_enough(id, self.policy.min_count, self.budget) {
+                    report.missing += 1;
+                    continue;
+                }
+                if shard.rows.len() >= self.budget {
+                    let expired = shard.sweep(oldest);
+                    report.expired += expired;
+                    report.evicted += shard.evict((self.budget / 16).max(1).saturating_sub(expired as usize));
+                }
+                shard.waiting.remove(&id);
+                shard.rows.insert(id, (step, 0.0));
+                report.inserted += 1;
+            }
+        }
+        (report, values)
+    }
+
+    /// One update of every id that has a row; how many have.
+    pub(crate) fn push(&mut self, ids: &ShardedIds) -> u64 {
+        let mut applied = 0;
+        for (shard, number) in self.shards.iter_mut().zip(0..) {
+            for at in ids.range(number) {
+                if let Some((_, value)) = shard.rows.get_mut(&ids.ids()[at]) {
+                    *value -= 1.0;
+                    applied += 1;
+                }
+            }
+        }
+        applied
+    }
+
+    /// Every row's `(id, last_used, value)`.
+    pub(crate) fn rows(&self) -> impl Iterator<Item = (Id, u32, f32)> {
+        self.shards
+            .iter()
+            .flat_map(|shard| shard.rows.iter().map(|(id, (last_used, value))| (*id, *last_used, *value)))
+    }
+}
+
+impl Shard {
+    fn sweep(&mut self, oldest: u32) -> u64 {
+        let before = self.rows.len();
+        self.rows.retain(|_, (last_used, _)| *last_used >= oldest);
+        (before - self.rows.len()) as u64
+    }
+
+    fn evict(&mut self, count: usize) -> u64 {
+        let mut order: Vec<(u32, Id)> =
+            self.rows.iter().map(|(id, (last_used, _))| (*last_used, *id)).collect();
+        order.sort_unstable();
+        order.truncate(count);
+        for (_, id) in &order {
+            self.rows.remove(id);
+        }
+        order.len() as u64
+    }
+
+    fn asked_enough(&mut self, id: Id, min_count: u32, budget: usize) -> bool {
+        if min_count == 1 {
+            return true;
+        }
+        if !self.waiting.contains_key(&id) {
+            let (least, most) = WAITING_IDS_PER_SHARD.into_inner();
+            while self.waiting.len() >= (2 * budget).clamp(least, most) {
+                self.waiting.values_mut().for_each(|count| *count /= 2);
+                self.waiting.retain(|_, count| *count > 0);
+            }
+        }
+        let count = self.waiting.entry(id).or_default();
+        *count = (*count + 1).min(min_count);
+        *count == min_count
+    }
+}
+
+/// Ids as features bring them: most requests ask for few, and what is asked for drifts from step to step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Traffic {
+    /// Different ids that are asked for at a time.
+    pub(crate) ids: u64,
+    /// Draws of a request, of which those that are the same count once.
+    pub(crate) batch: usize,
+    /// New ids a step, which take the place of as many.
+    pub(crate) drift: u64,
+}
+
+impl Traffic {
+    pub(crate) fn request(&self, step: u64) -> Vec<Id> {
+        let mut random = step.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let mut ids: Vec<Id> = (0..self.batch)
+            .map(|_| {
+                random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+                let unit = (random >> 11) as f64 / (1u64 << 53) as f64;
+                // The cube of a uniform number: a tenth of all draws fall into a thousandth of the ids.
+                let rank = (unit * unit * unit * self.ids as f64) as u64;
+                (rank + step * self.drift).wrapping_mul(0xD6E8_FEB8_6659_FD93)
+            })
+            .collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+}

@@ -1,0 +1,248 @@
+//! What a slot may say of its table: dtype, optimizer, initialiser, admission, time to live.
+
+use std::ops::RangeInclusive;
+
+use super::reader::{Reader, Section};
+use super::tree::{Node, Value};
+use crate::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN};
+use crate::schema::{Admission, Dtype, Initializer, Optimizer, Rounding, TableSettings};
+
+pub(super) const DTYPES: &[(&str, Dtype)] =
+    &[("f32", Dtype::F32), ("f16", Dtype::F16), ("bf16", Dtype::Bf16)];
+const ROUNDINGS: &[(&str, Rounding)] =
+    &[("nearest", Rounding::Nearest), ("stochastic", Rounding::Stochastic)];
+
+const ANY: RangeInclusive<f32> = f32::MIN..=f32::MAX;
+const AT_LEAST_ZERO: RangeInclusive<f32> = 0.0..=f32::MAX;
+const ABOVE_ZERO: RangeInclusive<f32> = f32::MIN_POSITIVE..=f32::MAX;
+const SHARE: RangeInclusive<f32> = 0.0..=1.0;
+const BELOW_ONE: RangeInclusive<f32> = 0.0..=1.0f32.next_down();
+
+#[derive(Clone, Copy)]
+enum OptimizerName {
+    Sgd,
+    Adagrad,
+    Adam,
+}
+
+const OPTIMIZERS: &[(&str, OptimizerName, &[&str])] = &[
+    ("sgd", OptimizerName::Sgd, &["lr", "momentum", "weight_decay"]),
+    (
+        "adagrad",
+        OptimizerName::Adagrad,
+        &["lr", "initial_accumulator_value", "weight_decay", "g_square_momentum", "eps", "vectorwise_shared"],
+    ),
+    ("adam", OptimizerName::Adam, &["lr", "betas", "weight_decay", "eps"]),
+];
+
+#[derive(Clone, Copy)]
+enum InitializerName {
+    Zero,
+    Uniform,
+    Normal,
+    Gamma,
+    Poisson,
+    InverseSqrtDim,
+}
+
+const INITIALIZERS: &[(&str, InitializerName, &[&str])] = &[
+    ("zero", InitializerName::Zero, &[]),
+    ("uniform", InitializerName::Uniform, &["low", "high"]),
+    ("normal", InitializerName::Normal, &["mean", "std"]),
+    ("gamma", InitializerName::Gamma, &["shape", "scale"]),
+    ("poisson", InitializerName::Poisson, &["lam"]),
+    ("inverse_sqrt_dim", InitializerName::InverseSqrtDim, &[]),
+];
+
+/// The settings in a slot's section. None when one of them is wrong, which was reported.
+pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<TableSettings> {
+    let at = |key: &str| format!("{path}.{key}");
+    let before = reader.error_count();
+    let mut settings = TableSettings {
+        dtype: reader.choice(section, &at("dtype"), DTYPES).unwrap_or_default(),
+        rounding: reader.choice(section, &at("rounding"), ROUNDINGS).unwrap_or_default(),
+        ttl: reader.integer(section, &at("ttl"), 1..=u64::from(u32::MAX)).map(|steps| steps as u32),
+        ..TableSettings::default()
+    };
+    if let (Rounding::Stochastic, Dtype::F32, Some(node)) =
+        (settings.rounding, settings.dtype, section.get("rounding"))
+    {
+        let message = "found `stochastic` for rows of f32, which are not rounded; allowed: nearest, or `dtype: f16` or \
+                       `dtype: bf16` beside it";
+        reader.error(node.place, &at("rounding"), message.into());
+    }
+    if let Some(node) = section.get("optimizer") {
+        settings.optimizer = Entry { reader, path: at("optimizer") }.optimizer(node);
+    }
+    if let Some(node) = section.get("init") {
+        settings.initializer = Entry { reader, path: at("init") }.initializer(node);
+    }
+    if let Some(node) = section.get("admission") {
+        settings.admission = Entry { reader, path: at("admission") }.admission(node);
+    }
+    (reader.error_count() == before).then_some(settings)
+}
+
+/// The first setting in which two tables differ: `(key, value of one, value of the other)`.
+pub(super) fn first_difference(
+    one: &TableSettings,
+    other: &TableSettings,
+) -> Option<(&'static str, String, String)> {
+    let (one, other) = (described(one), described(other));
+    let mut pairs = one.into_iter().zip(other);
+    pairs.find(|((_, one), (_, other))| one != other).map(|((key, one), (_, other))| (key, one, other))
+}
+
+/// Every setting by its key in the file.
+fn described(settings: &TableSettings) -> [(&'static str, String); 6] {
+    fn or_none<T>(value: Option<T>, text: impl Fn(&T) -> String) -> String {
+        value.as_ref().map_or("none".into(), text)
+    }
+    let word = |text: String| text.to_lowercase();
+    [
+        ("dtype", word(format!("{:?}", settings.dtype))),
+        ("rounding", word(format!("{:?}", settings.rounding))),
+        ("optimizer", or_none(settings.optimizer, |value| format!("{value:?}"))),
+        ("init", or_none(settings.initializer, |value| format!("{value:?}"))),
+        ("admission", or_none(settings.admission, |value| format!("{value:?}"))),
+        ("ttl", or_none(settings.ttl, u32::to_string)),
+    ]
+}
+
+impl TableSettings {
+    /// The settings that differ from the run's, one `key value` each, for people.
+    pub fn describe(&self) -> Vec<String> {
+        let defaults = described(&Self::default());
+        let own = described(self).into_iter().zip(defaults).filter(|(own, default)| own != default);
+        own.map(|((key, value), _)| format!("{key} {value}")).collect()
+    }
+}
+
+/// One entry of a slot that is a mapping of numbers.
+struct Entry<'r> {
+    reader: &'r mut Reader,
+    path: String,
+}
+
+impl Entry<'_> {
+    fn optimizer(&mut self, node: &Node) -> Option<Optimizer> {
+        let (name, section) = self.reader.named(node, &self.path, OPTIMIZERS)?;
+        let section = &section;
+        // All numbers are read before the first missing one ends it, so that every mistake is reported.
+        let decay = self.number(section, "weight_decay", AT_LEAST_ZERO, 0.0);
+        match name {
+            OptimizerName::Sgd => {
+                let lr = self.required(section, "lr", AT_LEAST_ZERO);
+                let momentum = self.number(section, "momentum", BELOW_ONE, 0.0);
+                Some(Optimizer::Sgd { lr: lr?, momentum: momentum?, weight_decay: decay? })
+            }
+            OptimizerName::Adagrad => {
+                let lr = self.number(section, "lr", AT_LEAST_ZERO, 1e-2);
+                let start = self.number(section, "initial_accumulator_value", AT_LEAST_ZERO, 1e-2);
+                let keep = self.number(section, "g_square_momentum", AT_LEAST_ZERO, 1.0);
+                // Above 0, so that no update divides by 0 wherever the accumulator starts.
+                let eps = self.number(section, "eps", ABOVE_ZERO, 1e-10);
+                let path = format!("{}.vectorwise_shared", self.path);
+                let shared = self.reader.boolean(section, &path).unwrap_or(false);
+                Some(Optimizer::Adagrad {
+                    lr: lr?,
+                    weight_decay: decay?,
+                    initial_accumulator_value: start?,
+                    g_square_momentum: keep?,
+                    eps: eps?,
+                    vectorwise_shared: shared,
+                })
+            }
+            OptimizerName::Adam => {
+                let lr = self.number(section, "lr", AT_LEAST_ZERO, 1e-3);
+                let eps = self.number(section, "eps", ABOVE_ZERO, 1e-8);
+                let (beta1, beta2) = self.betas(section)?;
+                Some(Optimizer::Adam { lr: lr?, beta1, beta2, weight_decay: decay?, eps: eps? })
+            }
+        }
+    }
+
+    fn initializer(&mut self, node: &Node) -> Option<Initializer> {
+        let (name, section) = self.reader.named(node, &self.path, INITIALIZERS)?;
+        let section = &section;
+        match name {
+            InitializerName::Zero => Some(Initializer::Zero),
+            InitializerName::Uniform => {
+                let low = self.required(section, "low", ANY);
+                let high = self.required(section, "high", low.unwrap_or(f32::MIN)..=f32::MAX);
+                Some(Initializer::Uniform { low: low?, high: high? })
+            }
+            InitializerName::Normal => {
+                let mean = self.number(section, "mean", ANY, 0.0);
+                let std = self.number(section, "std", AT_LEAST_ZERO, 0.01);
+                Some(Initializer::Normal { mean: mean?, std: std? })
+            }
+            InitializerName::Gamma => {
+                let shape = self.required(section, "shape", ABOVE_ZERO);
+                let scale = self.number(section, "scale", AT_LEAST_ZERO, 1.0);
+                Some(Initializer::Gamma { shape: shape?, scale: scale? })
+            }
+            InitializerName::Poisson => {
+                let lam = self.required(section, "lam", 0.0..=MAX_POISSON_MEAN)?;
+                Some(Initializer::Poisson { lam })
+            }
+            InitializerName::InverseSqrtDim => Some(Initializer::InverseSqrtDim),
+        }
+    }
+
+    fn admission(&mut self, node: &Node) -> Option<Admission> {
+        let section = self.reader.section(node, &self.path, &["probability", "min_count"]);
+        let default = Admission::default();
+        let probability = self.number(&section, "probability", SHARE, default.probability);
+        let min_count = match section.get("min_count") {
+            None => Some(default.min_count),
+            Some(_) => {
+                let path = format!("{}.min_count", self.path);
+                let most = u64::from(MAX_MIN_COUNT);
+                self.reader.integer(&section, &path, 1..=most).map(|count| count as u32)
+            }
+        };
+        Some(Admission { probability: probability?, min_count: min_count? })
+    }
+
+    /// `[beta1, beta2]`.
+    fn betas(&mut self, section: &Section<'_>) -> Option<(f32, f32)> {
+        let Some(node) = section.get("betas") else { return Some((0.9, 0.999)) };
+        if let Value::Sequence(values) = &node.value
+            && let [beta1, beta2] = &values[..]
+            && let (Some(beta1), Some(beta2)) = (beta1.as_number(), beta2.as_number())
+            && BELOW_ONE.contains(&beta1)
+            && BELOW_ONE.contains(&beta2)
+        {
+            return Some((beta1, beta2));
+        }
+        let message =
+            format!("found {}, allowed: a list of two numbers of at least 0 and below 1", node.found());
+        self.reader.error(node.place, &format!("{}.betas", self.path), message);
+        None
+    }
+
+    /// The number under `key`, `default` where there is none.
+    fn number(
+        &mut self,
+        section: &Section<'_>,
+        key: &str,
+        range: RangeInclusive<f32>,
+        default: f32,
+    ) -> Option<f32> {
+        match section.get(key) {
+            None => Some(default),
+            Some(_) => self.reader.number(section, &format!("{}.{key}", self.path), range),
+        }
+    }
+
+    /// The number under `key`, which has no default.
+    fn required(&mut self, section: &Section<'_>, key: &str, range: RangeInclusive<f32>) -> Option<f32> {
+        let path = format!("{}.{key}", self.path);
+        if section.get(key).is_none() {
+            let message = format!("missing, allowed: a number from {:?} to {:?}", range.start(), range.end());
+            self.reader.error(section.place, &path, message);
+        }
+        self.reader.number(section, &path, range)
+    }
+}

@@ -1,0 +1,182 @@
+//! Numbers of 16 bits: what a weight is stored as where its table is not of f32.
+//!
+//! Widening is exact. Narrowing goes to the nearest number, ties to even, or is drawn: up or down to a neighbour
+//! with the probability that makes the expectation exact. A magnitude beyond the largest finite number, infinity
+//! included, becomes that number; a NaN stays one. All instruction sets give the same bits.
+
+use crate::simd::{LANES, Lanes};
+
+/// A format of 16 bits.
+pub trait Half {
+    /// The numbers that these bits stand for.
+    fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
+    /// The nearest bits.
+    fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
+    /// One of the two neighbours: as many bits of `draw`, from its top, as are cut off are added to those; a carry
+    /// rounds up. Over all draws that is with the probability of the part that was cut off.
+    fn narrow_drawn(from: f32, draw: u32) -> u16;
+}
+
+const SIGN: u32 = 0x8000_0000;
+const INFINITY: u32 = 0x7F80_0000;
+
+/// IEEE 754 binary16.
+pub struct F16;
+
+/// Bits of 65504, the largest, as an f32.
+const F16_MAX: u32 = 0x477F_E000;
+/// Bits of 2⁻¹⁴, the smallest normal one, as an f32.
+const F16_NORMAL: u32 = 0x3880_0000;
+/// Mantissa bits that an f32 has more.
+const F16_CUT: u32 = 13;
+/// What the exponents of an f32 count more, as its bits.
+const F16_REBIAS: u32 = (127 - 15) << 23;
+
+impl Half for F16 {
+    #[inline(always)]
+    fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES] {
+        L::widen_f16(from)
+    }
+
+    #[inline(always)]
+    fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES] {
+        L::narrow_f16(from)
+    }
+
+    #[inline(always)]
+    fn narrow_drawn(from: f32, draw: u32) -> u16 {
+        let (sign, magnitude) = split(from);
+        if magnitude > INFINITY {
+            return sign | f16_nan(magnitude);
+        }
+        let magnitude = magnitude.min(F16_MAX);
+        let normal = (magnitude.wrapping_sub(F16_REBIAS).wrapping_add(draw >> (32 - F16_CUT))) >> F16_CUT;
+        // Below the normal ones the distance stays 2⁻²⁴: the smaller a number, the more bits go. Of one below 2⁻³²
+        // nothing is left.
+        let cut = (126 - (magnitude >> 23).min(112)).min(31);
+        let mantissa = (magnitude & 0x007F_FFFF) | 0x0080_0000;
+        let tiny = (mantissa + (draw >> (32 - cut))) >> cut;
+        let tiny = if magnitude >> 23 < 95 { 0 } else { tiny };
+        sign | (if magnitude >= F16_NORMAL { normal } else { tiny }) as u16
+    }
+}
+
+/// As the processor's instruction does it: quiet, with the upper bits of the payload.
+fn f16_nan(magnitude: u32) -> u16 {
+    0x7E00 | (magnitude >> F16_CUT & 0x3FF) as u16
+}
+
+/// [`Lanes::widen_f16`] of one number, with no instruction for it.
+#[inline(always)]
+pub fn f16_to_f32(half: u16) -> f32 {
+    let (sign, magnitude) = (u32::from(half & 0x8000) << 16, u32::from(half & 0x7FFF));
+    let bits = match magnitude {
+        0..0x400 => (magnitude as f32 * (1.0 / 16_777_216.0)).to_bits(),
+        0x400..0x7C00 => (magnitude << F16_CUT) + F16_REBIAS,
+        0x7C00 => INFINITY,
+        _ => INFINITY | 0x0040_0000 | magnitude << F16_CUT & 0x007F_FFFF,
+    };
+    f32::from_bits(sign | bits)
+}
+
+/// [`Lanes::narrow_f16`] of one number, with no instruction for it.
+#[inline(always)]
+pub fn f32_to_f16(number: f32) -> u16 {
+    let (sign, magnitude) = split(number);
+    if magnitude > INFINITY {
+        return sign | f16_nan(magnitude);
+    }
+    let magnitude = magnitude.min(F16_MAX);
+    if magnitude < F16_NORMAL {
+        // From 0.5 to 1 the distance of f32 is that of tiny f16: the sum is rounded where it has to be.
+        let rounded = f32::from_bits(magnitude) + 0.5;
+        return sign | (rounded.to_bits() - 0.5f32.to_bits()) as u16;
+    }
+    let half = (1 << (F16_CUT - 1)) - 1 + (magnitude >> F16_CUT & 1);
+    sign | ((magnitude - F16_REBIAS + half) >> F16_CUT) as u16
+}
+
+/// The upper half of a binary32.
+pub struct Bf16;
+
+/// Bits of the largest finite one, as an f32.
+const BF16_MAX: u32 = 0x7F7F_0000;
+
+impl Half for Bf16 {
+    #[inline(always)]
+    fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES] {
+        from.map(|half| f32::from_bits(u32::from(half) << 16))
+    }
+
+    #[inline(always)]
+    fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES] {
+        from.map(|number| {
+            let (sign, magnitude) = split(number);
+            let rounded = (magnitude.min(BF16_MAX) + 0x7FFF + (magnitude >> 16 & 1)) >> 16;
+            sign | if magnitude > INFINITY { bf16_nan(magnitude) } else { rounded as u16 }
+        })
+    }
+
+    #[inline(always)]
+    fn narrow_drawn(from: f32, draw: u32) -> u16 {
+        let (sign, magnitude) = split(from);
+        let rounded = (magnitude.min(BF16_MAX) + (draw >> 16)) >> 16;
+        sign | if magnitude > INFINITY { bf16_nan(magnitude) } else { rounded as u16 }
+    }
+}
+
+fn bf16_nan(magnitude: u32) -> u16 {
+    (magnitude >> 16) as u16 | 0x40
+}
+
+/// The sign where a half has it, and the other bits.
+#[inline(always)]
+fn split(number: f32) -> (u16, u32) {
+    let bits = number.to_bits();
+    (((bits & SIGN) >> 16) as u16, bits & !SIGN)
+}
+
+/// Widen a row; both are as long.
+#[inline(always)]
+pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
+    blocks(to.len(), |at, width| {
+        let mut block = [0; LANES];
+        block[..width].copy_from_slice(&from[at..at + width]);
+        to[at..at + width].copy_from_slice(&H::widen::<L>(&block)[..width]);
+    });
+}
+
+/// Narrow a row to the nearest numbers; both are as long.
+#[inline(always)]
+pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
+    blocks(from.len(), |at, width| {
+        let mut block = [0.0; LANES];
+        block[..width].copy_from_slice(&from[at..at + width]);
+        to[at..at + width].copy_from_slice(&H::narrow::<L>(&block)[..width]);
+    });
+}
+
+/// Narrow a row as drawn: `draw(i)` is for element `i`. Both are as long.
+#[inline(always)]
+pub fn narrow_drawn<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
+    for (i, (from, to)) in from.iter().zip(to).enumerate() {
+        *to = H::narrow_drawn(*from, draw(i as u32));
+    }
+}
+
+/// Call `work` with the start and the width of blocks that cover `len` elements. Inlined with a constant width, so
+/// that what it copies become single moves.
+#[inline(always)]
+fn blocks(len: usize, mut work: impl FnMut(usize, usize)) {
+    let mut at = 0;
+    for width in [LANES, 8, 4, 1] {
+        while at + width <= len {
+            work(at, width);
+            at += width;
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "half_tests.rs"]
+mod tests;

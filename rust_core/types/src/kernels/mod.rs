@@ -1,0 +1,300 @@
+//! The loops over floats that more than one part runs: rows pooled into samples, gradients summed per unique id.
+//!
+//! Both add in batch order, element by element, so their results depend on nothing but their input. They are the
+//! oracle for every other device.
+
+mod segment;
+
+use crate::schema::{Pooling, Slot};
+use crate::simd::{LANES, Lanes, Level, Work, prefetch};
+pub use segment::{Gradients, SegmentSum, Uses, segment_sum, segment_sum_onto};
+
+/// Floats that are fetched ahead of their use: enough rows to hide memory, few enough to stay in the nearest cache.
+const AHEAD_FLOATS: usize = 4096;
+
+/// Rows of `dim` floats that are fetched ahead of their use.
+#[inline(always)]
+pub fn rows_ahead(dim: usize) -> usize {
+    (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
+}
+
+/// Rows of one table, and which of them each sample of one feature uses.
+#[derive(Debug, Clone, Copy)]
+pub struct Pool<'a> {
+    /// `[unique, dim]`.
+    pub rows: &'a [f32],
+    /// Floats in a row.
+    pub dim: usize,
+    /// Per occurrence the row it uses, in batch order.
+    pub places: &'a [u32],
+    /// Where each sample's occurrences start (`samples + 1`); `None` is one per sample.
+    pub offsets: Option<&'a [u32]>,
+    /// Per occurrence what its row is multiplied by; `None` is 1.
+    pub weights: Option<&'a [f32]>,
+    /// Per sample what its sum is divided by; `None` is 1.
+    pub divisors: Option<&'a [f32]>,
+}
+
+/// What each sample's sum is divided by: its number of ids for a mean, the root of its number of rows (ids × rounds of
+/// a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
+///
+/// `offsets` are those of the feature as it is looked up.
+pub fn divisors(slot: &Slot, offsets: Option<&[u32]>) -> Option<Vec<f32>> {
+    if slot.pooling == Pooling::Sum && !slot.sqrt_scaling {
+        return None;
+    }
+    let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds);
+    let divisor = |bounds: &[u32]| {
+        let rows = bounds[1] - bounds[0];
+        let mean = if slot.pooling == Pooling::Mean { (rows / rounds).max(1) as f32 } else { 1.0 };
+        let root = if slot.sqrt_scaling { (rows.max(1) as f32).sqrt() } else { 1.0 };
+        mean * root
+    };
+    offsets.map(|offsets| offsets.windows(2).map(divisor).collect())
+}
+
+/// Pool rows into `out`, `[samples, dim]`: sums in order of occurrence, then divided. An empty sample is zeros.
+pub fn pool(input: &Pool<'_>, out: &mut [f32]) {
+    Level::detect().run(PoolWork { input, out });
+}
+
+/// Multiply every float by `factor`.
+pub fn scale(values: &mut [f32], factor: f32) {
+    Level::detect().run(ScaleWork { values, factor });
+}
+
+struct PoolWork<'a> {
+    input: &'a Pool<'a>,
+    out: &'a mut [f32],
+}
+
+impl Work for PoolWork<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let Pool { rows, dim, places, offsets, weights, divisors } = *self.input;
+        let outs = self.out.chunks_exact_mut(dim);
+        if let (None, None) = (offsets, weights) {
+            for (occurrence, (&place, out)) in places.iter().zip(outs).enumerate() {
+                fetch_ahead(rows, dim, places, occurrence);
+                copy(&rows[place as usize * dim..][..dim], out);
+            }
+            return;
+        }
+        let sum = Sum { rows, dim, onto: false, scale: 1.0 };
+        for (sample, out) in outs.enumerate() {
+            let range = match offsets {
+                None => sample..sample + 1,
+                Some(offsets) => offsets[sample] as usize..offsets[sample + 1] as usize,
+            };
+            for occurrence in range.clone() {
+                fetch_ahead(rows, dim, places, occurrence);
+            }
+            let own = places[range.clone()].iter().map(|place| *place as usize * dim);
+            match weights {
+                None => sum.write(own.map(|row| (row, 1.0)), out),
+                Some(weights) => sum.write(own.zip(weights[range].iter().copied()), out),
+            }
+            if let Some(divisors) = divisors {
+                let divisor = divisors[sample];
+                out.iter_mut().for_each(|value| *value /= divisor);
+            }
+        }
+    }
+}
+
+struct ScaleWork<'a> {
+    values: &'a mut [f32],
+    factor: f32,
+}
+
+impl Work for ScaleWork<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        self.values.iter_mut().for_each(|value| *value *= self.factor);
+    }
+}
+
+/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row.
+#[inline(always)]
+pub fn copy(from: &[f32], to: &mut [f32]) {
+    let (blocks, rest) = from.as_chunks::<LANES>();
+    let (out_blocks, out_rest) = to.as_chunks_mut::<LANES>();
+    for (out, block) in out_blocks.iter_mut().zip(blocks) {
+        *out = *block;
+    }
+    for (out, value) in out_rest.iter_mut().zip(rest) {
+        *out = *value;
+    }
+}
+
+#[inline(always)]
+fn fetch_ahead(rows: &[f32], dim: usize, places: &[u32], occurrence: usize) {
+    if let Some(&place) = places.get(occurrence + rows_ahead(dim)) {
+        prefetch(rows, place as usize * dim, dim);
+    }
+}
+
+/// `out = ((onto ? out : 0) + sum of factor * row) * scale`.
+#[derive(Clone, Copy)]
+struct Sum<'a> {
+    rows: &'a [f32],
+    dim: usize,
+    onto: bool,
+    scale: f32,
+}
+
+impl Sum<'_> {
+    /// Add the rows that start at these floats, block of columns after block, so that sums stay in registers.
+    #[inline(always)]
+    fn write(self, places: impl Iterator<Item = (usize, f32)> + Clone, out: &mut [f32]) {
+        let (dim, mut column) = (self.dim, 0);
+        while dim - column >= 128 {
+            self.block::<128>(column, places.clone(), out);
+            column += 128;
+        }
+        while dim - column >= 64 {
+            self.block::<64>(column, places.clone(), out);
+            column += 64;
+        }
+        while dim - column >= 16 {
+            self.block::<16>(column, places.clone(), out);
+            column += 16;
+        }
+        while dim - column >= 4 {
+            self.block::<4>(column, places.clone(), out);
+            column += 4;
+        }
+        while column < dim {
+            self.block::<1>(column, places.clone(), out);
+            column += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn block<const W: usize>(
+        self,
+        column: usize,
+        places: impl Iterator<Item = (usize, f32)>,
+        out: &mut [f32],
+    ) {
+        let out = &mut out[column..column + W];
+        let mut sum = [0.0f32; W];
+        if self.onto {
+            sum.copy_from_slice(out);
+        }
+        for (place, factor) in places {
+            let row = &self.rows[place + column..][..W];
+            for lane in 0..W {
+                sum[lane] += row[lane] * factor;
+            }
+        }
+        for lane in 0..W {
+            out[lane] = sum[lane] * self.scale;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::segment::SegmentSumWork;
+    use super::*;
+
+    fn number(i: usize) -> f32 {
+        (crate::id::hash_id(i as u64) >> 40) as f32 / 1e5 - 80.0
+    }
+
+    fn bits(values: &[f32]) -> Vec<u32> {
+        values.iter().map(|value| value.to_bits()).collect()
+    }
+
+    #[test]
+    fn every_level_gives_the_same_bits() {
+        let places: Vec<u32> = (0..500u32).map(|i| i * 7 % 50).collect();
+        let offsets: Vec<u32> = (0..=100).map(|i| i * 5).collect();
+        let divisors: Vec<f32> = (0..100).map(|i| number(i).abs() + 1.0).collect();
+        let weights: Vec<f32> = (700..1200).map(number).collect();
+        for dim in [1, 4, 16, 19, 64, 128, 211] {
+            let rows: Vec<f32> = (0..100 * dim).map(number).collect();
+            let divisors = Some(&divisors[..]);
+            let offsets = &offsets[..];
+            for weights in [None, Some(&weights[..])] {
+                let pooled =
+                    &Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors };
+                let uses = Uses { starts: offsets, samples: &places };
+                let summed =
+                    &SegmentSum { gradients: &rows, dim, uses, factors: divisors, weights, scale: 0.3 };
+                let at = |level: Level| {
+                    let mut outs = [(); 2].map(|()| vec![0.0; 100 * dim]);
+                    level.run(PoolWork { input: pooled, out: &mut outs[0] });
+                    level.run(SegmentSumWork { input: summed, first: 0, out: &mut outs[1] });
+                    outs.map(|out| bits(&out))
+                };
+                for level in Level::supported() {
+                    assert_eq!(at(level), at(Level::PORTABLE), "{level:?}, dim {dim}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn weights_multiply_rows_and_gradients() {
+        let (places, offsets) = ([3, 0, 0, 2, 5, 5, 1, 4, 2], [0, 2, 2, 7, 9]);
+        let weights: Vec<f32> = (0..9).map(number).collect();
+        for dim in [1, 3, 16, 19, 64, 131] {
+            let rows: Vec<f32> = (0..6 * dim).map(number).collect();
+            let (weights, mut out) = (Some(&weights[..]), vec![f32::NAN; 4 * dim]);
+            let offsets = Some(&offsets[..]);
+            let divisors = Some(&[2.0, 1.0, 5.0, 3.0][..]);
+            pool(&Pool { rows: &rows, dim, places: &places, offsets, weights, divisors }, &mut out);
+            let uses = Uses { starts: offsets.unwrap(), samples: &places };
+            let factors: Vec<f32> = (20..26).map(number).collect();
+            let mut sums = vec![f32::NAN; 4 * dim];
+            let factors = Some(&factors[..]);
+            segment_sum(
+                &SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 2.0 },
+                0,
+                &mut sums,
+            );
+            for (row, bounds) in offsets.unwrap().windows(2).enumerate() {
+                for column in 0..dim {
+                    let (mut pooled, mut summed) = (0.0f32, 0.0f32);
+                    for at in bounds[0] as usize..bounds[1] as usize {
+                        let (place, weight) = (places[at] as usize, weights.unwrap()[at]);
+                        pooled += rows[place * dim + column] * weight;
+                        summed += rows[place * dim + column] * (factors.unwrap()[place] * weight);
+                    }
+                    assert_eq!(out[row * dim + column], pooled / divisors.unwrap()[row]);
+                    assert_eq!(sums[row * dim + column], summed * 2.0);
+                }
+            }
+            let single = Pool { rows: &rows, dim, places: &places, offsets: None, weights, divisors: None };
+            let mut out = vec![f32::NAN; 9 * dim];
+            pool(&single, &mut out);
+            assert_eq!(out[8 * dim], rows[2 * dim] * weights.unwrap()[8]);
+        }
+    }
+
+    #[test]
+    fn weights_of_one_change_no_bit() {
+        let (dim, places, offsets) = (19, [3, 0, 0, 2, 5, 5], [0, 2, 2, 6]);
+        let rows: Vec<f32> = (0..6 * dim).map(number).collect();
+        let factors: Vec<f32> = (30..36).map(number).collect();
+        let [without, with] = [None, Some(&[1.0; 6][..])].map(|weights| {
+            let mut outs = [(); 2].map(|()| vec![0.0; 3 * dim]);
+            let offsets = &offsets[..];
+            let pooled =
+                Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors: None };
+            pool(&pooled, &mut outs[0]);
+            let uses = Uses { starts: offsets, samples: &places };
+            let factors = Some(&factors[..]);
+            let sum = SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 1.0 };
+            segment_sum(&sum, 0, &mut outs[1]);
+            outs.map(|out| bits(&out))
+        });
+        assert_eq!(without, with);
+    }
+}
