@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import report
+import page
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHES = ROOT / "benches"
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         choices=["store", "step", "loopback", "training", "startup"],
-        help="the store alone (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), starting (B9)",
+        help="the store (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), starting (B9)",
     )
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
@@ -163,7 +163,7 @@ def main() -> None:
     path.write_text(json.dumps(records, indent=1) + "\n")
     print(path)
     if arguments.only is None and not arguments.quick:
-        report.write(records, machine(), (time.monotonic() - started) / 60)
+        page.write(records, machine(), (time.monotonic() - started) / 60)
         print("docs/performance.md: tables and plots are those of this run")
 
 

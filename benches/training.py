@@ -30,7 +30,7 @@ from persia.embedding.optim import Adagrad
 from persia.models import DLRM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "dlrm"))
-import census  # noqa: E402 - found by the line above
+import census
 
 LEARNING_RATE = 0.01
 BATCHES = 32
@@ -60,7 +60,7 @@ class Case:
     @property
     def slots(self) -> int:
         """Number of slots."""
-        return self.ids.shape[1]
+        return len(self.ids[0])
 
     def model(self) -> DLRM:
         """Return the model, always with the same weights."""

@@ -3,8 +3,6 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 

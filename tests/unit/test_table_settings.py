@@ -43,10 +43,12 @@ class Sum(torch.nn.Module):
 def rows(ctx: TrainCtx, ids: np.ndarray = IDS) -> np.ndarray:
     batch = PersiaBatch([IDTypeFeatureWithSingleID("a", ids)], requires_grad=False)
     (found,) = ctx.get_embedding_from_data(batch).embeddings()
-    return from_dlpack(found).numpy().copy()
+    return np.array(from_dlpack(found).numpy())
 
 
-def trained(*batches: np.ndarray, lr: float = 1.0, config: EmbeddingConfig | None = None) -> tuple[np.ndarray, dict]:
+def trained(
+    *batches: np.ndarray, lr: float = 1.0, config: EmbeddingConfig | None = None
+) -> tuple[np.ndarray, dict[str, Any]]:
     """Return the rows of ``IDS`` after training on ``batches``, and the counters."""
     torch.manual_seed(3)
     model = Sum()

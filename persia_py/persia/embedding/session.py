@@ -206,7 +206,7 @@ class Session:
     def _leave_loop(self) -> None:
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
-            self._common.close_loop(pipeline)
+            self._common.close_loop(pipeline, together=False)
 
     def close(self) -> None:
         """Apply what was pushed and end the engine."""

@@ -72,7 +72,7 @@ def draw_step(records: list[Record]) -> None:
     axes.bar(names, [number(record, "ratio") for record in fbgemm], color="tab:blue", width=0.7)
     axes.plot(names, [number(record, "target") for record in fbgemm], "_", color="black", markersize=22, label="target")
     axes.axhline(1, color="tab:orange", label="FBGEMM on the CPU")
-    axes.set(ylabel="rows per CPU-second, × FBGEMM")
+    axes.set(ylabel="rows per CPU-second over FBGEMM")
     axes.tick_params(axis="x", labelsize=7)
     axes.legend()
     figure.savefig(DOCS / "bench-step.svg")
