@@ -1,5 +1,7 @@
 """What a slot says of its table, seen from training: dtype, rounding, optimizer, init, admission, ttl."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from conftest import Configure
