@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use parking_lot::Mutex;
 use persia_types::kernels::{Uses, copy};
 use persia_types::tables::{LookupReport, TableIds};
-use persia_types::{Id, Schema, TablesError};
+use persia_types::{Dtype, Id, Schema, TablesError};
 
 use crate::index::NO_SLOT;
 use crate::memo::Memo;
@@ -60,10 +60,19 @@ impl Lookup<'_> {
         for (number, part) in self.tables.iter().enumerate() {
             let layout = self.run.table(part.table).layout;
             let (slots, _) = memo.part_and_row(number, layout.dim);
-            let mut target = Target { dim: layout.dim, uses: part.uses, out: &mut *rows[number] };
-            let Ok(()) = for_each_span(shards, part.ids, |span| {
-                let read = ReadSpan { span, part, layout, slots, target: &mut target, step, trains };
-                report.hits += self.level.run(read);
+            let (dim, out) = (layout.dim, &mut *rows[number]);
+            let Ok(()) = for_each_span(shards, part.table, part.ids, |span| {
+                let slots = &mut *slots;
+                report.hits += match part.uses {
+                    None => {
+                        let places = InOrder { dim, out };
+                        self.level.run(ReadSpan { span, part, layout, slots, places, step, trains })
+                    }
+                    Some(uses) => {
+                        let places = BySample { dim, uses, out };
+                        self.level.run(ReadSpan { span, part, layout, slots, places, step, trains })
+                    }
+                };
                 Ok::<(), Infallible>(())
             });
             asked += part.ids.len() as u64;
@@ -96,13 +105,16 @@ impl Lookup<'_> {
             if !slots.contains(&NO_SLOT) {
                 continue;
             }
-            let mut target = Target { dim, uses: part.uses, out: &mut *rows[number] };
-            for_each_span(shards, part.ids, |span| {
+            let out = &mut *rows[number];
+            for_each_span(shards, part.table, part.ids, |span| {
                 for (shard, at) in Span::walk(span.ranges) {
                     if slots[at] == NO_SLOT {
                         let id = part.ids.ids()[at];
                         slots[at] = self.absent_id(&mut span.shards[shard], part.table, id, row, report)?;
-                        target.each(at, |out| copy(row, out));
+                        match part.uses {
+                            None => InOrder { dim, out }.write::<Portable>(at, Whole(row)),
+                            Some(uses) => BySample { dim, uses, out }.write::<Portable>(at, Whole(row)),
+                        }
                     }
                 }
                 Ok::<(), TablesError>(())
@@ -163,49 +175,97 @@ impl Lookup<'_> {
 }
 
 /// Where the rows of one table go.
-struct Target<'a> {
+trait Places {
+    /// Call [`Kept::write`] for every place that wants the row of id number `at`.
+    fn write<L: Lanes>(&mut self, at: usize, row: impl Kept);
+}
+
+/// `[ids, dim]`: in the order of ids.
+struct InOrder<'a> {
     dim: usize,
-    uses: Option<Uses<'a>>,
-    /// `[ids, dim]`, or `[samples, dim]` where samples use the ids.
     out: &'a mut [f32],
 }
 
-impl Target<'_> {
-    /// Call `fill` with every place where the row of id number `at` is wanted.
+impl Places for InOrder<'_> {
     #[inline(always)]
-    fn each(&mut self, at: usize, mut fill: impl FnMut(&mut [f32])) {
-        let dim = self.dim;
-        match self.uses {
-            None => fill(&mut self.out[at * dim..][..dim]),
-            Some(uses) => {
-                for sample in uses.of(at) {
-                    fill(&mut self.out[*sample as usize * dim..][..dim]);
-                }
-            }
+    fn write<L: Lanes>(&mut self, at: usize, row: impl Kept) {
+        row.write::<L>(&mut self.out[at * self.dim..][..self.dim]);
+    }
+}
+
+/// `[samples, dim]`: to each sample that uses the id.
+struct BySample<'a> {
+    dim: usize,
+    uses: Uses<'a>,
+    out: &'a mut [f32],
+}
+
+impl Places for BySample<'_> {
+    #[inline(always)]
+    fn write<L: Lanes>(&mut self, at: usize, row: impl Kept) {
+        for sample in self.uses.of(at) {
+            row.write::<L>(&mut self.out[*sample as usize * self.dim..][..self.dim]);
         }
     }
 }
 
+/// A row as it is kept.
+trait Kept: Copy {
+    /// Write its weights to `out`, of `dim` floats.
+    fn write<L: Lanes>(self, out: &mut [f32]);
+}
+
+/// One whose weights are f32, and come first.
+#[derive(Clone, Copy)]
+struct Whole<'a>(&'a [f32]);
+
+impl Kept for Whole<'_> {
+    #[inline(always)]
+    fn write<L: Lanes>(self, out: &mut [f32]) {
+        copy(&self.0[..out.len()], out);
+    }
+}
+
+/// One of any dtype.
+#[derive(Clone, Copy)]
+struct Any<'a>(Layout, &'a [f32]);
+
+impl Kept for Any<'_> {
+    #[inline(always)]
+    fn write<L: Lanes>(self, out: &mut [f32]) {
+        self.0.read::<L>(self.1, out);
+    }
+}
+
 /// The first pass: find and copy what is there. Returns the number of ids that have a row.
-struct ReadSpan<'a, 'b, 's, 't> {
+///
+/// Compiled for each kind of place and of row: a choice inside the loop costs more than a short row.
+struct ReadSpan<'a, 'b, 's, P> {
     span: Span<'b, 's>,
     part: &'a TableIds<'a>,
     layout: Layout,
     /// Of all the table's ids.
     slots: &'a mut [u32],
-    target: &'a mut Target<'t>,
+    places: P,
     /// Decides which rows are expired.
     step: u32,
     /// Whether to note their use at that step.
     trains: bool,
 }
 
-impl Work for ReadSpan<'_, '_, '_, '_> {
+impl<P: Places> Work for ReadSpan<'_, '_, '_, P> {
     type Output = u64;
 
     #[inline(always)]
     fn run<L: Lanes>(self) -> u64 {
-        let Self { span, part, layout, slots, target, step, trains } = self;
+        if self.layout.dtype == Dtype::F32 { self.read::<L, true>() } else { self.read::<L, false>() }
+    }
+}
+
+impl<P: Places> ReadSpan<'_, '_, '_, P> {
+    #[inline(always)]
+    fn read<L: Lanes, const WHOLE: bool>(self) -> u64 {
+        let Self { span, part, layout, slots, mut places, step, trains } = self;
         let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
         span.find::<L>(number, part.ids.ids(), slots);
         let ahead = span.addresses(number, slots, trains || oldest > 0);
@@ -224,8 +284,11 @@ impl Work for ReadSpan<'_, '_, '_, '_> {
                     continue;
                 }
                 hits += 1;
-                let row = table.row(slot);
-                target.each(at, |out| layout.read::<L>(row, out));
+                if WHOLE {
+                    places.write::<L>(at, Whole(table.row(slot)));
+                } else {
+                    places.write::<L>(at, Any(layout, table.row(slot)));
+                }
                 if trains {
                     table.touch(slot, step);
                 }

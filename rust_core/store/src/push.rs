@@ -110,7 +110,8 @@ struct Part<'a> {
 impl Part<'_> {
     fn apply<R: RowRule>(mut self, shards: &[Mutex<Shard>], rule: R) {
         let push = self.push;
-        let Ok(()) = for_each_span(shards, push.tables[self.number].ids, |span| {
+        let TableGradients { table, ids, .. } = &push.tables[self.number];
+        let Ok(()) = for_each_span(shards, *table, ids, |span| {
             push.level.run(ApplySpan { span, part: &mut self, rule });
             Ok::<(), Infallible>(())
         });

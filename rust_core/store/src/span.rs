@@ -100,13 +100,14 @@ impl Ahead {
     }
 }
 
-/// Call `work` with one span after the other until every one of `ids` was covered once. A span has [`SPAN`] ids, the
+/// Call `work` with one span of `table` after the other until every one of `ids` was covered once. A span has [`SPAN`] ids, the
 /// last one the rest.
 ///
 /// Locks are taken in ascending order by every caller, so two requests cannot wait for each other; a shard
 /// without ids is not locked.
 pub(crate) fn for_each_span<E>(
     shards: &[Mutex<Shard>],
+    table: usize,
     ids: &ShardedIds,
     mut work: impl FnMut(Span<'_, '_>) -> Result<(), E>,
 ) -> Result<(), E> {
@@ -117,7 +118,10 @@ pub(crate) fn for_each_span<E>(
         let mut range = ids.range(number);
         while !range.is_empty() {
             let cut = range.end.min(end);
-            locked.push(shard.lock());
+            let shard = shard.lock();
+            // What is known of the table lies apart from the shard: all of a span's are on their way before one is read.
+            prefetch(&shard.tables, table, 1);
+            locked.push(shard);
             ranges.push(range.start..cut);
             range.start = cut;
             if cut == end || cut == ids.len() {
@@ -141,7 +145,7 @@ mod tests {
         let shards: Vec<Mutex<Shard>> = (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&[], 1))).collect();
         let grouped = ShardedIds::group(ids).unwrap();
         let mut covered = 0;
-        for_each_span(&shards, &grouped, |span| {
+        for_each_span(&shards, 0, &grouped, |span| {
             assert_eq!(span.shards.len(), span.ranges.len());
             let start = covered;
             for (shard, at) in Span::walk(span.ranges) {

@@ -118,17 +118,44 @@ impl Work for ScaleWork<'_> {
     }
 }
 
-/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row.
+/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row, and so
+/// does a loop over what the blocks leave: the last block overlaps the one before it instead.
 #[inline(always)]
 pub fn copy(from: &[f32], to: &mut [f32]) {
-    let (blocks, rest) = from.as_chunks::<LANES>();
-    let (out_blocks, out_rest) = to.as_chunks_mut::<LANES>();
-    for (out, block) in out_blocks.iter_mut().zip(blocks) {
-        *out = *block;
+    let to = &mut to[..from.len()];
+    if from.len() >= LANES {
+        for (out, block) in to.as_chunks_mut::<LANES>().0.iter_mut().zip(from.as_chunks::<LANES>().0) {
+            *out = *block;
+        }
     }
-    for (out, value) in out_rest.iter_mut().zip(rest) {
-        *out = *value;
+    if !from.len().is_multiple_of(LANES) {
+        let _done = copy_ends::<LANES>(from, to)
+            || copy_ends::<8>(from, to)
+            || copy_ends::<4>(from, to)
+            || copy_few(from, to);
     }
+}
+
+/// Copy the first and the last `W` floats, if there are as many.
+#[inline(always)]
+fn copy_ends<const W: usize>(from: &[f32], to: &mut [f32]) -> bool {
+    let (Some(first), Some(last)) = (from.first_chunk::<W>(), from.last_chunk::<W>()) else { return false };
+    if let Some(out) = to.first_chunk_mut::<W>() {
+        *out = *first;
+    }
+    if let Some(out) = to.last_chunk_mut::<W>() {
+        *out = *last;
+    }
+    true
+}
+
+/// One to three floats.
+#[inline(always)]
+fn copy_few(from: &[f32], to: &mut [f32]) -> bool {
+    for at in [0, from.len() / 2, from.len() - 1] {
+        to[at] = from[at];
+    }
+    true
 }
 
 #[inline(always)]
@@ -237,6 +264,16 @@ mod tests {
                     assert_eq!(at(level), at(Level::PORTABLE), "{level:?}, dim {dim}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn rows_of_any_length_are_copied_whole() {
+        for length in 0..200 {
+            let row: Vec<f32> = (0..length).map(number).collect();
+            let mut out = vec![f32::NAN; length];
+            copy(&row, &mut out);
+            assert_eq!(bits(&out), bits(&row));
         }
     }
 
