@@ -15,18 +15,16 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def write(records: list[Record], machine: str, minutes: float) -> None:
-    """Replace all tables of docs/performance.md, its machine line and the plots beside it."""
+def write(records: list[Record], machine: str) -> None:
+    """Replace the tables of docs/performance.md that these records are of, and the plots beside it."""
     path = DOCS / "performance.md"
     text = path.read_text(encoding="utf-8")
 
     def table(match: re.Match[str]) -> str:
         name = match.group(1)
-        body = (
-            f"Machine: {machine}. The whole of `make bench` took {minutes:.0f} minutes.\n"
-            if name == "machine"
-            else markdown(of(records, name))
-        )
+        if name != "machine" and not of(records, name):
+            return match.group()
+        body = f"Machine: {machine}.\n" if name == "machine" else markdown(of(records, name))
         return f"<!-- table {name} -->\n{body}<!-- end -->"
 
     path.write_text(TABLE.sub(table, text), encoding="utf-8")
@@ -88,8 +86,9 @@ def draw_scale(records: list[Record]) -> None:
             for record in records
             if str(record["case"]).startswith(verb) and (rows := re.search(r"(\d+) rows", str(record["case"])))
         ]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", label=verb)
+        if not points:
+            return
+        axes.plot(*zip(*points, strict=True), "o-", label=verb)
     axes.set(xlabel="rows of the table", ylabel="CPU ns a row", xscale="log", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

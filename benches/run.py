@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +146,9 @@ def main() -> None:
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
     )
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/performance.md after a part or a short run too"
+    )
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], list[Record]]] = {
         "store": lambda: store(arguments.quick),
@@ -155,16 +157,15 @@ def main() -> None:
         "training": lambda: training(arguments.quick),
         "startup": lambda: startup(arguments.quick, arguments.containers),
     }
-    started = time.monotonic()
     records = [record for name, part in parts.items() if arguments.only in (None, name) for record in part()]
     show(records)
     path = ROOT / "runs" / "bench.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(records, indent=1) + "\n")
     print(path)
-    if arguments.only is None and not arguments.quick:
-        page.write(records, machine(), (time.monotonic() - started) / 60)
-        print("docs/performance.md: tables and plots are those of this run")
+    if arguments.write or not (arguments.only or arguments.quick):
+        page.write(records, machine())
+        print("docs/performance.md: its tables are those of this run")
 
 
 if __name__ == "__main__":
