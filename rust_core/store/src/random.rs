@@ -92,7 +92,7 @@ pub(crate) struct RowDraws {
 impl Rounder {
     pub(crate) fn new(seed: u64, table: &str) -> Self {
         /// Keeps these draws apart from those of weights.
-        const ROUNDING: u64 = 0x72_6F_75_6E_64;
+        const ROUNDING: u64 = 0x0072_6F75_6E64;
         Self { key: mix(table_key(seed, table) ^ ROUNDING) }
     }
 

@@ -296,7 +296,8 @@ mod tests {
 
     #[test]
     fn a_table_with_a_bad_setting_is_named() {
-        let refusal = |change: &dyn Fn(&mut TableSettings)| {
+        type Change<'a> = &'a dyn Fn(&mut TableSettings);
+        let refusal = |change: Change<'_>| {
             let mut table = Table::new("user", 4);
             change(&mut table.settings);
             let schema = Schema { slots: vec![], tables: vec![table] };
@@ -305,7 +306,7 @@ mod tests {
         };
         assert_eq!(refusal(&|settings| settings.ttl = Some(1)), "");
         let sgd = Optimizer::Sgd { lr: f32::NAN, momentum: 0.0, weight_decay: 0.0 };
-        let changes: [(&dyn Fn(&mut TableSettings), &str); 4] = [
+        let changes: [(Change<'_>, &str); 4] = [
             (&|settings| settings.ttl = Some(0), "ttl is 0"),
             (&|settings| settings.optimizer = Some(sgd), "lr is NaN"),
             (&|settings| settings.initializer = Some(Initializer::Poisson { lam: -1.0 }), "lam is -1"),

@@ -117,7 +117,7 @@ fn at_the_limit_counts_are_halved_and_those_who_came_once_forgotten() {
     shard.count(0, 1 << 40, 100).unwrap();
     for id in 0..LIMIT as u64 {
         let count = shard.tables[id as usize % 2].waiting.find::<Portable>(id, hash_id(id));
-        let halved = (id as u32 % 4 + 1) / 2;
+        let halved = (id as u32 % 4).div_ceil(2);
         assert_eq!(count, if halved == 0 { NO_SLOT } else { halved }, "id {id}");
     }
     assert_eq!(shard.tables[0].waiting.find::<Portable>(1 << 40, hash_id(1 << 40)), 1);

@@ -257,7 +257,7 @@ proptest! {
 
 /// Some of the ids that have no row.
 fn waiting(ids: &[u64], chosen: &[usize]) -> Vec<(u64, u32)> {
-    let without = (0..ids.len()).filter(|place| !chosen.contains(place) && chosen.len() % 2 == 0);
+    let without = (0..ids.len()).filter(|place| !chosen.contains(place) && chosen.len().is_multiple_of(2));
     without.map(|place| (ids[place], 1 + place as u32)).collect()
 }
 

@@ -280,38 +280,45 @@ mod tests {
     #[test]
     fn weights_multiply_rows_and_gradients() {
         let (places, offsets) = ([3, 0, 0, 2, 5, 5, 1, 4, 2], [0, 2, 2, 7, 9]);
-        let weights: Vec<f32> = (0..9).map(number).collect();
+        let (divisors, weights) = ([2.0, 1.0, 5.0, 3.0], (0..9).map(number).collect::<Vec<f32>>());
+        let factors: Vec<f32> = (20..26).map(number).collect();
         for dim in [1, 3, 16, 19, 64, 131] {
             let rows: Vec<f32> = (0..6 * dim).map(number).collect();
-            let (weights, mut out) = (Some(&weights[..]), vec![f32::NAN; 4 * dim]);
-            let offsets = Some(&offsets[..]);
-            let divisors = Some(&[2.0, 1.0, 5.0, 3.0][..]);
-            pool(&Pool { rows: &rows, dim, places: &places, offsets, weights, divisors }, &mut out);
-            let uses = Uses { starts: offsets.unwrap(), samples: &places };
-            let factors: Vec<f32> = (20..26).map(number).collect();
-            let mut sums = vec![f32::NAN; 4 * dim];
-            let factors = Some(&factors[..]);
-            segment_sum(
-                &SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 2.0 },
-                0,
-                &mut sums,
-            );
-            for (row, bounds) in offsets.unwrap().windows(2).enumerate() {
+            let [mut out, mut sums] = [(); 2].map(|()| vec![f32::NAN; 4 * dim]);
+            let pooled = Pool {
+                rows: &rows,
+                dim,
+                places: &places,
+                offsets: Some(&offsets),
+                weights: Some(&weights),
+                divisors: Some(&divisors),
+            };
+            pool(&pooled, &mut out);
+            let uses = Uses { starts: &offsets, samples: &places };
+            let summed = SegmentSum {
+                gradients: &rows,
+                dim,
+                uses,
+                factors: Some(&factors),
+                weights: Some(&weights),
+                scale: 2.0,
+            };
+            segment_sum(&summed, 0, &mut sums);
+            for row in 0..4 {
                 for column in 0..dim {
                     let (mut pooled, mut summed) = (0.0f32, 0.0f32);
-                    for at in bounds[0] as usize..bounds[1] as usize {
-                        let (place, weight) = (places[at] as usize, weights.unwrap()[at]);
+                    for (place, weight) in uses.of(row).iter().zip(&weights[uses.range(row)]) {
+                        let place = *place as usize;
                         pooled += rows[place * dim + column] * weight;
-                        summed += rows[place * dim + column] * (factors.unwrap()[place] * weight);
+                        summed += rows[place * dim + column] * (factors[place] * weight);
                     }
-                    assert_eq!(out[row * dim + column], pooled / divisors.unwrap()[row]);
+                    assert_eq!(out[row * dim + column], pooled / divisors[row]);
                     assert_eq!(sums[row * dim + column], summed * 2.0);
                 }
             }
-            let single = Pool { rows: &rows, dim, places: &places, offsets: None, weights, divisors: None };
             let mut out = vec![f32::NAN; 9 * dim];
-            pool(&single, &mut out);
-            assert_eq!(out[8 * dim], rows[2 * dim] * weights.unwrap()[8]);
+            pool(&Pool { offsets: None, divisors: None, ..pooled }, &mut out);
+            assert_eq!(out[8 * dim], rows[2 * dim] * weights[8]);
         }
     }
 
