@@ -130,7 +130,7 @@ def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path
     first = stack.trainer(SCRIPT, '{"steps": 5}', node=0, nodes=2)
     second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_EMBEDDING_CONFIG": str(other)})
     assert first.wait(60) == 2, first.output
-    first.says("the ranks have different embedding_config.yml: rank 1 differs from rank 0")
+    first.says("the ranks have different slots: those of rank 1 differ from rank 0's")
     # It finds the same, or that rank 0 is gone, whichever it hears first.
     assert second.wait(60) in {2, 75}, second.output
 
