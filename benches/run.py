@@ -73,7 +73,7 @@ def loopback_step(quick: bool) -> list[Record]:
 
 def training(quick: bool) -> list[Record]:
     """B5: the whole training loop."""
-    return lines([sys.executable, str(BENCHES / "training.py"), "--seconds", "3" if quick else "6"])
+    return lines([sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "6"])
 
 
 def startup(quick: bool, containers: bool) -> list[Record]:

@@ -182,7 +182,7 @@ def config(folder: Path, case: Case) -> None:
 
 
 def run(case: Case, seconds: float, threads: int) -> None:
-    """Measure one case in all systems with one thread of torch's and with ``threads``; the better counts."""
+    """Measure one case in all systems, in turns so that all meet the same machine."""
     samples = case.labels.shape[1]
     figures: dict[str, list[tuple[float, float]]] = {}
     systems: dict[str, Callable[[], Iterator[None]]] = {
@@ -191,14 +191,15 @@ def run(case: Case, seconds: float, threads: int) -> None:
         "persia": lambda: persia_steps(case),
         "stack": lambda: persia_steps(case),
     }
-    for torch_threads in (1, threads):
+    for _ in range(2):
         for system, steps in systems.items():
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-")))
                 config(folder, case)
                 if system == "stack":
                     stack.enter_context(job(folder, tcp=False))
-                torch.set_num_threads(torch_threads)
+                # A peer has the cores to itself; the engine's threads share them with torch.
+                torch.set_num_threads(1 if system in {"persia", "stack"} else threads)
                 running = steps()
                 stack.callback(running.close)  # type: ignore[attr-defined]  # it is a generator
                 figures.setdefault(system, []).append(rate(running, samples, seconds / 2))
@@ -228,7 +229,7 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=6.0, help="for each system and case")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch's")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch's, for the peers")
     arguments = parser.parse_args()
     os.environ["LOG_LEVEL"] = "WARNING"
     for case in (census_case(), criteo_case(16), criteo_case(64)):
