@@ -13,7 +13,6 @@ use pyo3::prelude::*;
 use crate::errors;
 
 const NAME: &CStr = c"dltensor";
-const USED: &CStr = c"used_dltensor";
 const CPU: i32 = 1;
 
 #[repr(C)]
@@ -175,12 +174,17 @@ unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
 }
 
 /// A float32 tensor of somebody else's, kept alive and readable from any thread.
+///
+/// The capsule stays its owner. A thread that is done with it must not call the tensor's deleter itself: PyTorch's waits for
+/// the GIL, and ends the process where the interpreter is on its way out. Dropping a [`Py`] leaves that to the next
+/// thread which has the GIL.
 pub(crate) struct Borrowed {
-    managed: *mut Managed,
+    start: *const f32,
     len: usize,
+    _capsule: Py<PyAny>,
 }
 
-// SAFETY: the producer handed the tensor over; it is only read, and DLPack allows the deleter on any thread.
+// SAFETY: the floats live as long as the capsule and are only read.
 unsafe impl Send for Borrowed {}
 // SAFETY: as above.
 unsafe impl Sync for Borrowed {}
@@ -191,29 +195,7 @@ impl AsRef<[f32]> for Borrowed {
             return &[];
         }
         // SAFETY: checked in `borrow_f32`: float32, on the CPU, aligned, row-major and contiguous, `len` elements.
-        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
-    }
-}
-
-impl Borrowed {
-    /// Where the first element is.
-    fn start(&self) -> *const f32 {
-        // SAFETY: `managed` is live; the offset stays inside the producer's allocation by the protocol.
-        unsafe {
-            let tensor = &(*self.managed).tensor;
-            tensor.data.cast::<u8>().add(tensor.byte_offset as usize).cast::<f32>()
-        }
-    }
-}
-
-impl Drop for Borrowed {
-    fn drop(&mut self) {
-        // SAFETY: `managed` came out of a capsule that was marked as used; the deleter is called once, here.
-        unsafe {
-            if let Some(deleter) = (*self.managed).deleter {
-                deleter(self.managed);
-            }
-        }
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 
@@ -222,25 +204,20 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
     let py = object.py();
     let refuse = |text: String| Err(errors::feature_type(py, format!("{what}: {text}")));
     let capsule = object.call_method0("__dlpack__")?;
-    // SAFETY: the name is checked before the pointer is taken; renaming the capsule makes us its only owner.
-    let borrowed = unsafe {
+    // SAFETY: the name is checked before the pointer is taken; shape and strides have `ndim` elements by the protocol, and
+    // all of it lives as long as the capsule.
+    let (data, device, dtype, shape, strides) = unsafe {
         if ffi::PyCapsule_IsValid(capsule.as_ptr(), NAME.as_ptr()) != 1 {
             return refuse("not a DLPack capsule".into());
         }
         let managed = ffi::PyCapsule_GetPointer(capsule.as_ptr(), NAME.as_ptr()).cast::<Managed>();
-        if ffi::PyCapsule_SetName(capsule.as_ptr(), USED.as_ptr()) != 0 {
-            return Err(PyErr::fetch(py));
-        }
-        Borrowed { managed, len: want.iter().product() }
-    };
-    // SAFETY: `managed` is live; shape and strides have `ndim` elements by the protocol.
-    let (device, dtype, shape, strides) = unsafe {
-        let tensor = &(*borrowed.managed).tensor;
+        let tensor = &(*managed).tensor;
         let dims = tensor.ndim as usize;
         let shape = if dims == 0 { &[][..] } else { std::slice::from_raw_parts(tensor.shape, dims) };
         let strides = (!tensor.strides.is_null() && dims > 0)
             .then(|| std::slice::from_raw_parts(tensor.strides, dims).to_vec());
-        (tensor.device, tensor.dtype, shape.to_vec(), strides)
+        let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize).cast::<f32>();
+        (data, tensor.device, tensor.dtype, shape.to_vec(), strides)
     };
     if device.kind != CPU {
         return refuse("not on the CPU".into());
@@ -251,7 +228,8 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
     if shape.len() != want.len() || shape.iter().zip(want).any(|(&have, &want)| have != want as i64) {
         return refuse(format!("shape {shape:?}, want {want:?}"));
     }
-    if borrowed.len > 0 && !borrowed.start().is_aligned() {
+    let len = want.iter().product();
+    if len > 0 && !data.is_aligned() {
         return refuse("its data is not aligned to 4 bytes; make a copy".into());
     }
     if let Some(strides) = strides {
@@ -263,5 +241,5 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
             expected *= size;
         }
     }
-    Ok(borrowed)
+    Ok(Borrowed { start: data, len, _capsule: capsule.unbind() })
 }

@@ -47,7 +47,7 @@ pub(crate) struct Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // The engine's threads drop gradients, which needs the GIL.
+        // Its threads may need the GIL: an error of a data set is Python's.
         let current = self.current.lock().take();
         Python::attach(|py| py.detach(|| drop(current)));
     }

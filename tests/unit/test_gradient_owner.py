@@ -1,0 +1,86 @@
+"""Who gives a gradient's memory back: a thread that holds the GIL, never one of the engine's."""
+
+import ctypes
+import threading
+
+import numpy as np
+import torch
+from conftest import Configure
+from test_training import make
+
+from persia.data import DataLoader, IterableDataset
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+
+
+class DLTensor(ctypes.Structure):
+    """DLPack's, of version 0.8; type and device are written as they lie in memory."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class DLManagedTensor(ctypes.Structure):
+    """As above."""
+
+
+Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(DLManagedTensor))
+DLManagedTensor._fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", Deleter))
+FLOAT32 = 2 | 32 << 8 | 1 << 16
+NAME = b"dltensor"
+
+
+class Noted:
+    """A gradient that notes which thread gives its memory back."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+        self.freed: list[int] = []
+        self.shape = (ctypes.c_int64 * values.ndim)(*values.shape)
+        self.deleter = Deleter(lambda _: self.freed.append(threading.get_native_id()))
+        data, none = values.ctypes.data, ctypes.POINTER(ctypes.c_int64)()
+        tensor = DLTensor(data, (1, 0), values.ndim, FLOAT32, self.shape, none, 0)
+        self.managed = DLManagedTensor(tensor, None, self.deleter)
+        self.destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._end)
+
+    def _end(self, capsule: int) -> None:
+        """End an unused capsule, as the protocol asks of its producer."""
+        valid = ctypes.pythonapi.PyCapsule_IsValid
+        valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+        if valid(capsule, NAME):
+            self.deleter(ctypes.pointer(self.managed))
+
+    def __dlpack__(self) -> object:
+        """Return the capsule."""
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(self.managed), NAME, ctypes.cast(self.destructor, ctypes.c_void_p))
+
+
+class OneBatch(IterableDataset):
+    """A batch of 64 ids."""
+
+    def __iter__(self):  # noqa: ANN204  # of PersiaBatch
+        """Yield it."""
+        ids = np.arange(64, dtype=np.uint64)
+        features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]
+        yield PersiaBatch(features, labels=[Label(np.zeros((64, 1), np.float32))])
+
+
+def test_gradients_are_given_back_by_a_thread_that_has_the_gil(configure: Configure) -> None:
+    """PyTorch's deleter waits for the GIL: called by a thread of the engine at the interpreter's end, it aborts."""
+    configure("a: {dim: 4}\nb: {dim: 4}")
+    gradients = [Noted(np.full((64, 4), value, np.float32)) for value in (1, 2)]
+    with make() as ctx:
+        for batch in DataLoader(OneBatch()):
+            batch.push(gradients, 1.0)
+        ctx.engine.drain()
+        assert ctx.engine.stats()["pushes"]["rows_applied"] == 128
+        assert [gradient.freed for gradient in gradients] == [[threading.get_native_id()]] * 2
+    assert torch.equal(torch.from_numpy(gradients[0].values), torch.ones(64, 4))
