@@ -76,6 +76,11 @@ def test_weights_stay_inside_their_bound(configure: Configure) -> None:
         {"emb_initialization": (0.1, -0.1)},
         {"emb_initialization": (float("nan"), 1)},
         {"emb_initialization": Normal(0, -1)},
+        {"emb_initialization": [-0.1, 0.1]},
+        {"emb_initialization": (-0.1, 0.0, 0.1)},
+        {"emb_initialization": ("-0.1", "0.1")},
+        {"emb_initialization": Poisson("3")},  # type: ignore[arg-type]
+        {"emb_initialization": None},
         {"admit_probability": 1.5},
         {"weight_bound": -1},
         {"weight_bound": float("inf")},

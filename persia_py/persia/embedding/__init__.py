@@ -12,7 +12,7 @@ its own: ``init`` (``{name: gamma, shape: 2}``, with the names and parameters of
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from persia.errors import ConfigError
 from persia_core.optim import InitializerSpec
@@ -158,7 +158,13 @@ class EmbeddingConfig:
             ConfigError: A field is out of its range.
         """
         wrong = []
-        if not self._start()._is_valid():
+        if not isinstance(self._start(), Initialization):
+            names = ", ".join(kind.__name__ for kind in get_args(Initialization))
+            wrong.append(
+                f"emb_initialization={self.emb_initialization!r}: want a tuple (low, high), or one of {names} of "
+                "persia.embedding"
+            )
+        elif not self._starts_well():
             wrong.append(
                 f"emb_initialization={self.emb_initialization}: want finite numbers, low <= high, std >= 0, shape > 0, "
                 f"scale >= 0, lam from 0 to {MAX_POISSON_MEAN}"
@@ -174,7 +180,13 @@ class EmbeddingConfig:
 
     def _start(self) -> Initialization:
         start = self.emb_initialization
-        return Uniform(*start) if isinstance(start, tuple) else start
+        return Uniform(*start) if isinstance(start, tuple) and len(start) == 2 else start
+
+    def _starts_well(self) -> bool:
+        try:
+            return self._start()._is_valid()
+        except TypeError:  # no number
+            return False
 
     @property
     def initializer(self) -> InitializerSpec:

@@ -6,6 +6,7 @@ travels with each push: :meth:`Optimizer.update_lr` sets it, :meth:`Optimizer.sc
 
 import math
 from collections.abc import Callable
+from dataclasses import is_dataclass
 
 from typing_extensions import Self
 
@@ -27,13 +28,26 @@ class Optimizer:
         self._schedule: Callable[[int], float] | None = None
         self.lr = lr
 
+    @property
+    def course(self) -> str:
+        """What the schedule is, as far as it can be told; ranks compare it."""
+        if self._schedule is None:
+            return "none"
+        told = is_dataclass(self._schedule)
+        return repr(self._schedule) if told else getattr(self._schedule, "__name__", type(self._schedule).__name__)
+
     def scheduled(self, schedule: Callable[[int], float]) -> Self:
         """Multiply the learning rate of each step by ``schedule(step)``, and return this optimizer.
 
         Args:
             schedule: A :class:`persia.embedding.schedule.LRSchedule`, or any function of the global step (from 1) that
                 gives a finite number of at least 0. As a function of the step alone it needs no place in checkpoints.
+
+        Raises:
+            ConfigError: It cannot be called.
         """
+        if not callable(schedule):
+            raise ConfigError(f"scheduled({schedule!r}): want a function of the step, for example an LRSchedule")
         self._schedule = schedule
         return self
 
@@ -46,10 +60,18 @@ class Optimizer:
         Raises:
             ConfigError: Not finite or negative, or the optimizer was made with ``lr=0``.
         """
+        self.check_lr(lr)
+        self.lr = lr
+
+    def check_lr(self, lr: float) -> None:
+        """Check that ``update_lr(lr)`` would succeed.
+
+        Raises:
+            ConfigError: It would not.
+        """
         _check({"lr": lr}, at_least_zero=("lr",))
         if self._base_lr == 0 and lr != 0:
             raise ConfigError("update_lr: the optimizer was made with lr=0, which no factor can raise; start above 0")
-        self.lr = lr
 
     def apply(self) -> None:
         """Make this the optimizer of the current context. ``TrainCtx`` does it on entry.

@@ -1,11 +1,12 @@
 """Learning rates that vary with the step.
 
 A schedule is a function of the global step alone, counted from 1, so that nothing of it has to be saved: a resumed run
-goes on where it stood, and every rank and every server uses the same rate.
+goes on where it stood, and every server uses the same rate. Ranks compare their schedules when a training loop starts.
 """
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 from persia.errors import ConfigError
@@ -29,7 +30,7 @@ class LRSchedule:
         course: ``constant``, ``linear`` or ``cosine``.
         warmup_steps: Steps until the whole rate is reached.
         total_steps: The step at which the course ends; it stays at ``end`` from there on. None is for a constant one.
-        end: What the course comes down to, in ``[0, 1]``.
+        end: What the course comes down to, in ``[0, 1]``; a constant one does not.
     """
 
     course: Literal["constant", "linear", "cosine"] = "constant"
@@ -46,14 +47,23 @@ class LRSchedule:
         wrong = []
         if self.course not in {"constant", "linear", "cosine"}:
             wrong.append(f"course={self.course!r}: want constant, linear or cosine")
-        if self.warmup_steps < 0:
-            wrong.append(f"warmup_steps={self.warmup_steps}: want at least 0")
-        if self.course != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
-            wrong.append(f"total_steps={self.total_steps}: want more than warmup_steps ({self.warmup_steps})")
-        if self.course == "constant" and self.total_steps is not None:
-            wrong.append(f"total_steps={self.total_steps}: a constant course has no end")
-        if not 0 <= self.end <= 1:
-            wrong.append(f"end={self.end}: want 0 to 1")
+        warms_up = _is_a(Integral, self.warmup_steps) and self.warmup_steps >= 0
+        if not warms_up:
+            wrong.append(f"warmup_steps={self.warmup_steps!r}: want a whole number of at least 0")
+        if self.course == "constant":
+            if self.total_steps is not None:
+                wrong.append(f"total_steps={self.total_steps}: a constant course has no end")
+            if self.end != 0:
+                wrong.append(f"end={self.end!r}: a constant course does not come down")
+        else:
+            total = self.total_steps
+            if total is None or not _is_a(Integral, total) or (warms_up and total <= self.warmup_steps):
+                wrong.append(
+                    f"total_steps={self.total_steps!r}: want a whole number, more than warmup_steps "
+                    f"({self.warmup_steps})"
+                )
+            if not (_is_a(Real, self.end) and 0 <= self.end <= 1):
+                wrong.append(f"end={self.end!r}: want 0 to 1")
         if wrong:
             raise ConfigError("LRSchedule: " + "; ".join(wrong))
 
@@ -66,3 +76,8 @@ class LRSchedule:
         progress = min(max(progress, 0.0), 1.0)
         left = 1 - progress if self.course == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return warmup * (self.end + (1 - self.end) * left)
+
+
+def _is_a(kind: type, value: object) -> bool:
+    """Whether ``value``, of whatever type the caller gave it, is such a number; numpy's are, too."""
+    return isinstance(value, kind)
