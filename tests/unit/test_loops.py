@@ -12,6 +12,7 @@ from test_training import SLOTS, everything, loss_fn, make, train
 
 from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
+from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
     IDFeature,
@@ -137,6 +138,32 @@ def test_a_loop_is_not_disturbed_from_inside(configure: Configure, tmp_path: Pat
             ctx.backward(loss_fn(output, labels[0]))
             steps += 1
         assert steps == 4
+
+
+def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has failed then: what was pushed is waited for, and no rank or data script is told of an error."""
+    configure(SLOTS)
+    ends: list[BaseException | None] = []
+    close = EmbeddedContext.close
+
+    def closed(self: EmbeddedContext, error: BaseException | None = None) -> None:
+        ends.append(error)
+        close(self, error)
+
+    monkeypatch.setattr(EmbeddedContext, "close", closed)
+
+    def steps() -> Iterator[int]:
+        with make() as ctx:
+            for batch in DataLoader(Batches(9)):
+                output, labels = ctx.forward(batch)
+                ctx.backward(loss_fn(output, labels[0]))
+                yield batch.step
+
+    generator = steps()
+    assert next(generator) == 1
+    generator.close()  # type: ignore[attr-defined]
+    assert ends == [None]
+    assert cnt_ctx() is None
 
 
 def test_contexts_can_be_made_again_and_start_empty(configure: Configure) -> None:

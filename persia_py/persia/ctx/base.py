@@ -70,7 +70,8 @@ class BaseCtx:
             value = value or error
             raise
         finally:
-            exits_well = isinstance(value, SystemExit) and not value.code
+            # GeneratorExit: whoever iterates the generator around the block wants no more, which is no failure
+            exits_well = isinstance(value, GeneratorExit) or (isinstance(value, SystemExit) and not value.code)
             self._leave(None if exits_well else value)
 
     def _open(self) -> CommonContext:
