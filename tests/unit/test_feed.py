@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ROOT
+from waiting import wait_until
 
 from persia import auth, feed
 from persia.data import StreamingDataset
@@ -96,6 +98,20 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
 
 def connect(ranks: Ranks, index: int = 0, size: int = 1, *, job: str = JOB, start_timeout: float = 5.0) -> Sender:
     return Sender(job, index, size, find=ranks.find, start_timeout=start_timeout)
+
+
+def test_a_rank_without_data_is_told_of_and_waited_for(
+    ranks: Callable[..., Ranks], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that trains with an EmbeddingCollection announces no address."""
+    run = ranks(1)
+    found = run.find()
+    run.find = lambda: [{**found[0], "address": ""}]  # type: ignore[method-assign]
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:
+        made = pool.submit(lambda: Sender(JOB, 0, 1, find=lambda: run.find(), start_timeout=5))
+        wait_until("a word about it", lambda: "trains with an EmbeddingCollection" in caplog.text, 10)
+        run.find = lambda: found  # type: ignore[method-assign]
+        made.result(20).close()
 
 
 @contextmanager

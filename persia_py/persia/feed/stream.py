@@ -74,7 +74,7 @@ class Stream:
     Args:
         shared: What the streams have in common.
         rank: The rank.
-        locate: Returns the rank's address; None while nobody has announced it.
+        locate: Returns the rank's address, empty where it takes no batches; None while nobody has announced it.
     """
 
     def __init__(self, shared: Shared, rank: int, locate: Callable[[int], str | None]) -> None:
@@ -126,6 +126,13 @@ class Stream:
             address = self._locate(self.rank)
             if address is None:
                 self._say("rank %d of job %s is not announced; waiting for it", self.rank, shared.job)
+            elif not address:
+                self._say(
+                    "rank %d of job %s takes no batches: it trains with an EmbeddingCollection, which is given its "
+                    "features by its own script; waiting for a TrainCtx",
+                    self.rank,
+                    shared.job,
+                )
             else:
                 try:
                     self._talk(address)

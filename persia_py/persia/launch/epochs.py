@@ -28,7 +28,7 @@ def wait_for_new_trainers(events: Events, *, served: str) -> bool:
                 trainers = service.trainers(discovery)
             except UnreachableError:  # NATS is away, which discovery logs
                 trainers = []
-            if any(str(peer["index"]) == "0" and peer["address"] != served for peer in trainers):
+            if any(str(peer["index"]) == "0" and peer["address"] not in {"", served} for peer in trainers):
                 return True
             event = events.next(_PERIOD)
             if isinstance(event, int):
