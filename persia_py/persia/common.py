@@ -12,6 +12,7 @@ import torch
 
 from persia.configs import Configuration
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.errors import UsageError
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
@@ -55,9 +56,11 @@ class CommonContext(ABC):
         settings: What the run's epoch began with.
         trained_step: The last step whose gradients were pushed, or given up.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
+        gradient_scale: What every summed embedding gradient is multiplied by.
     """
 
     engine: Engine
+    gradient_scale = 1.0
 
     def __init__(self, configuration: Configuration | None = None) -> None:
         self.configuration = configuration or Configuration.find()
@@ -109,6 +112,21 @@ class CommonContext(ABC):
             step=step,
             fresh=fresh,
         )
+
+    def settle(self) -> None:
+        """Return when nobody can push any more, because rows are to be replaced.
+
+        Raises:
+            UsageError: This rank is in a training loop.
+        """
+        if self.engine.iterating:
+            raise UsageError("a data loader is being iterated for training: leave its loop first")
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
+        del what
+        yield
 
     @abstractmethod
     def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:

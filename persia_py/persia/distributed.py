@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -19,6 +20,8 @@ from persia.peers import Peers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from persia.embedding.session import Session
 
 _logger = get_logger("distributed")
 
@@ -100,6 +103,7 @@ class _Process:
         self.epoch = 0
         self.steps = 0
         self.failed = ""
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 _process = _Process()
@@ -121,6 +125,21 @@ def announced() -> dict[str, str]:
     return _process.announced
 
 
+def hold(session: "Session") -> None:
+    """Note that an EmbeddingCollection of this process trains on the servers; :func:`finish` closes it."""
+    _process.sessions.add(session)
+
+
+def release(session: "Session") -> None:
+    """Note that it is closed."""
+    _process.sessions.discard(session)
+
+
+def holds_session() -> bool:
+    """Whether an EmbeddingCollection of this process trains on the servers."""
+    return bool(_process.sessions)
+
+
 def trained(steps: int, *, epoch: int | None = None) -> None:
     """Note how far the run is, for its summary; with an ``epoch``, that one has just begun."""
     _process.steps = steps
@@ -137,8 +156,13 @@ def _leave(reason: str | None = None) -> None:
 
 def fail(reason: str) -> None:
     """Tell the other ranks that this one cannot go on; they end too. The run is not finished unless it begins again."""
-    _process.failed = reason
+    _process.failed = _process.failed or reason
     _leave(reason)
+
+
+def failure() -> str:
+    """Return why the run has failed here; empty while it has not."""
+    return _process.failed
 
 
 def agree(flag: bool) -> bool:
@@ -167,19 +191,24 @@ def report(result: dict[str, Any]) -> None:
 def finish() -> None:
     """End the run: once every rank is here, rank 0 writes ``summary.json``; then all leave together.
 
-    The launcher calls this after the script. A run whose summary is not written did not finish.
+    The launcher calls this after the script. A run whose summary is not written did not finish. An EmbeddingCollection
+    that the script left open is closed first, so that what it has pushed is applied.
 
     Raises:
-        RunLostError: A rank is gone, or a ``TrainCtx`` of this process has failed, even if the script went on; no
-            summary is written then.
-        UsageError: The script ended without a ``TrainCtx``, and there are other ranks.
+        PersiaError: What an EmbeddingCollection pushed cannot be applied.
+        RunLostError: A rank is gone, or training in this process has failed, even if the script went on; no summary is
+            written then.
+        UsageError: The script ended without a ``TrainCtx`` or an EmbeddingCollection, and there are other ranks.
     """
-    others = _process.peers
     if _process.failed:
         raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
+    for session in list(_process.sessions):
+        session.close()
+    others = _process.peers
     if others is None and env.get_world_size() > 1 and env.nats_url() is not None:
         raise UsageError(
-            f"the script of rank {env.get_rank()} of {env.get_world_size()} ended without a TrainCtx; each needs one"
+            f"the script of rank {env.get_rank()} of {env.get_world_size()} ended without a TrainCtx or an "
+            "EmbeddingCollection; each needs one"
         )
     if others is not None:
         others.share("finish", None)

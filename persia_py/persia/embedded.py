@@ -30,7 +30,7 @@ class EmbeddedContext(CommonContext):
     def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
         """Start a training loop, in an epoch of its own."""
         self.engine.renew(reproducible)
-        return self.engine.open(staleness, reproducible, buffer, 1.0)
+        return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the data script and the engine's threads, and give the rows' memory back."""

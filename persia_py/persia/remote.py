@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as torch_distributed
 
-from persia import auth, distributed, env, interfaces, job, peers, service
+from persia import auth, distributed, env, errors, interfaces, job, peers, service
 from persia.common import CommonContext, Offender, Settings
 from persia.configs import Configuration
 from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _logger = get_logger("remote")
 
+_TOLD = 4096
+"""Characters of an error that the other ranks are told."""
+
 
 class RemoteContext(CommonContext):
     """An engine over embedding servers.
@@ -42,6 +45,7 @@ class RemoteContext(CommonContext):
         gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
             ``none`` sums them.
         configuration: For :class:`CommonContext`.
+        takes_batches: Data-compose may send batches to this rank.
 
     Raises:
         UnreachableError: NATS, a server or another rank was not there in ``PERSIA_START_TIMEOUT`` seconds; it is named.
@@ -56,6 +60,7 @@ class RemoteContext(CommonContext):
         option: "DistributedBaseOption | None" = None,
         gradient_scale: str = "mean",
         configuration: Configuration | None = None,
+        takes_batches: bool = True,
     ) -> None:
         super().__init__(configuration)
         interfaces.check()
@@ -63,7 +68,8 @@ class RemoteContext(CommonContext):
         self._trains = trains
         self._device_id = device_id
         self._option = option or distributed.get_default_distributed_option(device_id)
-        self._scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
+        self.gradient_scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
+        self._takes_batches = takes_batches
         self._job = job.job_name()
         self._url = service.nats_url()
         self._peers: peers.Peers | None = None
@@ -100,16 +106,19 @@ class RemoteContext(CommonContext):
         """Announce this rank, and get in touch with the others."""
         from persia import feed
 
-        self.feed = feed.serve(self._job, host=advertised_host(self._url))
+        address = ""  # data-compose waits for one
+        if self._takes_batches:
+            self.feed = feed.serve(self._job, host=advertised_host(self._url))
+            address = self.feed.address
         self._peers = distributed.peers()
         if self._peers is not None:  # a second context of this process: the ranks know each other
-            self._announcement = self._place.announce(self.feed.address, distributed.announced())
+            self._announcement = self._place.announce(address, distributed.announced())
             self._peers.note(self._peers.loops)  # also for a loop that was left open by the context before
         elif self.world_size == 1:
-            self._announcement = self._place.announce(self.feed.address, {})
+            self._announcement = self._place.announce(address, {})
         else:
             extra = self._place.open()
-            self._announcement = self._place.announce(self.feed.address, extra)
+            self._announcement = self._place.announce(address, extra)
             self._peers, store = self._place.meet()
             distributed.adopt(self._peers, store, extra)
             self._start_torch(store)
@@ -134,15 +143,41 @@ class RemoteContext(CommonContext):
         first, self._begun = not self._begun, True
         if not self._trains:
             self._observe(step)
-        elif self.engine.iterating:
-            raise UsageError("a data loader is being iterated for training: leave its loop first")
         elif first:
             self._begin_run(settings, after_epoch, step, seed)
-        elif self.rank == 0:
-            if self._peers is not None:
-                self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", env.rpc_timeout())
-            self._begin_rows(settings, after_epoch, step, seed)
-            self._restored = True
+        else:
+            self.settle()
+            if self.rank == 0:
+                self._begin_rows(settings, after_epoch, step, seed)
+                self._restored = True
+
+    def settle(self) -> None:
+        """Return when every rank has left its training loop and its pushes are applied; rank 0 waits for that.
+
+        Raises:
+            UnreachableError: One has not in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
+            UsageError: This rank is in its loop.
+        """
+        super().settle()
+        if self._peers is not None and self.rank == 0:
+            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", env.rpc_timeout())
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            failed = error
+        if self._peers is not None:
+            mine = None if failed is None else [type(failed).__name__, str(failed)[:_TOLD]]
+            told = self._peers.share(what, mine)
+            if failed is None and any(told):
+                rank, (kind, text) = next((rank, each) for rank, each in enumerate(told) if each)
+                raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}")
+        if failed is not None:
+            raise failed
 
     def _begin_run(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops what an earlier one left; the others join."""
@@ -181,7 +216,7 @@ class RemoteContext(CommonContext):
         if self._peers is None:
             self.engine.renew(reproducible)
         else:
-            self._agree_on_loop({"staleness": staleness, "reproducible": reproducible})
+            self._agree_on_loop({"staleness": staleness, "reproducible": reproducible, **self._rate()})
             epoch = self.engine.renew(reproducible) if self.rank == 0 else 0
             given = [epoch, self.trained_step, self._restored]
             epoch, step, self._restored = self._peers.share("epoch", given)[0]
@@ -189,7 +224,14 @@ class RemoteContext(CommonContext):
                 self.engine.join(epoch, step)
                 self.trained_step = step
             self._peers.loops += 1
-        return self.engine.open(staleness, reproducible, buffer, self._scale)
+        return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
+
+    def _rate(self) -> dict[str, Any]:
+        """What decides the learning rate; None for a rate that the other ranks get only with a checkpoint's state."""
+        optimizer = self.settings.optimizer
+        if optimizer is None:
+            return {}
+        return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.course}
 
     def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
         """Wait until every rank is at the start of a loop, each with its pushes acknowledged."""
@@ -198,9 +240,9 @@ class RemoteContext(CommonContext):
             self.engine.drain()
         for rank, given in enumerate(self._peers.share("start of a loop", arguments)):
             for name, value in given.items():
-                if value != arguments[name]:
+                if value != arguments[name] and None not in (value, arguments[name]):
                     raise UsageError(
-                        f"DataLoader: {name} is {value} on rank {rank} and {arguments[name]} on rank {self.rank}; give "
+                        f"training: {name} is {value} on rank {rank} and {arguments[name]} on rank {self.rank}; give "
                         "every rank the same"
                     )
 

@@ -1,7 +1,13 @@
-"""A loop of the user's own around EmbeddingCollection, on one rank or under DDP; the result is written to ``out``."""
+"""A loop of the user's own around EmbeddingCollection, on one rank or under DDP; the result is written to ``out``.
 
+A JSON text in its argument says what else happens.
+"""
+
+import contextlib
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +15,46 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from conftest import TinyModel
+from conftest import Batches, TinyModel
+from waiting import wait_until
 
 from persia import env
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
 from persia.embedding import EmbeddingCollection, EmbeddingConfig, TableConfig
 from persia.embedding.optim import SGD
+from persia.embedding.schedule import LRSchedule
+from persia.errors import CheckpointError, DataError, RunLostError, UsageError
 
 PLAN: dict[str, Any] = json.loads(sys.argv[1])
 RANK, WORLD = env.get_rank(), env.get_world_size()
 STEPS, BATCH, IDS = 20, 32, 200
+MANY = 1_100_000  # of each feature, more than a look-up may carry of both
+
+
+def slow(step: int) -> float:
+    """Be a learning rate that rank 1 takes its time for, so that its push is late."""
+    if RANK == 1 and step in PLAN["slow"]:
+        time.sleep(2)
+    return 1.0
+
+
+def optimizer() -> SGD:
+    """Return the embedding optimizer as planned."""
+    if courses := PLAN.get("schedules"):  # by rank
+        return SGD(0.1).scheduled(LRSchedule(**courses[RANK]))
+    return SGD(0.1).scheduled(slow) if "slow" in PLAN else SGD(0.1)
+
+
+def due(event: str, number: int) -> bool:
+    """Whether the plan wants ``event`` on this rank at this step, counted from 0."""
+    return bool(PLAN.get(event) == {"rank": RANK, "step": number})
+
+
+def barrier() -> None:
+    """Wait for the other ranks."""
+    if WORLD > 1:
+        torch.distributed.barrier()
 
 
 def read(tables: EmbeddingCollection) -> dict[str, torch.Tensor]:
@@ -27,39 +64,142 @@ def read(tables: EmbeddingCollection) -> dict[str, torch.Tensor]:
     return found
 
 
-def main() -> None:
-    """Train, and write rows and weights."""
-    torch.manual_seed(1)
-    model: torch.nn.Module = TinyModel()
-    tables = EmbeddingCollection(
-        [TableConfig("a", 4, ["a"]), TableConfig("b", 4, ["b"])], SGD(0.1), EmbeddingConfig((-0.1, 0.1))
-    )
-    whole = torch.nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mine = slice(RANK * BATCH // WORLD, (RANK + 1) * BATCH // WORLD)
-    for number in range(STEPS):
-        rng = np.random.default_rng([7, number])
-        a, b = rng.integers(0, IDS, (2, BATCH))
-        dense = torch.from_numpy(rng.standard_normal((BATCH, 3), dtype=np.float32)[mine])
-        label = torch.from_numpy((a % 3 == 0).astype(np.float32)[mine, None])
-        vectors = tables({"a": a[mine].copy(), "b": b[mine].copy()})
-        output = whole([dense], [*vectors.values()])
-        torch.autograd.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, label))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert tables.step == STEPS
-    rows = read(tables)
-    if WORLD > 1:  # the other ranks' pushes are applied by now, too
-        torch.distributed.barrier()
-        rows = read(tables)
-    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in rows.items()}
-    arrays |= {f"dense{index}": p.detach().numpy() for index, p in enumerate(model.parameters())}
-    if RANK == 0:
-        np.savez(PLAN["out"], **arrays)
-    if WORLD > 1:
-        torch.distributed.barrier()
-    tables.close()
+class Loop:
+    """Model, tables, and the steps on them."""
 
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = TinyModel()
+        self.tables = EmbeddingCollection(
+            [TableConfig("a", 4, ["a"]), TableConfig("b", 4, ["b"])], optimizer(), EmbeddingConfig((-0.1, 0.1))
+        )
+        whole = torch.nn.parallel.DistributedDataParallel(self.model) if WORLD > 1 else self.model
+        self.whole: torch.nn.Module = whole
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def train(self, first: int, end: int) -> None:
+        """Make some of the steps."""
+        mine = slice(RANK * BATCH // WORLD, (RANK + 1) * BATCH // WORLD)
+        for number in range(first, end):
+            rng = np.random.default_rng([7, number])
+            a, b = rng.integers(0, IDS, (2, BATCH))
+            dense = torch.from_numpy(rng.standard_normal((BATCH, 3), dtype=np.float32)[mine])
+            label = torch.from_numpy((a % 3 == 0).astype(np.float32)[mine, None])
+            self.before(number)
+            vectors = self.tables({"a": a[mine].copy(), "b": b[mine].copy()})
+            output = self.whole([dense], [*vectors.values()])
+            pause(number)
+            torch.autograd.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, label))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def before(self, number: int) -> None:
+        """Do what the plan wants before a step."""
+        if due("refused", number):
+            with contextlib.suppress(DataError):
+                self.tables({"a": np.arange(MANY, dtype=np.uint64), "b": np.arange(MANY, dtype=np.uint64)})
+                raise AssertionError("too many ids were looked up")
+        if due("broken", number):
+            with fails(ValueError, "as the plan wants"):
+                self.tables._session._pipeline = Broken()  # type: ignore[assignment]
+                self.tables({"a": np.arange(2), "b": np.arange(2)})
+            with fails(RunLostError, "ValueError: as the plan wants"):
+                self.tables({"a": np.arange(2), "b": np.arange(2)})
+            wait_until("the other rank to end this one", lambda: False, 20)
+
+    def save_and_load(self, folder: str) -> None:
+        """Continue from a checkpoint in mid-training: the same rows on every rank, and the same end."""
+        self.train(0, 10)
+        self.tables.save(folder, model=self.model.state_dict())
+        saved = read(self.tables)
+        barrier()
+        self.train(10, STEPS)
+        barrier()
+        first = read(self.tables)
+        barrier()
+        self.train(STEPS, STEPS + 1)
+        loaded = self.tables.load(folder)
+        self.model.load_state_dict(loaded.state("model.pt"))
+        for name, rows in read(self.tables).items():
+            assert torch.equal(rows, saved[name]), name
+        assert self.tables.step == 10
+        barrier()
+        self.train(10, STEPS)
+        barrier()
+        for name, rows in read(self.tables).items():
+            assert torch.equal(rows, first[name]), name
+        with fails(CheckpointError, "nothing"):  # on every rank, and they go on
+            self.tables.load(str(Path(folder) / "nothing"))
+
+
+class Broken:
+    """A pipeline that fails."""
+
+    def feed(self, batch: object) -> bool:
+        """Fail."""
+        raise ValueError("as the plan wants")
+
+
+@contextlib.contextmanager
+def fails(kind: type[Exception], text: str) -> Iterator[None]:
+    """Check that the block raises this."""
+    try:
+        yield
+    except kind as error:
+        found = str(error)
+    else:
+        found = "nothing was raised"
+    if text not in found:
+        raise AssertionError(found)
+
+
+def pause(number: int) -> None:
+    """Wait for the test before the last backward."""
+    if PLAN.get("until") and number == STEPS - 1:
+        sys.stderr.write("before the last backward\n")
+        wait_until("the test to go on", Path(PLAN["until"]).exists, 60)
+
+
+def train_in_a_context() -> None:
+    """Train 3 steps in the other way."""
+    model = TinyModel()
+    with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
+        assert sum(ctx.get_embedding_size()) == 0
+        for batch in DataLoader(Batches(3)):
+            output, labels = ctx.forward(batch)
+            ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+
+
+def write(loop: Loop) -> None:
+    """Write rows and weights."""
+    barrier()  # the other ranks' pushes are applied by now, too
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in read(loop.tables).items()}
+    arrays |= {f"dense{index}": p.detach().numpy() for index, p in enumerate(loop.model.parameters())}
+    if RANK == 0 and "out" in PLAN:
+        np.savez(PLAN["out"], **arrays)
+    barrier()
+
+
+if "group" in PLAN:  # of the script's own, before the collection
+    torch.distributed.init_process_group("gloo", init_method=PLAN["group"], rank=RANK, world_size=WORLD)
+loop = Loop()  # of the module, as scripts have it: nothing ends its life before the process's
 
 if __name__ == "__main__":
-    main()
+    if "folder" in PLAN:
+        loop.save_and_load(PLAN["folder"])
+    else:
+        loop.train(0, STEPS)
+    assert loop.tables.step == STEPS
+    if "until" not in PLAN:
+        read(loop.tables)
+        write(loop)
+    if PLAN.get("context"):
+        with fails(UsageError, "beside an EmbeddingCollection"):
+            train_in_a_context()
+        read(loop.tables)
+        barrier()
+        loop.tables.close()
+        barrier()
+        train_in_a_context()
+    elif PLAN.get("close"):
+        loop.tables.close()

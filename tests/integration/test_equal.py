@@ -9,6 +9,8 @@ import pytest
 from conftest import ROOT, Configure
 from stack import MakeStack
 
+from persia import job
+
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
 COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
 
@@ -112,6 +114,41 @@ def test_a_collection_on_two_ranks_learns_what_one_does_of_the_whole_batch(
     halves = served(make_stack, tmp_path, {}, servers=2, ranks=2, capacity=100_000, script=COLLECTION, env=env)
     for name in inside:
         np.testing.assert_allclose(halves[name], inside[name], atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_a_collection_is_saved_and_loaded_by_two_ranks_together(make_stack: MakeStack) -> None:
+    """Rank 1's last pushes before either are late; the script compares rows."""
+    stack = make_stack(servers=2, env={"REPRODUCIBLE": "1"})
+    plan = {"folder": str(Path(stack.settings["PERSIA_CKPT_DIR"]) / "first"), "slow": [10, 21]}
+    trainer = stack.trainer(COLLECTION, json.dumps(plan), ranks=2)
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["steps"] == 20
+
+
+def test_a_collection_follows_its_schedule_over_servers(
+    make_stack: MakeStack, configure: Configure, tmp_path: Path
+) -> None:
+    course = {"course": "cosine", "warmup_steps": 5, "total_steps": 15, "end": 0.1}
+    plan = {"schedules": [course]}
+    inside = embedded(configure, tmp_path, 100_000, plan, script=COLLECTION)
+    outside = served(make_stack, tmp_path, plan, servers=2, ranks=1, capacity=100_000, script=COLLECTION)
+    assert_bit_equal(inside, outside)
+    constant = embedded(configure, tmp_path, 100_000, {}, script=COLLECTION)
+    assert not np.array_equal(inside["a"], constant["a"])
+
+
+def test_a_batch_that_one_rank_refuses_changes_nothing(make_stack: MakeStack, tmp_path: Path) -> None:
+    results = []
+    for number, plan in enumerate([{}, {"refused": {"rank": 1, "step": 3}}, {"refused": {"rank": 0, "step": 0}}]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        env = {"REPRODUCIBLE": "1"}
+        results.append(
+            served(make_stack, folder, plan, servers=1, ranks=2, capacity=100_000, script=COLLECTION, env=env)
+        )
+    assert_bit_equal(results[0], results[1])
+    assert_bit_equal(results[0], results[2])
 
 
 def test_a_reproducible_run_of_two_ranks_is_bit_equal_on_any_number_of_servers(

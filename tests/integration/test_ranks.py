@@ -14,6 +14,58 @@ from persia import job
 from persia_core import checkpoint
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
+COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
+
+
+LEAVES = """
+import time
+
+import torch
+from conftest import Batches, TinyModel
+from torch.utils.dlpack import from_dlpack
+
+from persia import distributed, env
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.optim import SGD
+
+
+def slow(step):
+    time.sleep(3 if env.get_rank() == 1 and step == 5 else 0)
+    return 1.0
+
+
+def train(last):
+    for batch in DataLoader(Batches(10)):
+        output, labels = ctx.forward(batch)
+        ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+        if batch.step == last:
+            return
+
+
+def rows():
+    wanted = Batches(1).batch(0, requires_grad=False)
+    return [from_dlpack(tensor).clone() for tensor in ctx.get_embedding_from_data(wanted).embeddings()]
+
+
+model = TinyModel()
+dense = torch.optim.SGD(model.parameters(), 0.1)
+with TrainCtx(SGD(0.1).scheduled(slow), dense, mixed_precision=False, model=model) as ctx:
+    train(3)
+    distributed.agree(True)
+    if env.get_rank() == 0:
+        ctx.dump_checkpoint(FOLDER)
+        saved = rows()
+    distributed.agree(True)
+    train(5)
+    if env.get_rank() == 0:
+        ctx.load_checkpoint(FOLDER)
+    distributed.agree(True)
+    if env.get_rank() == 0:
+        assert all(map(torch.equal, rows(), saved)), "a push came after the load"
+    distributed.agree(True)
+    train(6)
+"""
 
 
 def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> list[Part]:
@@ -59,6 +111,66 @@ def test_a_rank_that_fails_says_why(make_stack: MakeStack) -> None:
     first.says("rank 1 is gone: ValueError: as the plan wants")
 
 
+def test_a_forward_of_a_collection_that_fails_on_one_rank_ends_the_others(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = json.dumps({"broken": {"rank": 1, "step": 4}})
+    first, second = (stack.trainer(COLLECTION, plan, node=node, nodes=2) for node in range(2))
+    assert first.wait(40) == 75, first.output
+    first.says("rank 1 is gone: ValueError: as the plan wants")
+    second.wait()
+
+
+def test_ranks_with_different_schedules_do_not_train(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = json.dumps({"schedules": [{"warmup_steps": 3}, {"warmup_steps": 4}]})
+    trainer = stack.trainer(COLLECTION, plan, ranks=2)
+    assert trainer.wait() == 2, trainer.output
+    assert re.search(r"schedule is LRSchedule.*warmup_steps=[34].* on rank [01] and LRSchedule", trainer.output)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_collection_that_is_never_closed_is_closed_before_the_end(
+    make_stack: MakeStack, tmp_path: Path, ranks: int
+) -> None:
+    """The process group is the script's own here."""
+    stack = make_stack()
+    plan = json.dumps({"group": f"file://{tmp_path}/group"})
+    trainer = stack.trainer(COLLECTION, plan, ranks=ranks)
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and (summary["steps"], summary["epoch"]) == (20, 1)
+
+
+def test_a_collection_whose_last_push_cannot_be_applied_does_not_finish(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    plan = json.dumps({"until": str(tmp_path / "until")})
+    trainer = stack.trainer(COLLECTION, plan, env={"PERSIA_RPC_TIMEOUT": "3"})
+    trainer.says("before the last backward")
+    stack.kill("server-0")
+    (tmp_path / "until").touch()
+    assert trainer.wait() != 0, trainer.output
+    assert job.finished_summary(stack.folder / "run") is None
+
+
+def test_a_context_is_refused_beside_a_collection_and_welcome_after_it(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    trainer = stack.trainer(COLLECTION, '{"context": true}', ranks=2)
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["steps"] == 3
+
+
+def test_data_compose_hears_that_a_collection_takes_no_batches(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    script = tmp_path / "data.py"
+    script.write_text("from persia.ctx import DataCtx\nwith DataCtx():\n    pass\n")
+    trainer = stack.trainer(COLLECTION, json.dumps({"until": str(tmp_path / "until")}))
+    trainer.says("before the last backward")
+    stack.data(script).says("takes no batches: it trains with an EmbeddingCollection")
+    (tmp_path / "until").touch()
+    assert trainer.wait() == 0, trainer.output
+
+
 def test_nats_may_restart_in_mid_training(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack(servers=2)
     pause = {"step": 5, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
@@ -99,6 +211,16 @@ def test_checkpoints_need_no_other_rank(make_stack: MakeStack, tmp_path: Path, e
     assert summary is not None and summary["steps"] == 15
     assert summary["result"]["equal_weights"], "the ranks went on from different models"
     assert sum(summary["result"]["sizes"]) >= checkpoint.listing(folder)[0]["rows"] > 0
+
+
+def test_a_load_waits_for_pushes_of_loops_that_were_left(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    script = tmp_path / "train.py"
+    script.write_text(f"FOLDER = {str(Path(stack.settings['PERSIA_CKPT_DIR']) / 'first')!r}\n{LEAVES}")
+    trainer = stack.trainer(script, ranks=2)
+    assert trainer.wait() == 0, trainer.output
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["steps"] == 6
 
 
 def test_a_second_rank_of_the_same_number_is_refused(make_stack: MakeStack, tmp_path: Path) -> None:

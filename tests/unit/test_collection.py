@@ -13,8 +13,10 @@ from conftest import Batches, Configure, TinyModel
 from test_training import SLOTS, everything, loss_fn, make, train
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
+from persia import distributed
 from persia.ctx import eval_ctx
 from persia.data import DataLoader
+from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingCollection, EmbeddingConfig, TableConfig
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.embedding.schedule import LRSchedule
@@ -25,6 +27,7 @@ from persia.errors import (
     DataError,
     FeatureTypeError,
     NonFiniteError,
+    RunLostError,
     UsageError,
 )
 
@@ -246,6 +249,9 @@ def test_a_step_with_nan_changes_no_row(caplog: pytest.LogCaptureFixture) -> Non
     (tables(features)["b"].sum() * float("nan")).backward()
     assert all(torch.equal(after, before[name]) for name, after in rows(tables).items())
     assert any("feature 'b', sample" in record.message for record in caplog.records)
+    assert tables.skipped == 1
+    tables(features)["a"].sum().backward()
+    assert tables.skipped == 0
     with pytest.raises(NonFiniteError, match="25 steps in a row"):
         for _ in range(25):
             (tables(features)["b"].sum() * float("nan")).backward()
@@ -281,6 +287,11 @@ def test_mistakes_are_named() -> None:
         ({"a": (ids, torch.tensor([0, 1, 2]), torch.ones(1)), "b": ids}, DataError, "1 weights for 2 ids"),
         ({"a": (ids, torch.tensor([0, 1, 2]), torch.ones(2).double()), "b": ids}, FeatureTypeError, "weights.*float32"),
         ({"a": (ids, torch.tensor([0, 1, 2]), torch.ones(2, requires_grad=True)), "b": ids}, UsageError, "detach"),
+        (
+            {"a": (ids, torch.tensor([0, 1, 2]), torch.ones(2, dtype=torch.bfloat16)), "b": ids},
+            FeatureTypeError,
+            "'a', weights: want 1-d float32, got 1-d bfloat16",
+        ),
     ]:
         with pytest.raises(error, match=text):
             tables(features)
@@ -355,6 +366,86 @@ def test_saving_and_loading_goes_on_bit_for_bit(tmp_path: Path, optimizer: Optim
     del waiting
     with pytest.raises(CheckpointError):
         tables.load(tmp_path / "none")
+
+
+def test_states_of_any_name_are_saved(tmp_path: Path) -> None:
+    tables = collection()
+    states = {name: {"x": torch.ones(1)} for name in ("embedding", "collection", "model")}
+    tables.save(tmp_path / "ckpt", **states)
+    loaded = tables.load(tmp_path / "ckpt")
+    assert all(loaded.state(f"{name}.pt") == states[name] for name in states)
+
+
+def test_a_learning_rate_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    tables = collection(SGD(0.1))
+    tables(arrays(0)[0])["a"].sum().backward()
+    tables.save(tmp_path / "ckpt")
+    other = collection(SGD(0.0))
+    other(arrays(1)[0])["a"].sum().backward()
+    before = rows(other)
+    with pytest.raises(CheckpointError, match="collection.state.*made with lr=0"):
+        other.load(tmp_path / "ckpt")
+    assert all(torch.equal(after, before[name]) for name, after in rows(other).items())
+    assert other.step == 1
+
+
+def test_a_batch_that_is_refused_ends_no_epoch() -> None:
+    """More ids than a look-up may carry is found out by the engine, before the look-up."""
+    tables = collection(SGD(1.0), staleness=2)
+    ids = torch.arange(6)
+    tables({"a": ids, "b": ids})["a"].sum().backward()
+    before, epoch = rows(tables, 6), tables._session.engine.epoch
+    waiting = tables({"a": ids, "b": ids})
+    many = torch.arange(1_100_000)
+    with pytest.raises(DataError, match="unique ids of the batch"):
+        tables({"a": many, "b": many})
+    waiting["a"].sum().backward()
+    torch.testing.assert_close(rows(tables, 6)["a"], before["a"] - 1)
+    assert tables.step == 2
+    left = tables({"a": ids, "b": ids})
+    for _ in range(2):
+        with pytest.raises(DataError, match="unique ids of the batch"):
+            tables({"a": many, "b": many})
+    tables({"a": ids, "b": ids})["a"].sum().backward()
+    with pytest.raises(UsageError, match="no gradients can be pushed"):
+        left["a"].sum().backward()
+    torch.testing.assert_close(rows(tables, 6)["a"], before["a"] - 2)
+    assert (tables.step, tables._session.engine.epoch) == (4, epoch)
+
+
+def test_a_staleness_that_reproducible_contradicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRODUCIBLE", "1")
+    with pytest.raises(UsageError, match=r"EmbeddingCollection\(staleness=2\).*REPRODUCIBLE"):
+        collection(staleness=2)
+    collection(staleness=1)
+
+
+def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it cannot begin, and when it is closed in a run that has failed."""
+    ends: list[BaseException | None] = []
+    close = EmbeddedContext.close
+
+    def closed(self: EmbeddedContext, error: BaseException | None = None) -> None:
+        ends.append(error)
+        close(self, error)
+
+    def fails(self: EmbeddedContext, settings: object) -> None:
+        raise ConfigError("as planned")
+
+    monkeypatch.setattr(EmbeddedContext, "close", closed)
+    tables = collection()
+    tables.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(EmbeddedContext, "apply", fails)
+        with pytest.raises(ConfigError):
+            collection()
+    forgotten = collection()
+    monkeypatch.setattr(distributed._process, "failed", "ValueError: as planned")
+    del forgotten
+    gc.collect()
+    assert ends[0] is None
+    assert isinstance(ends[1], ConfigError)
+    assert isinstance(ends[2], RunLostError) and "ValueError: as planned" in str(ends[2])
 
 
 class Whole(torch.nn.Module):

@@ -19,9 +19,6 @@ from persia_core.data import Batch
 
 _logger = get_logger("ctx")
 
-_cut_slots: set[str] = set()
-"""Slots whose cut was logged."""
-
 
 class EmbeddingCtx(BaseCtx):
     """Looks embeddings up and runs the model on them.
@@ -50,6 +47,7 @@ class EmbeddingCtx(BaseCtx):
         self._embeddings: list[torch.Tensor] = []
         self._was_training = False
         self._outer: Settings | None = None
+        self._cut_slots: set[str] = set()  # whose cut was logged
 
     def _enter(self) -> None:
         self._outer = None if self._owner else self._common.settings
@@ -111,8 +109,20 @@ class EmbeddingCtx(BaseCtx):
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
-        _log_cuts(batch)
+        self._log_cuts(batch)
         return dense, embeddings, [from_dlpack(tensor) for tensor in batch.labels()]
+
+    def _log_cuts(self, batch: "_forward.TrainingBatch") -> None:
+        """Say once for each raw slot that its samples have more ids than places."""
+        for slot, cut in zip(batch.slots, batch.cut(), strict=True):
+            if cut and slot not in self._cut_slots:
+                self._cut_slots.add(slot)
+                _logger.warning(
+                    "slot %r: %d ids of the batch are left out, because their samples have more than "
+                    "sample_fixed_size; the first ones count. Engine.stats()['slots'] counts them from now on",
+                    slot,
+                    cut,
+                )
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -206,6 +216,7 @@ class EmbeddingCtx(BaseCtx):
 
     def _restore(self, loaded: checkpoint.Load) -> None:
         common = self._common
+        common.settle()  # what another rank pushed after this would reach the restored rows
         loaded.restore(common.engine)
         common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
 
@@ -279,19 +290,6 @@ class InferCtx(EmbeddingCtx):
 
 def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
-
-
-def _log_cuts(batch: _forward.TrainingBatch) -> None:
-    """Say once for each raw slot that its samples have more ids than places."""
-    for slot, cut in zip(batch.slots, batch.cut(), strict=True):
-        if cut and slot not in _cut_slots:
-            _cut_slots.add(slot)
-            _logger.warning(
-                "slot %r: %d ids of the batch are left out, because their samples have more than sample_fixed_size; "
-                "the first ones count. Engine.stats()['slots'] counts them from now on",
-                slot,
-                cut,
-            )
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:

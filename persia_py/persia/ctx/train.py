@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia import checkpoint, env
+from persia import checkpoint, distributed, env
 from persia.common import CommonContext
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx, bare
@@ -98,6 +98,11 @@ class TrainCtx(EmbeddingCtx):
 
     def _open(self) -> CommonContext:
         if env.nats_url() is not None:
+            if distributed.holds_session():
+                raise UsageError(
+                    "TrainCtx beside an EmbeddingCollection, whose rows are on the same servers: it would begin with "
+                    "empty tables; close() the collection first"
+                )
             from persia.remote import RemoteContext
 
             return RemoteContext(

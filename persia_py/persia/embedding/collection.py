@@ -28,9 +28,6 @@ Array = torch.Tensor | npt.NDArray[Any]
 Feature = Array | tuple[Array, Array] | tuple[Array, Array, Array]
 """Ids, one for each sample; or ids and offsets (batch + 1 of them); or ids, offsets and per-sample weights."""
 
-_STATE = "embedding.pt"
-"""The file of a checkpoint that holds the learning rate."""
-
 
 @dataclass(frozen=True)
 class TableConfig:
@@ -64,9 +61,26 @@ class EmbeddingCollection(torch.nn.Module):
     it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on the CPU. The factor of a gradient
     scaler would reach the rows: train without one.
 
+    Gradients are pushed once: a second backward through the same forward is a :class:`~persia.errors.UsageError`.
+    With NaN or infinity in one of them the backward pushes none of this rank's: no row changes, a warning names the
+    feature and sample, and :attr:`skipped` is above 0 until the next push; 25 such backwards in a row are a
+    :class:`~persia.errors.NonFiniteError`. Other ranks push what they have. The dense optimizer is the script's own:
+    make its step only if the norm that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite,
+    which under DDP it is on all ranks or on none.
+
     With ``PERSIA_NATS_URL`` set the rows are on the job's servers, which are started with the slots that
-    :meth:`embedding_config` gives; a process has one collection then, and every rank makes it. Embedding gradients are
-    divided by the number of ranks, as DDP does with dense ones.
+    :meth:`embedding_config` gives; a process has one collection then, no TrainCtx beside it, and every rank makes it.
+    Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Making, saving, loading and the
+    first forward of training are done by all ranks together. Several ranks need a process group of torch: one that is
+    to have another backend than gloo is started *before* the collection, which starts one of gloo where there is none
+    (and torch refuses a second)::
+
+        torch.cuda.set_device(env.get_local_rank())
+        torch.distributed.init_process_group(
+            "nccl", init_method="tcp://host:port", rank=env.get_rank(), world_size=env.get_world_size()
+        )
+        collection = EmbeddingCollection(tables, Adagrad(lr=0.1))
+        model = DistributedDataParallel(model.cuda(), device_ids=[env.get_local_rank()])
 
     Example:
         ::
@@ -83,11 +97,13 @@ class EmbeddingCollection(torch.nn.Module):
         tables: The tables.
         optimizer: Updates the rows.
         config: How rows start, and how far they may go.
-        staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8.
+        staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
+            ``REPRODUCIBLE`` set it is 1.
 
     Raises:
         ConfigError: Tables that contradict themselves or each other; every mistake is named.
-        UsageError: Inside a context of :mod:`persia.ctx`, or the second collection over servers in this process.
+        UsageError: Inside a context of :mod:`persia.ctx`, the second collection over servers in this process, or a
+            staleness that ``REPRODUCIBLE`` contradicts.
     """
 
     def __init__(
@@ -140,6 +156,8 @@ class EmbeddingCollection(torch.nn.Module):
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
             UsageError: As many forwards as the staleness allows wait for their backward.
+            RunLostError: With several ranks, a forward has failed before for another reason than its features: the
+                other ranks end then, too.
         """
         training = self.training and torch.is_grad_enabled()
         batch = self._batch(features, requires_grad=training)
@@ -174,46 +192,55 @@ class EmbeddingCollection(torch.nn.Module):
     def save(self, directory: str | os.PathLike[str], **states: dict[str, Any]) -> None:
         """Save the rows as a checkpoint in ``directory``, which it replaces as a whole or not at all.
 
-        Every push so far is in it. With several ranks, rank 0 saves and the others return; with servers the directory
-        is below ``PERSIA_CKPT_DIR``.
+        Every push of every rank so far is in it. Every rank calls this, and goes on when the checkpoint is there. Rank
+        0 writes it; the ``states`` of the others are not looked at. With servers the directory is below
+        ``PERSIA_CKPT_DIR``.
 
         Args:
             directory: A directory; made if missing.
             **states: State dicts that go into the same checkpoint: ``model=model.state_dict()`` as ``model.pt``.
 
         Raises:
-            StorageError: It cannot be written; what was there before still is.
+            StorageError: It cannot be written, on any rank; what was there before still is.
         """
-        self._session.save(directory, {_STATE: {"lr": self.optimizer.lr}, **{f"{k}.pt": v for k, v in states.items()}})
+        self._session.save(directory, {f"{name}.pt": state for name, state in states.items()})
 
     def load(self, directory: str | os.PathLike[str]) -> checkpoint.Load:
         """Continue with the rows, the step and the learning rate of a checkpoint.
 
-        Every file is verified before anything changes. With several ranks, every rank calls this.
+        Every file is verified before anything changes. Every rank calls this, and goes on when the rows are there; what
+        one of them cannot load none does, so that all may catch the error and go on together.
 
         Returns:
             The checkpoint: its ``state("model.pt")`` is what :meth:`save` got as ``model``.
 
         Raises:
-            CheckpointError: No checkpoint there, damaged (the file is named), or of other tables.
+            CheckpointError: No checkpoint there, damaged (the file is named), of other tables, or with a learning rate
+                that this optimizer cannot have.
             UsageError: A forward waits for its backward.
         """
-        loaded = self._session.load(directory)
-        if _STATE in loaded.names:
-            self.optimizer.update_lr(loaded.state(_STATE)["lr"])
-        return loaded
+        return self._session.load(directory)
 
     @property
     def step(self) -> int:
         """The number of the last training forward whose gradients were pushed, from 1; it goes on after a load."""
         return self._session.trained_step
 
+    @property
+    def skipped(self) -> int:
+        """How many of this rank's backwards, up to the last one, changed no row for NaN or infinity; 0 after a push."""
+        return self._session.skipped
+
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, gauges and times."""
         return self._session.engine.stats()
 
     def close(self) -> None:
-        """Apply what was pushed and end the engine, and with it rows of this process. Happens by itself at the end."""
+        """Apply what was pushed and end the engine, and with it rows of this process.
+
+        It happens by itself when the module is forgotten or the process ends. Under the launcher it is part of the run:
+        one whose last pushes cannot be applied is not finished.
+        """
         self._session.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -294,11 +321,13 @@ class _Parts:
 
 def _array(name: str, what: str, value: object, dtypes: tuple[str, ...]) -> npt.NDArray[Any]:
     """Return a 1-d contiguous array of one of the dtypes."""
-    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype not in [np.dtype(each) for each in dtypes]:
-        found = f"{array.ndim}-d {array.dtype}" if isinstance(array, np.ndarray) else type(value).__name__
-        raise FeatureTypeError(f"feature {name!r}, {what}: want 1-d {' or '.join(dtypes)}, got {found}")
-    return np.ascontiguousarray(array)
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor | np.ndarray):
+        found = f"{value.ndim}-d {str(value.dtype).removeprefix('torch.')}"
+        if found in [f"1-d {dtype}" for dtype in dtypes]:
+            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+            return np.ascontiguousarray(array)
+    raise FeatureTypeError(f"feature {name!r}, {what}: want 1-d {' or '.join(dtypes)}, got {found}")
 
 
 def _check_tables(tables: Sequence[TableConfig]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia import checkpoint, env
+from persia import checkpoint, distributed, env
 from persia.common import CommonContext, Settings
 from persia.configs import Configuration
 from persia.ctx import cnt_ctx
@@ -15,7 +15,7 @@ from persia.distributed import DDPOption
 from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.optim import Optimizer
-from persia.errors import NonFiniteError, UsageError
+from persia.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PersiaError, RunLostError, UsageError
 from persia.gradients import MAX_SKIPPED_STEPS
 from persia.logger import get_logger
 from persia_core import backward as _backward
@@ -31,8 +31,8 @@ _logger = get_logger("collection")
 _LOOKUP_S = 600.0
 """How long a look-up may take, as in :class:`persia.data.DataLoader`."""
 
-_over_servers: "weakref.WeakSet[Session]" = weakref.WeakSet()
-"""Sessions of this process whose rows are on servers: at most one."""
+_STATE = "collection.state"
+"""The file of a checkpoint that holds the learning rate; no state dict of the user's has such a name."""
 
 
 class Step:
@@ -50,13 +50,19 @@ class Step:
         """Send the gradients of the vectors on their way."""
         self._session.push(self, self._batch, gradients)
 
-    def __del__(self) -> None:
+    def discard(self) -> None:
         """Give up the right to push; after a push this does nothing."""
         self._batch.discard()
 
+    def __del__(self) -> None:
+        self.discard()
+
 
 class _GivenGroup(DDPOption):
-    """The process group that the user's own script has started, or else one of persia's."""
+    """The process group that the user's own script has started before, or else one of persia's.
+
+    A script that starts its own afterwards is refused by torch: a process has one.
+    """
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
         """Start it, if there is none."""
@@ -81,31 +87,39 @@ class Session:
                 "give its features to the context's batches"
             )
         self._reproducible = env.flag("REPRODUCIBLE")
+        if self._reproducible and staleness not in (None, 1):
+            raise UsageError(
+                f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
+                "has staleness 1"
+            )
         self._staleness = 1 if self._reproducible else env.staleness(staleness)
         self._optimizer = optimizer
         self._waiting: weakref.WeakSet[Step] = weakref.WeakSet()
-        self._skipped = 0
+        self.skipped = 0
         self._pipeline: Pipeline | None = None
+        self._refused = False  # the pipeline has ended with a batch that was not looked up
+        self._lost = ""
         self._common = self._open(Configuration.of(slots, "the tables of EmbeddingCollection"))
-        self._finalizer = weakref.finalize(self, self._common.close, None)
+        self._finalizer = weakref.finalize(self, _end, self._common)
         try:
             self._common.apply(Settings(optimizer, config or get_default_embedding_config()))
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(error)
             raise
 
     def _open(self, configuration: Configuration) -> CommonContext:
-        if not os.environ.get("PERSIA_NATS_URL", "").strip():
+        if env.nats_url() is None:
             return EmbeddedContext(configuration)
-        if _over_servers:
+        if distributed.holds_session():
             raise UsageError(
                 "a second EmbeddingCollection over the servers of one job would replace the first one's rows: put all "
                 "tables into one, or close() the first"
             )
         from persia.remote import RemoteContext
 
-        common = RemoteContext(trains=True, option=_GivenGroup(backend="gloo"), configuration=configuration)
-        _over_servers.add(self)
+        group = _GivenGroup(backend="gloo")
+        common = RemoteContext(trains=True, option=group, configuration=configuration, takes_batches=False)
+        distributed.hold(self)
         return common
 
     @property
@@ -132,12 +146,12 @@ class Session:
                 f"staleness={self._staleness} allows; call backward on their losses or drop what they returned, and "
                 "evaluate in eval() or under torch.no_grad()"
             )
-        pipeline = self._loop()
         try:
-            self._common.engine.drain()
+            pipeline = self._loop()
+            self.engine.drain()
             looked = pipeline.next(_LOOKUP_S) if pipeline.feed(batch) else None
-        except BaseException:
-            self._leave_loop()  # the pipeline ends with the first error; what comes next opens another
+        except BaseException as error:
+            self._fail(error)
             raise
         if looked is None:
             raise UsageError("EmbeddingCollection: its training loop was closed by another thread")
@@ -163,58 +177,125 @@ class Session:
                     batch.step,
                 )
                 return
-        self._skipped = 0
+        self.skipped = 0
         batch.push(dense, self._optimizer.lr_factor(batch.step))
         self._common.trained_step = max(self._common.trained_step, batch.step)
 
     def _skip(self, what: str, step: int) -> None:
-        self._skipped += 1
+        self.skipped += 1
         _logger.warning("step %d changes no row: %s", step, what)
-        if self._skipped >= MAX_SKIPPED_STEPS:
-            raise NonFiniteError(f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {what}")
+        if self.skipped >= MAX_SKIPPED_STEPS:
+            raise NonFiniteError(f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}")
 
     def save(self, directory: str | os.PathLike[str], states: Mapping[str, dict[str, Any]]) -> None:
-        """Save rows and ``states`` as one checkpoint, on rank 0."""
+        """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
-        if not self._common.writes:
-            return
-        with checkpoint.Save(self.engine, self._common.checkpoint_dir(directory), self.trained_step) as save:
-            for name, state in states.items():
-                save.add_state(name, state)
+        with self._common.together("save, which every rank calls"):
+            self.engine.drain()
+        with self._common.together("the end of save"):
+            if self._common.writes:
+                with checkpoint.Save(self.engine, self._common.checkpoint_dir(directory), self.trained_step) as save:
+                    save.add_state(_STATE, {"lr": float(self._optimizer.lr)})
+                    for name, state in states.items():
+                        save.add_state(name, state)
 
     def load(self, directory: str | os.PathLike[str]) -> checkpoint.Load:
-        """Replace rows and step by a checkpoint's."""
+        """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
         self._check_open()
-        if self._waiting:
-            raise UsageError(
-                f"EmbeddingCollection.load: {len(self._waiting)} forwards wait for their backward; call it, or drop "
-                "what they returned"
-            )
-        loaded = checkpoint.Load(self._common.checkpoint_dir(directory))
-        self._leave_loop()
-        if self._common.writes:
-            loaded.restore(self.engine)
-            self._common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
+        with self._common.together("load, which every rank calls"):
+            if self._waiting:
+                raise UsageError(
+                    f"EmbeddingCollection.load: {len(self._waiting)} forwards wait for their backward; call it, or "
+                    "drop what they returned"
+                )
+            loaded = checkpoint.Load(self._common.checkpoint_dir(directory))
+            lr = self._saved_lr(loaded)
+            self._leave_loop()
+            self.engine.drain()
+        with self._common.together("the end of load"):
+            if self._common.writes:
+                self._common.settle()
+                loaded.restore(self.engine)
+                self._common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
+            self._common.trained_step = loaded.step
+        if lr is not None:
+            self._optimizer.update_lr(lr)
         return loaded
+
+    def _saved_lr(self, loaded: checkpoint.Load) -> float | None:
+        """Return the learning rate of a checkpoint; None where a context has saved it."""
+        if _STATE not in loaded.names:
+            return None
+        lr = loaded.state(_STATE).get("lr")
+        if not isinstance(lr, float):
+            raise CheckpointError(f"{loaded.path}: {_STATE}: lr={lr!r}: want a number")
+        try:
+            self._optimizer.check_lr(lr)
+        except ConfigError as error:
+            raise CheckpointError(f"{loaded.path}: {_STATE}: {error}") from error
+        return lr
 
     def _loop(self) -> Pipeline:
         if self._pipeline is None:
             self._pipeline = self._common.open_loop(self._staleness, self._reproducible, 1)
             self._common.spread(dict)
+        elif self._refused:
+            for step in list(self._waiting):
+                step.discard()  # the engine it belongs to ends here
+            self._waiting.clear()
+            self._pipeline.close()
+            self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._common.gradient_scale)
+        self._refused = False
         return self._pipeline
 
+    def _fail(self, error: BaseException) -> None:
+        """Decide what a failed forward means for those that come after it.
+
+        A batch that was refused before its look-up has no step: the next forward goes on in the same epoch. After
+        anything else the next loop has an epoch of its own, which all ranks begin together. The others do not know of
+        it, so that the run ends where there are others.
+        """
+        if isinstance(error, DataError) and self._pipeline is not None and self._is_sound():
+            self._refused = True
+        elif distributed.peers() is None:
+            self._leave_loop()
+        else:
+            self._lost = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+            distributed.fail(self._lost)
+
+    def _is_sound(self) -> bool:
+        try:
+            self.engine.drain()
+        except PersiaError:  # the look-up itself has failed
+            return False
+        return True
+
     def _leave_loop(self) -> None:
-        pipeline, self._pipeline = self._pipeline, None
+        pipeline, self._pipeline, self._refused = self._pipeline, None, False
         if pipeline is not None:
             self._common.close_loop(pipeline, together=False)
 
-    def close(self) -> None:
-        """Apply what was pushed and end the engine."""
-        if self._finalizer.alive:
-            self._leave_loop()
-            _over_servers.discard(self)
-            self._finalizer()
+    def close(self, error: BaseException | None = None) -> None:
+        """Apply what was pushed and end the engine; with an ``error``, tell the other ranks that the run has failed."""
+        if self._finalizer.detach() is None:
+            return
+        distributed.release(self)
+        try:
+            if error is None and not distributed.failure():
+                self._leave_loop()
+        finally:
+            _end(self._common, error)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise UsageError("this EmbeddingCollection is closed: make a new one")
+        if self._lost:
+            raise RunLostError(
+                f"a forward of this EmbeddingCollection has failed, and the other ranks end because of it: {self._lost}"
+            )
+
+
+def _end(common: CommonContext, error: BaseException | None = None) -> None:
+    """Close; a collection is also closed by being forgotten, or with the process, of which the run may have failed."""
+    failed = distributed.failure()
+    common.close(error or (RunLostError(failed) if failed else None))
