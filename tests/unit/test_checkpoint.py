@@ -164,7 +164,14 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage
 
 @pytest.mark.parametrize(
     ("slots", "text"),
-    [("a: {dim: 8}\nb: {dim: 4}", "dim|8"), ("a: {dim: 4}\nc: {dim: 4}", r"table \"?b\b|\bb\b.*no such table|`b`")],
+    [
+        ("a: {dim: 8}\nb: {dim: 4}", "dim|8"),
+        ("a: {dim: 4}\nc: {dim: 4}", r"table \"?b\b|\bb\b.*no such table|`b`"),
+        (
+            "a: {dim: 4}\nb: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 100}}",
+            "slot b were saved with hash_stack_config none, this run has 2 rounds of 100",
+        ),
+    ],
 )
 def test_a_checkpoint_of_another_configuration_is_refused(
     saved: Path, configure: Configure, slots: str, text: str

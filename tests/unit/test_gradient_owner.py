@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class Noted:
 class OneBatch(IterableDataset):
     """A batch of 64 ids."""
 
-    def __iter__(self):  # noqa: ANN204  # of PersiaBatch
+    def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield it."""
         ids = np.arange(64, dtype=np.uint64)
         features = [IDTypeFeatureWithSingleID(name, ids) for name in "ab"]

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
+use persia_types::schema::HashStack;
+use persia_types::tables::Run;
 use persia_types::{Optimizer, TablesError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -86,6 +88,32 @@ fn ended(py: Python<'_>) -> PyErr {
     errors::raise(py, "UsageError", "this save has ended; make a new one")
 }
 
+impl Checkpoint {
+    /// Refuse rows whose ids mean something else in this run: buckets of another hash stack, or no buckets.
+    fn check_hash_stacks(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
+        let saved = &self.manifest.head.run.schema.slots;
+        let pairs = now.schema.slots.iter().filter_map(|slot| {
+            Some((saved.iter().find(|saved| saved.name == slot.name)?, slot))
+                .filter(|(saved, slot)| saved.hash_stack != slot.hash_stack)
+        });
+        let described = |stack: Option<HashStack>| {
+            stack.map_or("none".to_owned(), |stack| format!("{} rounds of {}", stack.rounds, stack.buckets))
+        };
+        let lines: Vec<String> = pairs
+            .map(|(saved, slot)| {
+                format!(
+                    "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: the rows would be other                      ids'; use the same hash_stack_config",
+                    self.directory.display(),
+                    slot.name,
+                    described(saved.hash_stack),
+                    described(slot.hash_stack),
+                )
+            })
+            .collect();
+        if lines.is_empty() { Ok(()) } else { Err(errors::raise(py, "CheckpointError", lines.join("\n"))) }
+    }
+}
+
 /// A checkpoint on disk.
 #[pyclass(module = "persia_core.checkpoint", frozen)]
 pub(crate) struct Checkpoint {
@@ -141,6 +169,7 @@ impl Checkpoint {
                 ));
             }
         }
+        self.check_hash_stacks(py, &now)?;
         let (tables, shards) = (engine.tables(), self.manifest.shards());
         py.detach(|| tables.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
     }

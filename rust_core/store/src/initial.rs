@@ -17,12 +17,12 @@ impl InitialWeights {
         Self { initializer, key: table_key(seed, table) }
     }
 
-    /// Write the weights of `id`. Element `i` is drawn by counter, so it does not depend on the others.
+    /// Write the weights of `id`, all finite. Element `i` is drawn by counter, so it does not depend on the others.
     pub(crate) fn write(&self, id: Id, weights: &mut [f32]) {
         let key = mix(self.key ^ mix(id));
         let mut each = |draw: &dyn Fn(u64) -> f64| {
             for (i, weight) in (0..).zip(weights.iter_mut()) {
-                *weight = draw(i) as f32;
+                *weight = (draw(i) as f32).clamp(f32::MIN, f32::MAX);
             }
         };
         match self.initializer {
@@ -110,6 +110,18 @@ mod tests {
         assert!(values.iter().all(|v| (-bound..bound).contains(v)));
         let squared_length = 10.0 * moments(&values).1.powi(2);
         assert!((squared_length - 1.0 / 3.0).abs() < 0.005, "{squared_length}");
+    }
+
+    #[test]
+    fn weights_are_finite_whatever_the_parameters() {
+        let largest = [
+            Initializer::Normal { mean: 0.0, std: f32::MAX },
+            Initializer::Gamma { shape: f32::MAX, scale: f32::MAX },
+        ];
+        for initializer in largest {
+            let values = draw_rows(initializer, 100);
+            assert!(values.iter().all(|v| v.is_finite()) && values.contains(&f32::MAX), "{initializer:?}");
+        }
     }
 
     #[test]

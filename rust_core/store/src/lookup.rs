@@ -8,7 +8,7 @@ use persia_types::tables::{LookupReport, TableIds};
 use persia_types::{Dtype, Id, Schema, TablesError};
 
 use crate::index::NO_SLOT;
-use crate::memo::Memo;
+use crate::memo::{Memo, MemoPart};
 use crate::row::Layout;
 use crate::run::ActiveRun;
 use crate::shard::{Shard, no_memory};
@@ -40,6 +40,8 @@ pub(crate) struct Lookup<'a> {
     pub(crate) level: Level,
     pub(crate) effect: Effect,
     pub(crate) tables: &'a [TableIds<'a>],
+    /// What the first look-up of the token found, if this one repeats it and that is known still.
+    pub(crate) first: Option<&'a Memo>,
 }
 
 impl Lookup<'_> {
@@ -59,18 +61,18 @@ impl Lookup<'_> {
         }
         for (number, part) in self.tables.iter().enumerate() {
             let layout = self.run.table(part.table).layout;
-            let (slots, _) = memo.part_and_row(number, layout.dim);
+            let mut found = memo.part(number, 0);
             let (dim, out) = (layout.dim, &mut *rows[number]);
             let Ok(()) = for_each_span(shards, part.table, part.ids, |span| {
-                let slots = &mut *slots;
+                let found = &mut found;
                 report.hits += match part.uses {
                     None => {
                         let places = InOrder { dim, out };
-                        self.level.run(ReadSpan { span, part, layout, slots, places, step, trains })
+                        self.level.run(ReadSpan { span, part, layout, found, places, step, trains })
                     }
                     Some(uses) => {
                         let places = BySample { dim, uses, out };
-                        self.level.run(ReadSpan { span, part, layout, slots, places, step, trains })
+                        self.level.run(ReadSpan { span, part, layout, found, places, step, trains })
                     }
                 };
                 Ok::<(), Infallible>(())
@@ -87,7 +89,7 @@ impl Lookup<'_> {
     fn sweep(&self, shards: &[Mutex<Shard>], step: u32) -> u64 {
         let due = step as usize % shards.len();
         let asked = self.tables.iter().any(|part| !part.ids.range(due).is_empty());
-        if asked { shards[due].lock().sweep(step) } else { 0 }
+        if asked { shards[due].lock().sweep_once(step) } else { 0 }
     }
 
     /// The second pass: every id that the first did not find.
@@ -101,16 +103,22 @@ impl Lookup<'_> {
     ) -> Result<(), TablesError> {
         for (number, part) in self.tables.iter().enumerate() {
             let dim = self.schema.tables[part.table].dim;
-            let (slots, row) = memo.part_and_row(number, dim);
+            let MemoPart { slots, room, .. } = memo.part(number, 2 * dim);
             if !slots.contains(&NO_SLOT) {
                 continue;
             }
+            let first = self.first.and_then(|memo| memo.slots_of(part.table, part.ids.len()));
+            let (row, room) = room.split_at_mut(dim);
             let out = &mut *rows[number];
             for_each_span(shards, part.table, part.ids, |span| {
                 for (shard, at) in Span::walk(span.ranges) {
                     if slots[at] == NO_SLOT {
-                        let id = part.ids.ids()[at];
-                        slots[at] = self.absent_id(&mut span.shards[shard], part.table, id, row, report)?;
+                        let absent = Absent {
+                            table: part.table,
+                            id: part.ids.ids()[at],
+                            admitted: first.map(|slots| slots[at] != NO_SLOT),
+                        };
+                        slots[at] = self.absent_id(&mut span.shards[shard], &absent, row, room, report)?;
                         match part.uses {
                             None => InOrder { dim, out }.write::<Portable>(at, Whole(row)),
                             Some(uses) => BySample { dim, uses, out }.write::<Portable>(at, Whole(row)),
@@ -126,11 +134,12 @@ impl Lookup<'_> {
     fn absent_id(
         &self,
         shard: &mut Shard,
-        table: usize,
-        id: Id,
+        absent: &Absent,
         out: &mut [f32],
+        room: &mut [f32],
         report: &mut LookupReport,
     ) -> Result<u32, TablesError> {
+        let Absent { table, id, admitted } = *absent;
         if let Effect::Read(_) = self.effect {
             out.fill(0.0);
             report.missing += 1;
@@ -138,29 +147,34 @@ impl Lookup<'_> {
         }
         let (step, run) = (self.effect.step(), self.run.table(table));
         let out_of_memory = |error| no_memory(&self.schema.tables[table].name, error);
+        let trains = matches!(self.effect, Effect::Admit(_));
         let slot = shard.tables[table].find::<Portable>(id);
         if slot != NO_SLOT && shard.tables[table].is_alive(slot, run.layout.oldest_alive(step)) {
-            // An id that stands in the request twice got its row the first time.
+            // Between the passes another request gave it a row, or it stands in this one twice.
             run.layout.read::<Portable>(shard.tables[table].row(slot), out);
+            if trains {
+                shard.tables[table].touch(slot, step);
+            }
             report.hits += 1;
             return Ok(slot);
         }
-        let trains = matches!(self.effect, Effect::Admit(_));
         if slot != NO_SLOT && trains {
             shard.remove(table, id);
             report.expired += 1;
         }
-        let asked_enough = if trains {
-            shard.count(table, id, run.admission.min_count).map_err(out_of_memory)?
+        let comes = if trains {
+            let asked_enough = shard.count(table, id, run.admission.min_count).map_err(out_of_memory)?;
+            asked_enough && self.run.draws_admission(table, id, step)
         } else {
-            !shard.is_waiting(table, id)
+            let drawn = || !shard.is_waiting(table, id) && self.run.draws_admission(table, id, step);
+            admitted.unwrap_or_else(drawn)
         };
-        if !asked_enough || !self.run.draws_admission(table, id, step) {
+        if !comes {
             out.fill(0.0);
             report.missing += 1;
             return Ok(NO_SLOT);
         }
-        run.initial_weights(id, out);
+        run.initial_weights(id, out, room);
         if !trains {
             report.missing += 1;
             return Ok(NO_SLOT);
@@ -172,6 +186,14 @@ impl Lookup<'_> {
         report.expired += left.expired;
         Ok(slot)
     }
+}
+
+/// An id without row.
+struct Absent {
+    table: usize,
+    id: Id,
+    /// Whether the first look-up gave it one, where this one repeats it and that is known.
+    admitted: Option<bool>,
 }
 
 /// Where the rows of one table go.
@@ -240,12 +262,12 @@ impl Kept for Any<'_> {
 /// The first pass: find and copy what is there. Returns the number of ids that have a row.
 ///
 /// Compiled for each kind of place and of row: a choice inside the loop costs more than a short row.
-struct ReadSpan<'a, 'b, 's, P> {
+struct ReadSpan<'a, 'b, 'm, 's, P> {
     span: Span<'b, 's>,
     part: &'a TableIds<'a>,
     layout: Layout,
     /// Of all the table's ids.
-    slots: &'a mut [u32],
+    found: &'a mut MemoPart<'m>,
     places: P,
     /// Decides which rows are expired.
     step: u32,
@@ -253,7 +275,7 @@ struct ReadSpan<'a, 'b, 's, P> {
     trains: bool,
 }
 
-impl<P: Places> Work for ReadSpan<'_, '_, '_, P> {
+impl<P: Places> Work for ReadSpan<'_, '_, '_, '_, P> {
     type Output = u64;
 
     #[inline(always)]
@@ -262,13 +284,17 @@ impl<P: Places> Work for ReadSpan<'_, '_, '_, P> {
     }
 }
 
-impl<P: Places> ReadSpan<'_, '_, '_, P> {
+impl<P: Places> ReadSpan<'_, '_, '_, '_, P> {
     #[inline(always)]
     fn read<L: Lanes, const WHOLE: bool>(self) -> u64 {
-        let Self { span, part, layout, slots, mut places, step, trains } = self;
+        let Self { span, part, layout, found, mut places, step, trains } = self;
         let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
+        for (number, shard) in span.numbers.iter().zip(&*span.shards) {
+            found.note(*number, shard.departures());
+        }
+        let slots = &mut *found.slots;
         span.find::<L>(number, part.ids.ids(), slots);
-        let ahead = span.addresses(number, slots, trains || oldest > 0);
+        let ahead = span.addresses(number, slots, trains || oldest > 0, |_| false);
         ahead.start(words);
         let mut hits = 0;
         for (shard, range) in span.shards.iter_mut().zip(span.ranges) {

@@ -1,14 +1,14 @@
 //! [`Memos`]: the slots a look-up found, kept until the push of the same token, which then need not search.
 //!
-//! A slot is only a guess by then: another look-up may have evicted its row. The push checks the id that stands
-//! at the slot and searches where it is another.
+//! A slot is only a guess by then: another look-up may have evicted its row. Where rows have left a shard since, the push
+//! checks the id that stands at the slot and searches where it is another.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use parking_lot::Mutex;
-use persia_types::Token;
 use persia_types::limits::MAX_STALENESS;
+use persia_types::{Token, VIRTUAL_SHARDS};
 
 /// Memos whose memory is kept for coming look-ups.
 const MAX_SPARE: usize = 8;
@@ -19,8 +19,37 @@ pub(crate) struct Memo {
     slots: Vec<u32>,
     /// `(table, slots)` per table of the request.
     parts: Vec<(usize, Range<usize>)>,
-    /// Room for one row, kept with the rest of a request's memory.
-    row: Vec<f32>,
+    /// Room for rows, kept with the rest of a request's memory.
+    room: Vec<f32>,
+    /// Of each shard its [`departures`](crate::shard::Shard::departures) when its first slot was noted.
+    departures: Vec<u64>,
+}
+
+/// Departures of a shard of which no slot was noted.
+const NEVER: u64 = u64::MAX;
+
+/// One part of a memo, and what goes with it.
+pub(crate) struct MemoPart<'a> {
+    /// In the order of the part's ids.
+    pub(crate) slots: &'a mut [u32],
+    /// As many floats as were asked for, whatever they were.
+    pub(crate) room: &'a mut [f32],
+    departures: &'a mut [u64],
+}
+
+impl MemoPart<'_> {
+    /// Slots of a shard are about to be noted.
+    #[inline(always)]
+    pub(crate) fn note(&mut self, shard: usize, departures: u64) {
+        let first = &mut self.departures[shard];
+        *first = departures.min(*first);
+    }
+
+    /// Whether every slot that was noted of a shard holds its row still.
+    #[inline(always)]
+    pub(crate) fn all_stayed(&self, shard: usize, departures: u64) -> bool {
+        self.departures[shard] == departures
+    }
 }
 
 impl Memo {
@@ -36,20 +65,25 @@ impl Memo {
         if self.slots.len() < end {
             self.slots.resize(end, 0);
         }
+        self.departures.clear();
+        self.departures.resize(VIRTUAL_SHARDS, NEVER);
     }
 
-    /// Slots of a part of the request, in the order of its ids.
-    #[cfg(test)]
-    fn part_mut(&mut self, part: usize) -> &mut [u32] {
-        &mut self.slots[self.parts[part].1.clone()]
-    }
-
-    /// As [`Self::part_mut`], and room for a row of `dim` floats, whatever they were.
-    pub(crate) fn part_and_row(&mut self, part: usize, dim: usize) -> (&mut [u32], &mut [f32]) {
-        if self.row.len() < dim {
-            self.row.resize(dim, 0.0);
+    /// A part of the request, with room for so many floats.
+    pub(crate) fn part(&mut self, part: usize, room: usize) -> MemoPart<'_> {
+        if self.room.len() < room {
+            self.room.resize(room, 0.0);
         }
-        (&mut self.slots[self.parts[part].1.clone()], &mut self.row[..dim])
+        MemoPart {
+            slots: &mut self.slots[self.parts[part].1.clone()],
+            room: &mut self.room[..room],
+            departures: &mut self.departures,
+        }
+    }
+
+    /// The slots noted for `table`, if it was looked up with as many ids.
+    pub(crate) fn slots_of(&self, table: usize, ids: usize) -> Option<&[u32]> {
+        self.part_of(table, ids).map(|part| &self.slots[self.parts[part].1.clone()])
     }
 
     /// The part that was looked up for `table`, if that had as many ids: a push of fewer is searched anew.
@@ -131,9 +165,23 @@ mod tests {
     fn a_part_is_found_by_table_and_length() {
         let mut memo = Memo::default();
         memo.reset([(4, 3), (2, 2)].into_iter());
-        memo.part_mut(1).copy_from_slice(&[8, 9]);
+        memo.part(1, 0).slots.copy_from_slice(&[8, 9]);
+        assert_eq!((memo.slots_of(2, 2), memo.slots_of(2, 3)), (Some(&[8, 9][..]), None));
         assert_eq!((memo.part_of(2, 2), memo.part_of(2, 1), memo.part_of(3, 3)), (Some(1), None, None));
         memo.reset([(2, 1)].into_iter());
-        assert_eq!(memo.part_mut(0).len(), 1);
+        assert_eq!(memo.part(0, 0).slots.len(), 1);
+    }
+
+    #[test]
+    fn the_first_departures_noted_of_a_shard_count() {
+        let mut memo = Memo::default();
+        memo.reset([(0, 1)].into_iter());
+        let mut part = memo.part(0, 0);
+        assert!(!part.all_stayed(3, 0));
+        part.note(3, 5);
+        part.note(3, 6); // another table's slots, noted later
+        assert!(part.all_stayed(3, 5) && !part.all_stayed(3, 6) && !part.all_stayed(4, 5));
+        memo.reset([(0, 1)].into_iter());
+        assert!(!memo.part(0, 0).all_stayed(3, 5));
     }
 }

@@ -1,6 +1,6 @@
 //! [`Region`]: a growable array of zeros that takes memory from the system only as it is written.
 //!
-//! A table has one per shard for rows, one for row metadata and one for its index, so hundreds of thousands of
+//! A table has one per shard for rows, one for ids, one for recency and one for its index, so hundreds of thousands of
 //! them may exist: small ones are blocks of an arena on huge pages, which all tables share, so that the addresses
 //! of a small table fit the translation look-aside buffer. Large ones are mappings of their own, aligned to a huge
 //! page, whose untouched part costs nothing; they grow by moving page tables, not bytes. A huge page is made of
@@ -38,7 +38,9 @@ unsafe impl Plain for f32 {}
 // SAFETY: made of integers only.
 unsafe impl Plain for crate::index::Bucket {}
 // SAFETY: made of integers only.
-unsafe impl Plain for crate::table::Meta {}
+unsafe impl Plain for u64 {}
+// SAFETY: as above.
+unsafe impl Plain for u32 {}
 
 /// The system has no more memory; the region is as it was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,21 +79,23 @@ impl<T: Plain> Region<T> {
         Ok(Self { start, bytes, elements: PhantomData })
     }
 
-    /// Room for at least `len` elements; new ones are zero. Grows at least twofold.
+    /// Room for at least `len` elements; new ones are zero. A block grows by a quarter or so, because all of it is paid for;
+    /// a mapping, of which only what is written costs anything, twofold.
     pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
         let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
         if need <= self.bytes {
             return Ok(());
         }
-        let bytes = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?.max(GRAIN);
-        if bytes <= BLOCK_MAX {
+        let doubled = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?;
+        if need <= BLOCK_MAX {
+            let bytes = need.next_multiple_of((doubled / 8).max(GRAIN));
             *self = self.copied_into(allocate(bytes)?, bytes);
         } else if self.bytes <= BLOCK_MAX {
-            let bytes = bytes.max(HUGE_PAGE);
+            let bytes = doubled.max(HUGE_PAGE);
             *self = self.copied_into(map(bytes)?, bytes);
         } else {
-            self.start = remap(self.start, self.bytes, bytes)?;
-            self.bytes = bytes;
+            self.start = remap(self.start, self.bytes, doubled)?;
+            self.bytes = doubled;
         }
         Ok(())
     }

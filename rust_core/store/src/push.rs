@@ -8,14 +8,14 @@ use persia_types::kernels::Gradients;
 use persia_types::tables::{PushReport, TableGradients};
 
 use crate::index::NO_SLOT;
-use crate::memo::Memo;
+use crate::memo::{Memo, MemoPart};
 use crate::optimizer::{RowRule, Rule, all_finite};
 use crate::random::{Rounder, RowDraws};
 use crate::row::Layout;
 use crate::run::ActiveRun;
 use crate::shard::Shard;
 use crate::simd::{Lanes, Level, Work};
-use crate::span::{Span, for_each_span};
+use crate::span::{SPAN, Span, for_each_span};
 
 /// One push whose request was checked.
 pub(crate) struct Push<'a> {
@@ -35,10 +35,11 @@ pub(crate) struct Change {
 
 impl Change {
     /// None without optimizer.
-    pub(crate) fn new(run: &ActiveRun, table: usize, lr_factor: f32, step: u32) -> Option<Self> {
+    pub(crate) fn new(run: &ActiveRun, table: usize, lr_factor: f32, step: u32, rank: u32) -> Option<Self> {
         let table = run.table(table);
         let rule = Rule::new(table.optimizer.as_ref()?, lr_factor, run.weight_bound, step);
-        Some(Self { rule, rounder: table.rounder, layout: table.layout })
+        let rounder = table.rounder.map(|rounder| rounder.of_rank(rank));
+        Some(Self { rule, rounder, layout: table.layout })
     }
 }
 
@@ -66,8 +67,8 @@ impl Push<'_> {
         let mut counts = Counts::default();
         for (number, change) in self.changes.iter().enumerate() {
             let memo_part = lookup_part(memo, &self.tables[number]).unwrap_or(number);
-            let (slots, room) = memo.part_and_row(memo_part, 2 * change.layout.dim);
-            let part = Part { push: self, number, slots, room, known, counts: &mut counts };
+            let found = memo.part(memo_part, 2 * change.layout.dim);
+            let part = Part { push: self, number, found, known, counts: &mut counts };
             match change.rule {
                 Rule::Sgd(rule) => part.apply(shards, rule),
                 Rule::Momentum(rule) => part.apply(shards, rule),
@@ -98,11 +99,9 @@ struct Part<'a> {
     push: &'a Push<'a>,
     /// Which of the push's tables.
     number: usize,
-    /// Of all the table's ids.
-    slots: &'a mut [u32],
-    /// Room for a gradient, and for the weights of a row that is not of f32.
-    room: &'a mut [f32],
-    /// Whether the slots come from a look-up, to be checked, rather than from a search here.
+    /// Slots of all the table's ids; room for a gradient, and for the weights of a row that is not of f32.
+    found: MemoPart<'a>,
+    /// Whether the slots come from a look-up rather than from a search here.
     known: bool,
     counts: &'a mut Counts,
 }
@@ -131,18 +130,23 @@ impl<R: RowRule> Work for ApplySpan<'_, '_, '_, '_, R> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { span, part, rule } = self;
-        let Part { push, number, slots, room, known, counts } = part;
+        let Part { push, number, found, known, counts } = part;
         let (push, number, known) = (*push, *number, *known);
         let (asked, Change { rounder, layout, .. }) = (&push.tables[number], &push.changes[number]);
         let (ids, table) = (asked.ids.ids(), asked.table);
         let (dim, stride, oldest) = (layout.dim, layout.stride(), layout.oldest_alive(push.step));
-        let (sum, wide) = room.split_at_mut(dim);
         if !known {
-            span.find::<L>(table, ids, slots);
+            span.find::<L>(table, ids, found.slots);
         }
-        let ahead = span.addresses(table, slots, known || oldest > 0);
+        // A slot that a look-up found is to be checked if rows have left its shard since.
+        let doubted =
+            |shard: usize| known && !found.all_stayed(span.numbers[shard], span.shards[shard].departures());
+        let ahead = span.addresses(table, found.slots, oldest > 0, doubted);
+        let doubted: [bool; SPAN] = std::array::from_fn(|shard| shard < span.shards.len() && doubted(shard));
+        let slots = &*found.slots;
+        let (sum, wide) = found.room.split_at_mut(dim);
         ahead.start(stride);
-        for (shard, range) in span.shards.iter_mut().zip(span.ranges) {
+        for ((shard, range), doubted) in span.shards.iter_mut().zip(span.ranges).zip(doubted) {
             let table = &mut shard.tables[table];
             for at in range.clone() {
                 ahead.fetch(at, stride);
@@ -160,8 +164,10 @@ impl<R: RowRule> Work for ApplySpan<'_, '_, '_, '_, R> {
                     continue;
                 }
                 let (slot, id) = (slots[at], ids[at]);
-                let slot = if known && !table.holds(slot, id) { table.find::<L>(id) } else { slot };
-                // A row looked up since is alive; only one that nobody looked up for this push can be expired.
+                // An id that got no row then may have got one since.
+                let wrong = slot == NO_SLOT && known || doubted && !table.holds(slot, id);
+                let slot = if wrong { table.find::<L>(id) } else { slot };
+                // A row that was looked up for this push is alive.
                 if slot == NO_SLOT || !table.is_alive(slot, oldest) {
                     counts.missing += 1;
                     continue;

@@ -96,6 +96,11 @@ impl Rounder {
         Self { key: mix(table_key(seed, table) ^ ROUNDING) }
     }
 
+    /// For the pushes of `rank`: those of one step must not all be rounded the same way. Rank 0 is what [`Self::new`] gives.
+    pub(crate) fn of_rank(self, rank: u32) -> Self {
+        Self { key: self.key.wrapping_add(u64::from(rank).wrapping_mul(0x9E37_79B9_7F4A_7C15)) }
+    }
+
     /// For the update of `id` at `step`.
     #[inline(always)]
     pub(crate) fn row(self, id: Id, step: u32) -> RowDraws {
@@ -153,11 +158,13 @@ mod tests {
     }
 
     #[test]
-    fn rounding_draws_are_uniform_and_differ_by_table_id_step_and_element() {
+    fn rounding_draws_are_uniform_and_differ_by_table_id_step_rank_and_element() {
         let row = |seed, table, id, step| Rounder::new(seed, table).row(id, step);
         let reference = row(1, "a", 7, 3);
         assert_eq!(reference.draw(5), row(1, "a", 7, 3).draw(5));
-        let others = [row(2, "a", 7, 3), row(1, "b", 7, 3), row(1, "a", 8, 3), row(1, "a", 7, 4)];
+        let of_rank = |rank| Rounder::new(1, "a").of_rank(rank).row(7, 3);
+        assert_eq!(reference.draw(5), of_rank(0).draw(5));
+        let others = [row(2, "a", 7, 3), row(1, "b", 7, 3), row(1, "a", 8, 3), row(1, "a", 7, 4), of_rank(1)];
         assert!(others.iter().all(|other| other.draw(5) != reference.draw(5)));
         let (mean, variance) = mean_and_variance(|i| {
             f64::from(row(1, "a", i / 16, 3).draw(i as u32 % 16)) / f64::from(u32::MAX)

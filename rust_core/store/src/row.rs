@@ -83,12 +83,11 @@ impl Layout {
         }
     }
 
-    /// Change weights to what a row can hold.
-    pub(crate) fn round(self, weights: &mut [f32]) {
+    /// Change weights to what a row can hold. `room` is as long.
+    pub(crate) fn round(self, weights: &mut [f32], room: &mut [f32]) {
         if self.dtype != Dtype::F32 {
-            let mut row = vec![0.0; self.weight_words()];
-            self.write::<Portable>(&mut row, weights, None);
-            self.read::<Portable>(&row, weights);
+            self.write::<Portable>(room, weights, None);
+            self.read::<Portable>(room, weights);
         }
     }
 

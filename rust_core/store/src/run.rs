@@ -100,10 +100,10 @@ impl TableRun {
         }
     }
 
-    /// Write the weights of a row that is new, as a look-up of it gives them.
-    pub(crate) fn initial_weights(&self, id: Id, weights: &mut [f32]) {
+    /// Write the weights of a row that is new, as a look-up of it gives them. `room` is as long.
+    pub(crate) fn initial_weights(&self, id: Id, weights: &mut [f32], room: &mut [f32]) {
         self.initial_weights.write(id, weights);
-        self.layout.round(weights);
+        self.layout.round(weights, room);
     }
 
     /// Write a row that is new and has these weights.

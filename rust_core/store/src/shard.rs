@@ -47,6 +47,12 @@ pub(crate) struct Shard {
     /// Rows of all tables together.
     rows: usize,
     budget: usize,
+    /// Ids of all tables together that are counted for admission.
+    waiting: usize,
+    /// The step at which expired rows were removed last, because the hand came round.
+    swept: u32,
+    /// Grows whenever a slot loses its row: slots found since the last time still hold theirs.
+    departures: u64,
 }
 
 /// How many rows left, and why.
@@ -67,7 +73,8 @@ struct Candidate {
 impl Shard {
     /// Empty tables of these layouts.
     pub(crate) fn new(layouts: &[Layout], budget: usize) -> Self {
-        Self { tables: layouts.iter().map(|layout| ShardTable::new(*layout)).collect(), rows: 0, budget }
+        let tables = layouts.iter().map(|layout| ShardTable::new(*layout)).collect();
+        Self { tables, rows: 0, budget, waiting: 0, swept: 0, departures: 0 }
     }
 
     /// Drop all rows and give their memory back.
@@ -104,8 +111,8 @@ impl Shard {
         let slot = self.tables[table].insert(id, step, fill)?;
         self.rows += 1;
         let waiting = &mut self.tables[table].waiting;
-        if waiting.len() > 0 {
-            waiting.remove(id, hash_id(id));
+        if waiting.len() > 0 && waiting.remove(id, hash_id(id)) != NO_SLOT {
+            self.waiting -= 1;
         }
         Ok((slot, left))
     }
@@ -114,6 +121,22 @@ impl Shard {
     pub(crate) fn remove(&mut self, table: usize, id: u64) {
         self.tables[table].remove(id);
         self.rows -= 1;
+        self.departures += 1;
+    }
+
+    /// See the field.
+    #[inline(always)]
+    pub(crate) fn departures(&self) -> u64 {
+        self.departures
+    }
+
+    /// [`Self::sweep`], once for all ranks of a step.
+    pub(crate) fn sweep_once(&mut self, step: u32) -> u64 {
+        if self.swept >= step {
+            return 0;
+        }
+        self.swept = step;
+        self.sweep(step)
     }
 
     /// Drop all rows that are expired at `step`; how many there were.
@@ -127,6 +150,7 @@ impl Shard {
             let expired: Vec<u64> =
                 table.entries().filter(|(.., last_used)| *last_used < oldest).map(|(_, id, _)| id).collect();
             self.rows -= expired.len();
+            self.departures += expired.len() as u64;
             expired.into_iter().for_each(|id| table.remove(id));
         }
         (before - self.rows) as u64
@@ -147,6 +171,7 @@ impl Shard {
         let waiting = &mut self.tables[table].waiting;
         if before == NO_SLOT {
             waiting.reserve()?;
+            self.waiting += 1;
         } else {
             waiting.remove(id, hash);
         }
@@ -164,6 +189,7 @@ impl Shard {
         let waiting = &mut self.tables[table].waiting;
         waiting.reserve()?;
         waiting.insert(id, hash_id(id), count);
+        self.waiting += 1;
         Ok(())
     }
 
@@ -174,13 +200,14 @@ impl Shard {
 
     /// Halve counts until at most `most` ids are left.
     fn forget_to(&mut self, most: usize) -> Result<(), OutOfMemory> {
-        while self.tables.iter().map(|table| table.waiting.len()).sum::<usize>() > most {
+        while self.waiting > most {
             for table in &mut self.tables {
                 let mut kept = Index::new();
                 for (id, count) in table.waiting.entries().filter(|(_, count)| *count > 1) {
                     kept.reserve()?;
                     kept.insert(id, hash_id(id), count / 2);
                 }
+                self.waiting -= table.waiting.len() - kept.len();
                 table.waiting = kept;
             }
         }
@@ -231,6 +258,7 @@ impl Shard {
             self.tables[candidate.table as usize].remove(candidate.id);
         }
         self.rows -= count;
+        self.departures += count as u64;
         count as u64
     }
 }

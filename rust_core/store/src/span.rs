@@ -23,6 +23,8 @@ pub(crate) const SPAN: usize = 256;
 pub(crate) struct Span<'a, 's> {
     /// Locked.
     pub(crate) shards: &'a mut [MutexGuard<'s, Shard>],
+    /// Which they are of all.
+    pub(crate) numbers: &'a [usize],
     /// Positions of each shard's ids among the table's; one follows the other.
     pub(crate) ranges: &'a [Range<usize>],
 }
@@ -55,19 +57,30 @@ impl<'s> Span<'_, 's> {
         }
     }
 
-    /// Where the rows of these slots are, and where `meta` is wanted, ask for what is known of them.
+    /// Where the rows of these slots are; ask for their `recency`, and for the ids of those in shards that `doubted` names,
+    /// as indices into [`Self::shards`].
     #[inline(always)]
-    pub(crate) fn addresses(&self, table: usize, slots: &[u32], meta: bool) -> Ahead {
+    pub(crate) fn addresses(
+        &self,
+        table: usize,
+        slots: &[u32],
+        recency: bool,
+        doubted: impl Fn(usize) -> bool,
+    ) -> Ahead {
         let first = self.ranges.first().map_or(0, |range| range.start);
         let mut rows = [std::ptr::null(); SPAN];
-        for (shard, range) in self.shards() {
+        for (number, (shard, range)) in self.shards().enumerate() {
             let table = &shard.tables[table];
             let (start, stride) = (table.rows().as_ptr(), table.layout().stride());
+            let doubted = doubted(number);
             for (row, slot) in rows[range.start - first..].iter_mut().zip(&slots[range]) {
                 if *slot != NO_SLOT {
                     *row = start.wrapping_add(*slot as usize * stride);
-                    if meta {
-                        prefetch(table.meta(), *slot as usize, 1);
+                    if recency || doubted {
+                        prefetch(table.last_used(), *slot as usize, 1);
+                    }
+                    if doubted {
+                        prefetch(table.ids(), *slot as usize, 1);
                     }
                 }
             }
@@ -111,8 +124,9 @@ pub(crate) fn for_each_span<E>(
     ids: &ShardedIds,
     mut work: impl FnMut(Span<'_, '_>) -> Result<(), E>,
 ) -> Result<(), E> {
-    let mut locked: Vec<MutexGuard<'_, Shard>> = Vec::new();
-    let mut ranges: Vec<Range<usize>> = Vec::new();
+    let most = SPAN.min(ids.len()).min(shards.len());
+    let mut locked: Vec<MutexGuard<'_, Shard>> = Vec::with_capacity(most);
+    let (mut numbers, mut ranges) = (Vec::with_capacity(most), Vec::with_capacity(most));
     let mut end = SPAN;
     for (number, shard) in shards.iter().enumerate() {
         let mut range = ids.range(number);
@@ -122,11 +136,13 @@ pub(crate) fn for_each_span<E>(
             // What is known of the table lies apart from the shard: all of a span's are on their way before one is read.
             prefetch(&shard.tables, table, 1);
             locked.push(shard);
+            numbers.push(number);
             ranges.push(range.start..cut);
             range.start = cut;
             if cut == end || cut == ids.len() {
-                work(Span { shards: &mut locked, ranges: &ranges })?;
+                work(Span { shards: &mut locked, numbers: &numbers, ranges: &ranges })?;
                 locked.clear();
+                numbers.clear();
                 ranges.clear();
                 end = cut + SPAN;
             }
@@ -146,7 +162,11 @@ mod tests {
         let grouped = ShardedIds::group(ids).unwrap();
         let mut covered = 0;
         for_each_span(&shards, 0, &grouped, |span| {
-            assert_eq!(span.shards.len(), span.ranges.len());
+            assert!(span.shards.len() == span.ranges.len() && span.numbers.len() == span.ranges.len());
+            assert!(span.numbers.iter().zip(span.ranges).all(|(number, range)| {
+                let whole = grouped.range(*number);
+                whole.start <= range.start && range.end <= whole.end
+            }));
             let start = covered;
             for (shard, at) in Span::walk(span.ranges) {
                 assert!(shard < span.shards.len());

@@ -15,7 +15,7 @@ use persia_types::{Mode, Schema, ShardedIds, Table, Tables, TablesError, VIRTUAL
 use crate::checkpoint::{ShardRows, shard_of_entry};
 use crate::export::{export, import};
 use crate::lookup::{Effect, Lookup};
-use crate::memo::Memos;
+use crate::memo::{Memo, Memos};
 use crate::push::{Change, Push};
 use crate::request::{check_buffer, check_step, check_tables, malformed, of_table};
 use crate::row::Layout;
@@ -223,10 +223,13 @@ impl Store {
         }
         let step = check_step(request.step)?;
         let Some(claim) = self.claims.claim(Verb::Lookup, request.token)? else {
-            return self.read(run, request, Effect::Repeat(step), rows);
+            let first = self.memos.take(request.token);
+            let report = self.read(run, request, Effect::Repeat(step), first.as_ref(), rows);
+            first.into_iter().for_each(|memo| self.memos.keep(request.token, memo));
+            return report;
         };
         let mut memo = self.memos.blank();
-        let lookup = self.prepared(run, request, Effect::Admit(step));
+        let lookup = self.prepared(run, request, Effect::Admit(step), None);
         let report = lookup.run(&self.shards, rows, &mut memo)?;
         self.memos.keep(request.token, memo);
         claim.applied();
@@ -240,16 +243,23 @@ impl Store {
         run: &ActiveRun,
         request: &LookupRequest<'_>,
         effect: Effect,
+        first: Option<&Memo>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         let mut memo = self.memos.blank();
-        let report = self.prepared(run, request, effect).run(&self.shards, rows, &mut memo);
+        let report = self.prepared(run, request, effect, first).run(&self.shards, rows, &mut memo);
         self.memos.recycle(memo);
         report
     }
 
-    fn prepared<'a>(&'a self, run: &'a ActiveRun, request: &LookupRequest<'a>, effect: Effect) -> Lookup<'a> {
-        Lookup { schema: &self.schema, run, level: self.level, effect, tables: request.tables }
+    fn prepared<'a>(
+        &'a self,
+        run: &'a ActiveRun,
+        request: &LookupRequest<'a>,
+        effect: Effect,
+        first: Option<&'a Memo>,
+    ) -> Lookup<'a> {
+        Lookup { schema: &self.schema, run, level: self.level, effect, tables: request.tables, first }
     }
 }
 
@@ -303,7 +313,7 @@ impl Tables for Store {
             Mode::Train => self.train_lookup(run, request, rows),
             Mode::Eval | Mode::Infer => {
                 let step = u32::try_from(request.step).unwrap_or(u32::MAX);
-                self.read(run, request, Effect::Read(step), rows)
+                self.read(run, request, Effect::Read(step), None, rows)
             }
         }
     }
@@ -396,7 +406,8 @@ impl Store {
             part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error))?;
         }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
-        let changes = request.tables.iter().map(|part| Change::new(run, part.table, request.lr_factor, step));
+        let (lr_factor, rank) = (request.lr_factor, request.token.rank);
+        let changes = request.tables.iter().map(|part| Change::new(run, part.table, lr_factor, step, rank));
         let changes = changes.collect::<Option<_>>().ok_or(TablesError::NoOptimizer)?;
         Ok(Push { level: self.level, step, tables: request.tables, changes })
     }

@@ -1,7 +1,8 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! The row of a slot lies at `slot * stride` of one region. Its id and recency stand apart, so that a row never
-//! touches a cache line more than it must.
+//! The row of a slot lies at `slot * stride` of one region. Its id and its recency stand apart, so that a row never touches
+//! a cache line more than it must, and apart from each other: a look-up only notes recency, and of that sixteen slots share
+//! a line.
 
 use persia_types::id::hash_id;
 use persia_types::limits::MAX_ROWS_PER_SLAB;
@@ -11,16 +12,7 @@ use crate::memory::{OutOfMemory, Region};
 use crate::row::Layout;
 use crate::simd::Lanes;
 
-/// What is known of a slot apart from its row. (Four bytes of padding are room for a frequency.)
-#[derive(Debug, Clone, Copy)]
-#[repr(C, align(16))]
-pub(crate) struct Meta {
-    /// Whose row it is; of a free slot the next free one.
-    id: u64,
-    /// Step of the last training look-up, from 1; [`FREE`] marks a free slot, as every id is a legal one.
-    last_used: u32,
-}
-
+/// Recency of a free slot, as every id is a legal one.
 const FREE: u32 = 0;
 
 /// See the module's documentation.
@@ -28,7 +20,10 @@ pub(crate) struct ShardTable {
     layout: Layout,
     pub(crate) index: Index,
     rows: Region<f32>,
-    meta: Region<Meta>,
+    /// Whose row each slot holds; of a free slot the next free one.
+    ids: Region<u64>,
+    /// Step of the last training look-up of each slot, from 1; [`FREE`] marks a free one.
+    last_used: Region<u32>,
     /// Slots ever used; free ones among them are chained.
     used: u32,
     first_free: u32,
@@ -44,7 +39,8 @@ impl ShardTable {
             layout,
             index: Index::new(),
             rows: Region::new(),
-            meta: Region::new(),
+            ids: Region::new(),
+            last_used: Region::new(),
             used: 0,
             first_free: NO_SLOT,
             len: 0,
@@ -82,7 +78,8 @@ impl ShardTable {
             + self.index.memory_bytes()
             + self.waiting.memory_bytes()
             + self.rows.resident_bytes(used * self.layout.stride())
-            + self.meta.resident_bytes(used)
+            + self.ids.resident_bytes(used)
+            + self.last_used.resident_bytes(used)
     }
 
     /// All rows one after another, for prefetching at `slot * stride`.
@@ -91,10 +88,16 @@ impl ShardTable {
         &self.rows
     }
 
-    /// What is known of the slots, for prefetching.
+    /// Of each slot, for prefetching.
     #[inline(always)]
-    pub(crate) fn meta(&self) -> &[Meta] {
-        &self.meta
+    pub(crate) fn ids(&self) -> &[u64] {
+        &self.ids
+    }
+
+    /// As [`ShardTable::ids`].
+    #[inline(always)]
+    pub(crate) fn last_used(&self) -> &[u32] {
+        &self.last_used
     }
 
     /// The row in a slot: weights, then state.
@@ -114,7 +117,7 @@ impl ShardTable {
     /// Whether `slot` holds the row of `id`, for a slot remembered from an earlier look-up.
     #[inline(always)]
     pub(crate) fn holds(&self, slot: u32, id: u64) -> bool {
-        self.meta.get(slot as usize).is_some_and(|meta| meta.id == id && meta.last_used != FREE)
+        self.ids.get(slot as usize) == Some(&id) && self.last_used[slot as usize] != FREE
     }
 
     /// The slot of `id`, else [`NO_SLOT`].
@@ -126,13 +129,13 @@ impl ShardTable {
     /// Whether the row in a slot, which holds one, was used at `oldest` or since.
     #[inline(always)]
     pub(crate) fn is_alive(&self, slot: u32, oldest: u32) -> bool {
-        oldest == 0 || self.meta[slot as usize].last_used >= oldest
+        oldest == 0 || self.last_used[slot as usize] >= oldest
     }
 
     /// Note a use of `slot`. Steps of several ranks may arrive out of order; the latest counts.
     #[inline(always)]
     pub(crate) fn touch(&mut self, slot: u32, step: u32) {
-        let last_used = &mut self.meta[slot as usize].last_used;
+        let last_used = &mut self.last_used[slot as usize];
         *last_used = step.max(*last_used);
     }
 
@@ -146,7 +149,8 @@ impl ShardTable {
         self.index.reserve()?;
         let slot = self.take_slot()?;
         fill(self.row_mut(slot));
-        self.meta[slot as usize] = Meta { id, last_used };
+        self.ids[slot as usize] = id;
+        self.last_used[slot as usize] = last_used;
         self.index.insert(id, hash_id(id), slot);
         self.len += 1;
         Ok(slot)
@@ -156,22 +160,25 @@ impl ShardTable {
     pub(crate) fn remove(&mut self, id: u64) {
         let slot = self.index.remove(id, hash_id(id));
         debug_assert!(self.holds(slot, id));
-        self.meta[slot as usize] = Meta { id: u64::from(self.first_free), last_used: FREE };
+        self.ids[slot as usize] = u64::from(self.first_free);
+        self.last_used[slot as usize] = FREE;
         self.first_free = slot;
         self.len -= 1;
     }
 
     /// Every row's `(slot, id, last_used)`, in the order of slots.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (u32, u64, u32)> {
-        let used = self.meta[..self.used as usize].iter().enumerate();
-        used.filter(|(_, meta)| meta.last_used != FREE)
-            .map(|(slot, meta)| (slot as u32, meta.id, meta.last_used))
+        let used = self.ids[..self.used as usize].iter().zip(self.last_used.iter());
+        (0..)
+            .zip(used)
+            .filter(|(_, (_, last_used))| **last_used != FREE)
+            .map(|(slot, (id, last_used))| (slot, *id, *last_used))
     }
 
     fn take_slot(&mut self) -> Result<u32, OutOfMemory> {
         if self.first_free != NO_SLOT {
             let slot = self.first_free;
-            self.first_free = self.meta[slot as usize].id as u32;
+            self.first_free = self.ids[slot as usize] as u32;
             return Ok(slot);
         }
         let (slot, stride) = (self.used as usize, self.layout.stride());
@@ -179,9 +186,11 @@ impl ShardTable {
             return Err(OutOfMemory { bytes: stride * size_of::<f32>() });
         }
         self.rows.grow((slot + 1) * stride)?;
-        self.meta.grow(slot + 1)?;
+        self.ids.grow(slot + 1)?;
+        self.last_used.grow(slot + 1)?;
         self.rows.settle(slot * stride, (slot + 1) * stride);
-        self.meta.settle(slot, slot + 1);
+        self.ids.settle(slot, slot + 1);
+        self.last_used.settle(slot, slot + 1);
         self.used += 1;
         Ok(slot as u32)
     }

@@ -95,8 +95,12 @@ struct Model {
     rows: BTreeMap<(usize, Id), Row>,
     /// Look-ups counted of ids without row.
     waiting: BTreeMap<(usize, Id), u32>,
-    /// What each missing id would be given at each step; absent where it is not admitted.
-    initial: BTreeMap<(u64, usize, Id), Vec<f32>>,
+    /// The steps at which each missing id would be admitted, if it was asked for often enough.
+    drawn: Drawn,
+    /// What it would be given.
+    initial: Initial,
+    /// Of look-ups that were not answered yet: which ids, by part and position, had or got a row.
+    given: BTreeMap<u64, Vec<Vec<bool>>>,
     pushed: BTreeSet<u64>,
 }
 
@@ -106,6 +110,8 @@ impl Model {
         let mut rows: Vec<Vec<Vec<f32>>> =
             sent.parts.iter().map(|(_, ids)| vec![vec![]; ids.len()]).collect();
         let admits = mode == Mode::Train && !repeated;
+        let first = self.given.get(&sent.seq).filter(|_| repeated).cloned();
+        let mut given: Vec<Vec<bool>> = sent.parts.iter().map(|(_, ids)| vec![true; ids.len()]).collect();
         let due = sent.step as usize % VIRTUAL_SHARDS;
         if admits && sent.parts.iter().any(|(_, ids)| !ids.range(due).is_empty()) {
             report.expired += self.sweep(due, sent.step);
@@ -130,20 +136,25 @@ impl Model {
             for (part, table, at) in absent {
                 let id = sent.parts[part].1.ids()[at];
                 let zeros = vec![0.0; DIMS[table]];
-                let mut initial = self.initial.get(&(sent.step, table, id)).cloned();
+                let weights = self.initial[&(table, id)].clone();
                 let alive = self.is_alive((table, id), sent.step);
                 if admits && !alive {
                     report.expired += u64::from(self.rows.remove(&(table, id)).is_some());
                 }
-                if mode == Mode::Train && !alive && !self.asked_enough((table, id), admits) {
-                    initial = None;
-                }
-                rows[part][at] = match (mode, alive, initial) {
+                let comes = match &first {
+                    _ if mode != Mode::Train || alive => false,
+                    Some(first) => first[part][at],
+                    None => {
+                        self.asked_enough((table, id), admits) && self.drawn.contains(&(sent.step, table, id))
+                    }
+                };
+                given[part][at] = alive || comes;
+                rows[part][at] = match (mode, alive, comes) {
                     (Mode::Train, true, _) => {
                         report.hits += 1;
                         self.rows[&(table, id)].weights.clone()
                     }
-                    (Mode::Train, false, Some(weights)) => {
+                    (Mode::Train, false, true) => {
                         if admits {
                             let (evicted, expired) = self.insert(table, id, sent.step, &weights);
                             report.evicted += evicted;
@@ -160,6 +171,9 @@ impl Model {
                     }
                 };
             }
+        }
+        if admits {
+            self.given.insert(sent.seq, given);
         }
         (report, rows.into_iter().map(|rows| rows.concat()).collect())
     }
@@ -213,6 +227,7 @@ impl Model {
     fn push(&mut self, seq: u64, step: u64, parts: &[Ids], gradients: &[Vec<f32>]) -> PushReport {
         let mut report = PushReport::default();
         let duplicate = !self.pushed.insert(seq);
+        self.given.remove(&seq);
         for ((table, ids), gradients) in parts.iter().zip(gradients) {
             for (id, gradient) in ids.ids().iter().zip(gradients.chunks(DIMS[*table])) {
                 report.rows_pushed += 1;
@@ -250,31 +265,40 @@ fn settings(policy: Policy) -> Run {
     }
 }
 
-/// Rows that are new, from a store that has seen nothing else.
-fn initial(run: &Run, universe: &[Id]) -> BTreeMap<(u64, usize, Id), Vec<f32>> {
-    let mut initial = BTreeMap::new();
+/// `(step, table, id)` of ids that are drawn for admission.
+type Drawn = BTreeSet<(u64, usize, Id)>;
+/// Weights of new rows by `(table, id)`.
+type Initial = BTreeMap<(usize, Id), Vec<f32>>;
+
+/// Rows that are new, from stores that have seen nothing else, and the steps at which their ids are admitted.
+fn initial(run: &Run, universe: &[Id]) -> (Drawn, Initial) {
+    let (mut drawn, mut initial) = (BTreeSet::new(), BTreeMap::new());
     let run = &Run { admit_min_count: 1, ..run.clone() };
+    let all = &Run { admit_probability: 1.0, ..run.clone() };
     for step in BEFORE + 1..=BEFORE + STEPS as u64 {
         let parts = [(0, grouped(universe)), (1, grouped(universe))];
-        let (_, rows) = try_lookup(&store_of(run, 1 << 30), token(0, 1), step, Mode::Train, &parts).unwrap();
-        for ((table, ids), rows) in parts.iter().zip(rows) {
-            for (id, row) in ids.ids().iter().zip(rows.chunks(DIMS[*table])) {
+        let rows_of =
+            |run| try_lookup(&store_of(run, 1 << 30), token(0, 1), step, Mode::Train, &parts).unwrap().1;
+        for ((table, ids), (rows, all)) in parts.iter().zip(rows_of(run).into_iter().zip(rows_of(all))) {
+            let rows = rows.chunks(DIMS[*table]).zip(all.chunks(DIMS[*table]));
+            for (id, (row, weights)) in ids.ids().iter().zip(rows) {
+                initial.insert((*table, *id), weights.to_vec());
                 if row[0] != 0.0 {
-                    initial.insert((step, *table, *id), row.to_vec());
+                    drawn.insert((step, *table, *id));
                 }
             }
         }
     }
-    initial
+    (drawn, initial)
 }
 
 fn replay(ops: &[Op], policy: Policy) {
     let universe = universe();
     let run = settings(policy);
     let store = store_of(&run, (policy.budget * VIRTUAL_SHARDS) as u64);
-    let initial = initial(&run, &universe);
-    let (rows, waiting, pushed) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
-    let mut model = Model { policy, rows, waiting, initial, pushed };
+    let (drawn, initial) = initial(&run, &universe);
+    let (rows, waiting, given) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+    let mut model = Model { policy, rows, waiting, drawn, initial, given, pushed: BTreeSet::new() };
     let mut sent: Vec<Sent> = vec![];
     let mut pushes = PushReport::default();
     for (number, op) in ops.iter().enumerate() {
@@ -311,11 +335,13 @@ fn replay(ops: &[Op], policy: Policy) {
                 store.clear().unwrap();
                 model.rows.clear();
                 model.waiting.clear();
+                model.given.clear();
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
                 let files = store.snapshot(dir.path()).unwrap().files;
                 store.restore(dir.path(), &files).unwrap();
+                model.given.clear();
             }
         }
         assert_eq!(rows_of(&store), model.rows, "after request {number}: {op:?}");
