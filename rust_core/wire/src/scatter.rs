@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use persia_types::TablesError;
-use persia_types::kernels::Uses;
+use persia_types::kernels::{Uses, copy};
+use persia_types::{Dtype, TablesError};
 
 use crate::chunk::{ChunkError, check_sum};
 use crate::floats::RowFormat;
@@ -47,6 +47,8 @@ pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
     uses: &'a [Option<Uses<'a>>],
     parts: Vec<(RowFormat, u64, Covered)>,
+    /// Rows of a chunk that travelled as 16 bits.
+    widened: Vec<f32>,
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
@@ -78,7 +80,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
             }
         }
         let of = |part: &Part| (part.format, part.len() as u64, Covered::default());
-        Ok(Self { parts: parts.iter().map(of).collect(), uses, rows })
+        Ok(Self { parts: parts.iter().map(of).collect(), uses, rows, widened: Vec::new() })
     }
 
     /// Write one chunk.
@@ -104,9 +106,20 @@ impl<'a, 'b> Scatter<'a, 'b> {
             format.decode(&chunk.data, &mut rows[chunk.first as usize * dim..end as usize * dim]);
             return Ok(());
         };
-        for (unique, row) in (chunk.first as usize..).zip(chunk.data.chunks_exact(format.width().0)) {
+        if format.dtype == Dtype::F32 {
+            for (unique, row) in (chunk.first as usize..).zip(chunk.data.chunks_exact(format.width().0)) {
+                for sample in uses.of(unique) {
+                    format.decode(row, &mut rows[*sample as usize * dim..][..dim]);
+                }
+            }
+            return Ok(());
+        }
+        // Widened once for all samples of an id.
+        self.widened.resize(items as usize * dim, 0.0);
+        format.decode(&chunk.data, &mut self.widened);
+        for (unique, row) in (chunk.first as usize..).zip(self.widened.chunks_exact(dim)) {
             for sample in uses.of(unique) {
-                format.decode(row, &mut rows[*sample as usize * dim..][..dim]);
+                copy(row, &mut rows[*sample as usize * dim..][..dim]);
             }
         }
         Ok(())
