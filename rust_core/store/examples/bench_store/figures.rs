@@ -13,9 +13,9 @@ impl Samples {
         self.quantile(0.5)
     }
 
-    /// Distance of the quartiles over the median.
+    /// Half the distance of the quartiles over the median.
     pub(crate) fn spread(&self) -> f64 {
-        (self.quantile(0.75) - self.quantile(0.25)) / self.median()
+        (self.quantile(0.75) - self.quantile(0.25)) / 2.0 / self.median()
     }
 
     fn quantile(&self, part: f64) -> f64 {

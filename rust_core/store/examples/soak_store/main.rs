@@ -24,7 +24,7 @@ const BATCH: usize = 200_000;
 fn main() {
     let number = |at| std::env::args().nth(at).map(|text| text.parse::<u64>().expect("a whole number"));
     let (lookups, capacity) = (number(1).unwrap_or(100_000_000), number(2).unwrap_or(1_000_000));
-    let policy = Policy { capacity: capacity as usize, min_count: 2, ttl: 12 };
+    let policy = Policy { capacity: capacity as usize, min_count: 2, ttl: 28 };
     let traffic = Traffic { ids: 10 * capacity, batch: BATCH, drift: capacity / 1_000 };
     let (store, mut simulation) = (begun(policy), Simulation::new(policy));
     let (mut asked, mut step, mut printed) = (0, 0, 0);
