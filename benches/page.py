@@ -1,6 +1,7 @@
 """Write the tables and plots of docs/performance.md from records of a whole run.
 
-A table stands between ``<!-- table ID -->`` and ``<!-- end -->``; what stands around it is written by hand.
+A table stands between ``<!-- table ID -->`` and ``<!-- end -->`` with the machine it was measured on; what stands around it
+is written by hand.
 """
 
 import re
@@ -22,10 +23,9 @@ def write(records: list[Record], machine: str) -> None:
 
     def table(match: re.Match[str]) -> str:
         name = match.group(1)
-        if name != "machine" and not of(records, name):
+        if not of(records, name):
             return match.group()
-        body = f"Machine: {machine}.\n" if name == "machine" else markdown(of(records, name))
-        return f"<!-- table {name} -->\n{body}<!-- end -->"
+        return f"<!-- table {name} -->\n{markdown(of(records, name))}\n{machine}\n<!-- end -->"
 
     path.write_text(TABLE.sub(table, text), encoding="utf-8")
     draw_step(of(records, "B3"))

@@ -164,7 +164,7 @@ def main() -> None:
     path.write_text(json.dumps(records, indent=1) + "\n")
     print(path)
     if arguments.write or not (arguments.only or arguments.quick):
-        page.write(records, machine())
+        page.write(records, f"{machine()}{', a short run' if arguments.quick else ''}.")
         print("docs/performance.md: its tables are those of this run")
 
 

@@ -216,7 +216,9 @@ class RemoteContext(CommonContext):
         if self._peers is None:
             self.engine.renew(reproducible)
         else:
-            self._agree_on_loop({"staleness": staleness, "reproducible": reproducible, **self._rate()})
+            wire_dtype = self.configuration.general.wire_dtype
+            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
+            self._agree_on_loop({**own, **self._rate()})
             epoch = self.engine.renew(reproducible) if self.rank == 0 else 0
             given = [epoch, self.trained_step, self._restored]
             epoch, step, self._restored = self._peers.share("epoch", given)[0]

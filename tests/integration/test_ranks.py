@@ -257,6 +257,18 @@ def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path
     assert second.wait(60) in {2, 75}, second.output
 
 
+def test_ranks_that_send_numbers_of_other_sizes_do_not_train(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    other = tmp_path / "global_config.yml"
+    settings = stack.settings["PERSIA_GLOBAL_CONFIG"]
+    other.write_text(Path(settings).read_text() + "\nembedding_worker_config: {wire_dtype: bf16}\n")
+    first = stack.trainer(SCRIPT, '{"steps": 5}', node=0, nodes=2)
+    second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_GLOBAL_CONFIG": str(other)})
+    assert first.wait(60) == 2, first.output
+    first.says("wire_dtype is bf16 on rank 1 and f32 on rank 0")
+    assert second.wait(60) in {2, 75}, second.output
+
+
 def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path) -> None:
     """The senders that waited at a rank 0 that gave up send everything to the one that comes after it."""
     stack = make_stack()

@@ -1,5 +1,6 @@
 //! `persia_core.config`: the two YAML files, parsed and validated.
 
+use persia_types::Dtype;
 use persia_types::config::{self, ConfigErrors, Finding, Parsed};
 use pyo3::prelude::*;
 
@@ -62,6 +63,16 @@ impl GlobalConfig {
     #[getter]
     fn job_name(&self) -> &str {
         &self.parsed.job_name
+    }
+
+    /// What rows and gradients travel as: `f32`, `f16` or `bf16`.
+    #[getter]
+    fn wire_dtype(&self) -> &'static str {
+        match self.parsed.wire_dtype {
+            Dtype::F32 => "f32",
+            Dtype::F16 => "f16",
+            Dtype::Bf16 => "bf16",
+        }
     }
 }
 
