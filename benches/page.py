@@ -1,7 +1,7 @@
 """Write the tables and plots of docs/performance.md from records of a whole run.
 
-A table stands between ``<!-- table ID -->`` and ``<!-- end -->`` with the machine it was measured on; what stands around it
-is written by hand.
+A table stands between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine of its figures; what stands around
+it is written by hand.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 The same model and batches in four systems: ``persia`` (rows in this process), ``stack`` (rows behind one middleware and
 one server on this host), ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``, ids numbered beforehand) and ``dense``
-(every embedding a constant: what no embedding system can beat). Adagrad for rows, Adam for the model. Each system is measured
-with one torch thread and with as many as there are cores; its better figure counts.
+(every embedding a constant: what no embedding system can beat). Adagrad for rows, Adam for the model. Each system is
+measured with one torch thread and with as many as there are cores; its better figure counts.
 """
 
 import argparse
