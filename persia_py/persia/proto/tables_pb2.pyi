@@ -40,16 +40,32 @@ class Token(_message.Message):
     def __init__(self, job: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class TablePart(_message.Message):
-    __slots__ = ("table", "dim", "dtype", "shard_counts")
+    __slots__ = ("table", "dim", "dtype", "shard_counts", "samples")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     table: int
     dim: int
     dtype: Dtype
     shard_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, table: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., shard_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    samples: Samples
+    def __init__(self, table: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., shard_counts: _Optional[_Iterable[int]] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
+
+class Samples(_message.Message):
+    __slots__ = ("samples", "uses", "weights", "factors", "scale")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    FACTORS_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    uses: int
+    weights: bool
+    factors: bool
+    scale: float
+    def __init__(self, samples: _Optional[int] = ..., uses: _Optional[int] = ..., weights: _Optional[bool] = ..., factors: _Optional[bool] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("part", "first", "data", "crc32c")
@@ -76,12 +92,14 @@ class LookupHead(_message.Message):
     def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., step: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., parts: _Optional[_Iterable[_Union[TablePart, _Mapping]]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("head", "ids")
+    __slots__ = ("head", "ids", "uses")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     head: LookupHead
     ids: Chunk
-    def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    uses: Chunk
+    def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., uses: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class LookupReport(_message.Message):
     __slots__ = ("hits", "inserted", "missing", "evicted", "expired")
@@ -120,14 +138,16 @@ class PushHead(_message.Message):
     def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., step: _Optional[int] = ..., lr_factor: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[TablePart, _Mapping]]] = ..., only: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("head", "ids", "gradients")
+    __slots__ = ("head", "ids", "gradients", "uses")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
     head: PushHead
     ids: Chunk
     gradients: Chunk
-    def __init__(self, head: _Optional[_Union[PushHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., gradients: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    uses: Chunk
+    def __init__(self, head: _Optional[_Union[PushHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., gradients: _Optional[_Union[Chunk, _Mapping]] = ..., uses: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class PushReport(_message.Message):
     __slots__ = ("rows_pushed", "rows_applied", "rows_missing", "rows_nonfinite", "rows_duplicate", "first_nonfinite")

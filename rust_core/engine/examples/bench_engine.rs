@@ -17,7 +17,7 @@ use persia_engine::{
 };
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::kernels::{self, Pool, SegmentSum};
+use persia_types::kernels::{self, Bags, Pool, SegmentSum};
 use persia_types::schema::{Initializer, Optimizer, Schema, Slot, Table};
 use persia_types::tables::{Run, Tables};
 use rustix::time::{ClockId, clock_gettime};
@@ -121,7 +121,8 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
         let start = now();
         for ((feature, rows), out) in batch.id_features().iter().zip(&rows).zip(&mut outputs) {
             let (places, offsets) = (feature.inverse(), feature.offsets());
-            kernels::pool(&Pool { rows, dim, places, offsets, weights: None, divisors: None }, out);
+            let bags = Bags { places, offsets, weights: None, divisors: None };
+            kernels::pool(&Pool { rows, dim, bags }, out);
         }
         pool.push((now() - start) / ids);
 

@@ -65,7 +65,7 @@ impl Lookup<'_> {
             let (dim, out) = (layout.dim, &mut *rows[number]);
             let Ok(()) = for_each_span(shards, part.table, part.ids, |span| {
                 let found = &mut found;
-                report.hits += match part.uses {
+                report.hits += match part.each() {
                     None => {
                         let places = InOrder { dim, out };
                         self.level.run(ReadSpan { span, part, layout, found, places, step, trains })
@@ -119,7 +119,7 @@ impl Lookup<'_> {
                             admitted: first.map(|slots| slots[at] != NO_SLOT),
                         };
                         slots[at] = self.absent_id(&mut span.shards[shard], &absent, row, room, report)?;
-                        match part.uses {
+                        match part.each() {
                             None => InOrder { dim, out }.write::<Portable>(at, Whole(row)),
                             Some(uses) => BySample { dim, uses, out }.write::<Portable>(at, Whole(row)),
                         }

@@ -1,7 +1,7 @@
 //! What is checked of a request before it has any effect.
 
 use persia_types::limits::MAX_IDS_PER_REQUEST;
-use persia_types::tables::TableIds;
+use persia_types::tables::{SampleUses, TableIds};
 use persia_types::{Schema, Table, TablesError};
 
 pub(crate) fn malformed<T>(what: String) -> Result<T, TablesError> {
@@ -42,19 +42,15 @@ pub(crate) fn check_tables(
 pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
     let Table { name, dim, .. } = table;
     let ids = part.ids.len();
-    let Some(uses) = part.uses else {
-        if ids.checked_mul(*dim) == Some(floats) {
-            return Ok(());
-        }
-        return malformed(format!("table {name}: {floats} floats of buffer for {ids} ids of dim {dim}"));
-    };
-    let samples = uses.samples.len();
-    if samples.checked_mul(*dim) != Some(floats) {
-        return malformed(format!(
-            "table {name}: {floats} floats of buffer for {samples} samples of dim {dim}"
-        ));
+    let (what, vectors) = (if part.uses.is_some() { "samples" } else { "ids" }, part.vectors());
+    if vectors.checked_mul(*dim) != Some(floats) {
+        return malformed(format!("table {name}: {floats} floats of buffer for {vectors} {what} of dim {dim}"));
     }
-    uses.check(ids, samples).map_err(|error| of_table(name, error))
+    match &part.uses {
+        None => Ok(()),
+        Some(SampleUses::Each(uses)) => uses.check(ids, vectors).map_err(|error| of_table(name, error)),
+        Some(SampleUses::Pooled(_)) => malformed(format!("table {name}: a store gives rows, it does not pool")),
+    }
 }
 
 /// The step as rows keep it.

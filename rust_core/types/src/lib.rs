@@ -11,6 +11,7 @@
 //! * [`config`]: the two YAML files, parsed and validated
 
 pub mod config;
+mod error;
 pub mod half;
 pub mod id;
 pub mod kernels;

@@ -4,12 +4,13 @@
 //! nothing else; one contract suite runs on both.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+pub use crate::error::TablesError;
 use crate::id::{Id, ShardedIds};
-use crate::kernels::{Gradients, Uses};
+use crate::kernels::{Bags, Gradients, Uses};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
@@ -81,8 +82,36 @@ pub struct TableIds<'a> {
     pub table: usize,
     /// What is asked for.
     pub ids: &'a ShardedIds,
-    /// The samples that use each id, where they want its row themselves: every sample stands there once.
-    pub uses: Option<Uses<'a>>,
+    /// How samples use the ids, where vectors of samples are wanted in the place of rows.
+    pub uses: Option<SampleUses<'a>>,
+}
+
+/// What the samples of a table's ids get.
+#[derive(Debug, Clone, Copy)]
+pub enum SampleUses<'a> {
+    /// The row of its id: every sample stands in the lists once.
+    Each(Uses<'a>),
+    /// Its rows, pooled. A holder that does not [pool](Tables::pools) refuses it.
+    Pooled(Bags<'a>),
+}
+
+impl<'a> TableIds<'a> {
+    /// The lists of samples that get the row of their id.
+    pub fn each(&self) -> Option<Uses<'a>> {
+        match self.uses {
+            Some(SampleUses::Each(uses)) => Some(uses),
+            _ => None,
+        }
+    }
+
+    /// Number of vectors that are wanted: of ids, or of samples.
+    pub fn vectors(&self) -> usize {
+        match &self.uses {
+            None => self.ids.len(),
+            Some(SampleUses::Each(uses)) => uses.samples.len(),
+            Some(SampleUses::Pooled(bags)) => bags.samples(),
+        }
+    }
 }
 
 /// Rows of unique ids, please.
@@ -217,141 +246,6 @@ pub struct Stats {
     pub epoch: u64,
 }
 
-/// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
-#[derive(Debug, thiserror::Error)]
-pub enum TablesError {
-    /// Another run began since.
-    #[error("request {token} is of another run: epoch {current} is current; start the trainer again")]
-    StaleEpoch {
-        /// The request's.
-        token: Token,
-        /// What would be accepted.
-        current: u64,
-    },
-    /// Nothing began yet.
-    #[error("no run has begun: call begin first")]
-    NotBegun,
-    /// A begin that can't be taken.
-    #[error("cannot begin the run: {what}")]
-    BadRun {
-        /// Both values, where two differ.
-        what: String,
-    },
-    /// Lengths that do not fit together.
-    #[error("malformed request: {what}")]
-    BadShape {
-        /// What, and what was expected.
-        what: String,
-    },
-    /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
-    #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
-    TooManyIds {
-        /// Asked for.
-        ids: usize,
-        /// Allowed.
-        max: usize,
-    },
-    /// A table the schema does not have, or one named twice.
-    #[error("table {table}: {what} (the schema has {tables} tables)")]
-    BadTable {
-        /// Index asked for.
-        table: usize,
-        /// Number of tables.
-        tables: usize,
-        /// Unknown, or named twice.
-        what: &'static str,
-    },
-    /// A training request while no optimizer is configured.
-    #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
-    NoOptimizer,
-    /// Memory that could not be had.
-    #[error(
-        "table {table}: no memory for {bytes} more bytes of rows; lower the capacity in global_config.yml"
-    )]
-    OutOfMemory {
-        /// The table's name.
-        table: String,
-        /// Asked for.
-        bytes: u64,
-    },
-    /// A file that is not what its manifest says.
-    #[error("{path}: {what}")]
-    Corrupt {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        what: String,
-    },
-    /// A checkpoint of another configuration.
-    #[error("{path} does not fit this run: {what}")]
-    Foreign {
-        /// The checkpoint.
-        path: PathBuf,
-        /// Both values.
-        what: String,
-    },
-    /// The operating system said no.
-    #[error("{path}: {source}")]
-    Io {
-        /// Where.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// Ids that another server holds.
-    #[error(
-        "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
-    )]
-    WrongShard {
-        /// Who.
-        peer: String,
-        /// Its shards.
-        held: std::ops::Range<usize>,
-        /// The foreign one.
-        shard: usize,
-    },
-    /// A peer of another version, protocol or configuration.
-    #[error("{peer} does not fit: {what}")]
-    Incompatible {
-        /// Who.
-        peer: String,
-        /// Both values.
-        what: String,
-    },
-    /// A peer that does not accept our credentials, or whose certificate we do not accept.
-    #[error("{peer} refused: {what}")]
-    Refused {
-        /// Who.
-        peer: String,
-        /// Why, and where the credential came from.
-        what: String,
-    },
-    /// Rows of the run in progress are gone: a server died, or came back without them.
-    #[error("{peer} lost the run's rows: {what}; start the trainer again")]
-    Lost {
-        /// Who.
-        peer: String,
-        /// What happened.
-        what: String,
-    },
-    /// Something else took too long.
-    #[error("{peer}: {what}")]
-    Timeout {
-        /// Who was waited for.
-        peer: String,
-        /// For what, and how long.
-        what: String,
-    },
-    /// A holder of rows that does not answer.
-    #[error("{peer} cannot be reached: {what}")]
-    Unreachable {
-        /// Who.
-        peer: String,
-        /// What was tried, and what happened.
-        what: String,
-    },
-}
-
 /// Wherever rows live: the in-process store, or the network client.
 ///
 /// Every method may be called from any thread. A failed call has changed nothing unless its documentation says so.
@@ -364,8 +258,15 @@ pub trait Tables: Send + Sync {
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
+    /// Whether samples whose `bags` use `ids` unique ids are better pooled by whoever holds the rows
+    /// ([`SampleUses::Pooled`]): where those are far, and vectors of samples are fewer bytes than rows. Sizes alone decide.
+    fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
+        let _ = (dim, ids, bags);
+        false
+    }
+
     /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; where the table's ids have
-    /// [`uses`](TableIds::uses), `[samples, dim]`: the row of each sample's id.
+    /// [`uses`](TableIds::uses), `[samples, dim]`: what each sample gets.
     ///
     /// # Errors
     /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.

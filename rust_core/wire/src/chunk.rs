@@ -5,10 +5,11 @@
 //! where they belong, in any order ([`Scatter`](crate::scatter::Scatter)).
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use bytes::Bytes;
 use persia_types::id::Id;
-use persia_types::kernels::Gradients;
+use persia_types::kernels::{self, Bags, Gradients, Pool, SegmentSum};
 use persia_types::limits::MAX_CHUNK_BYTES;
 use persia_types::{Dtype, TablesError};
 use tonic::Status;
@@ -16,6 +17,7 @@ use tonic::Status;
 use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::Chunk;
+use crate::samples::Verb;
 
 /// Bytes of data in the chunks we send: small enough to stay in the cache between copies.
 pub const CHUNK_BYTES: usize = 128 * 1024;
@@ -73,6 +75,8 @@ pub struct Width(pub(crate) usize);
 impl Width {
     /// An id.
     pub const ID: Self = Self(size_of::<Id>());
+    /// What uses of samples are made of.
+    pub const WORD: Self = Self(size_of::<u32>());
 
     pub(crate) fn new(bytes: usize) -> Self {
         Self(bytes)
@@ -94,7 +98,7 @@ impl Width {
     }
 
     /// Item ranges of the chunks that `items` are sent in.
-    fn ranges(self, items: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    fn ranges(self, items: usize) -> impl Iterator<Item = Range<usize>> {
         let step = (CHUNK_BYTES / self.0.max(1)).max(1);
         (0..items).step_by(step).map(move |first| first..items.min(first + step))
     }
@@ -111,19 +115,60 @@ pub fn id_chunks(part: u32, ids: &[Id]) -> impl Iterator<Item = Chunk> + '_ {
         .map(move |range| chunk(part, range.start, Bytes::copy_from_slice(bytemuck::cast_slice(&ids[range]))))
 }
 
-/// The gradients of part `part` with `ids` ids, summed chunk after chunk as they are asked for. Lengths were checked.
-pub fn gradient_chunks(
-    part: u32,
-    format: RowFormat,
-    ids: usize,
-    gradients: Gradients<'_>,
-) -> impl Iterator<Item = Chunk> + '_ {
-    format.width().ranges(ids).map(move |range| {
-        let data = match gradients.rows(range.clone(), format.dim) {
-            Cow::Borrowed(rows) => format.encode_copy(rows),
-            Cow::Owned(rows) => format.encode(rows),
+/// The gradients of part number `index`, made chunk after chunk as they are asked for: those of ids summed, or those of
+/// samples as they are. Of 16 bits, the latter are scaled, to have the range of what is summed. Lengths were checked.
+pub fn gradient_chunks<'a>(
+    index: u32,
+    part: &'a Part,
+    gradients: Gradients<'a>,
+) -> impl Iterator<Item = Chunk> + 'a {
+    let format = part.format;
+    format.width().ranges(part.vectors()).map(move |range| {
+        let data = match (&gradients, part.samples) {
+            (Gradients::Samples(sum), Some(_)) => sample_gradients(format, range.clone(), sum),
+            _ => match gradients.rows(range.clone(), format.dim) {
+                Cow::Borrowed(rows) => format.encode_copy(rows),
+                Cow::Owned(rows) => format.encode(rows),
+            },
         };
-        chunk(part, range.start, data)
+        chunk(index, range.start, data)
+    })
+}
+
+fn sample_gradients(format: RowFormat, samples: Range<usize>, sum: &SegmentSum<'_>) -> Bytes {
+    let rows = &sum.gradients[samples.start * sum.dim..samples.end * sum.dim];
+    if format.dtype == Dtype::F32 {
+        return format.encode_copy(rows);
+    }
+    let mut scaled = rows.to_vec();
+    kernels::scale(&mut scaled, sum.scale);
+    format.encode(scaled)
+}
+
+/// The pooled samples of part number `index`, made chunk after chunk as they are asked for. `bags` were checked.
+pub fn pooled_chunks<'a>(
+    index: u32,
+    format: RowFormat,
+    rows: &'a [f32],
+    bags: Bags<'a>,
+) -> impl Iterator<Item = Chunk> + 'a {
+    format.width().ranges(bags.samples()).map(move |range| {
+        let (first, mut pooled) = (range.start, vec![0.0; range.len() * format.dim]);
+        kernels::pool(&Pool { rows, dim: format.dim, bags: bags.of(range) }, &mut pooled);
+        chunk(index, first, format.encode(pooled))
+    })
+}
+
+/// The uses of part `part`: several lists of words, one behind the other.
+pub fn word_chunks(part: u32, lists: [&[u32]; 4]) -> impl Iterator<Item = Chunk> + '_ {
+    let mut next = 0;
+    lists.into_iter().flat_map(move |words| {
+        let first = next;
+        next += words.len();
+        Width::WORD.ranges(words.len()).map(move |range| {
+            let data = Bytes::copy_from_slice(bytemuck::cast_slice(&words[range.clone()]));
+            chunk(part, first + range.start, data)
+        })
     })
 }
 
@@ -180,7 +225,7 @@ pub(crate) fn check_sum(chunk: &Chunk) -> Result<(), ChunkError> {
     })
 }
 
-/// Something that ids or gradients are read from.
+/// Something that ids, uses or gradients are read from.
 pub trait Value: Copy {
     /// Append what `bytes` stand for: whole items, at any alignment.
     fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat);
@@ -189,6 +234,13 @@ pub trait Value: Copy {
 impl Value for Id {
     fn extend(values: &mut Vec<Self>, bytes: &[u8], _: RowFormat) {
         let (words, _) = bytes.as_chunks::<8>();
+        values.extend(words.iter().map(|word| Self::from_le_bytes(*word)));
+    }
+}
+
+impl Value for u32 {
+    fn extend(values: &mut Vec<Self>, bytes: &[u8], _: RowFormat) {
+        let (words, _) = bytes.as_chunks::<4>();
         values.extend(words.iter().map(|word| Self::from_le_bytes(*word)));
     }
 }
@@ -221,24 +273,44 @@ struct Announced<T> {
 impl Collect<Id> {
     /// The ids of `parts`.
     pub fn ids(parts: &[Part]) -> Self {
-        Self::new(parts, |_| (Width::ID, 1))
+        Self::new(parts, |part| (Width::ID, 1, part.len()))
     }
 }
 
 impl Collect<f32> {
     /// The gradients of `parts`.
     pub fn gradients(parts: &[Part]) -> Self {
-        Self::new(parts, |part| (part.format.width(), part.format.dim))
+        Self::new(parts, |part| (part.format.width(), part.format.dim, part.len()))
+    }
+
+    /// The gradients of those of `parts` that have samples.
+    pub fn sample_gradients(parts: &[Part]) -> Self {
+        let samples = |part: &Part| part.samples.map_or(0, |head| head.samples);
+        Self::new(parts, |part| (part.format.width(), part.format.dim, samples(part)))
+    }
+}
+
+impl Collect<u32> {
+    /// The uses of those of `parts` that have samples.
+    pub fn uses(parts: &[Part], verb: Verb) -> Self {
+        let words = |part: &Part| part.samples.map_or(0, |head| head.words(verb, part.len()));
+        Self::new(parts, |part| (Width::WORD, 1, words(part)))
     }
 }
 
 impl<T: Value> Collect<T> {
-    fn new(parts: &[Part], width: impl Fn(&Part) -> (Width, usize)) -> Self {
+    /// `shape` is the width of a part's items, the values in each, and their number.
+    fn new(parts: &[Part], shape: impl Fn(&Part) -> (Width, usize, usize)) -> Self {
         let of = |part: &Part| {
-            let (width, values_each) = width(part);
-            Announced { width, values_each, items: part.len(), format: part.format, values: Vec::new() }
+            let (width, values_each, items) = shape(part);
+            Announced { width, values_each, items, format: part.format, values: Vec::new() }
         };
         Self { parts: parts.iter().map(of).collect() }
+    }
+
+    /// Whether everything that was announced has come.
+    pub fn is_complete(&self) -> bool {
+        self.parts.iter().all(|part| part.values.len() == part.items * part.values_each)
     }
 
     /// Take one chunk.

@@ -26,7 +26,7 @@ fn ids_and_gradients_come_back_as_they_were() {
     assert_eq!(collect.finish().unwrap(), [vec![], ids.ids().to_vec()]);
 
     for chunks in [
-        gradient_chunks(1, RowFormat::f32(19), ids.len(), Gradients::Rows(&gradients)).collect::<Vec<_>>(),
+        gradient_chunks(1, &parts[1], Gradients::Rows(&gradients)).collect::<Vec<_>>(),
         row_chunks(1, RowFormat::f32(19), gradients.clone()).collect(),
     ] {
         assert!(

@@ -3,6 +3,7 @@
 //! * [`proto`]: messages and services, generated from `proto/persia/v1/`
 //! * [`parts`]: a request's tables, checked; what each server gets of them
 //! * [`chunk`]: ids, rows and gradients as streams of checked chunks
+//! * [`samples`]: vectors of samples in the place of rows of ids
 //! * [`scatter`]: rows of a reply, written to where they belong
 //! * [`receive`]: a whole look-up or push out of a stream
 //! * [`convert`]: tokens, reports and files as messages
@@ -27,6 +28,7 @@ pub mod floats;
 pub mod listen;
 pub mod parts;
 pub mod receive;
+pub mod samples;
 pub mod scatter;
 pub mod settings;
 pub mod tls;
@@ -41,6 +43,6 @@ pub mod proto {
 }
 
 /// Number of the protocol. Peers of another one are refused.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 /// Version of Persia. Peers of another one are refused.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -7,21 +7,34 @@ use persia_types::{Dtype, TablesError};
 use crate::chunk::{ChunkError, Width, cut};
 use crate::floats::RowFormat;
 use crate::proto::{self, Chunk, TablePart};
+use crate::samples::Samples;
 
 /// One table's share of a request, whose numbers were checked against the limits.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Part {
     /// Index into the schema's tables; whether there is such a table, the holder of rows knows.
     pub table: usize,
     /// How rows and gradients travel. Of 0 floats only where there are no ids.
     pub format: RowFormat,
+    /// Some where vectors of samples travel in the place of rows of ids.
+    pub samples: Option<Samples>,
     offsets: Vec<u32>,
 }
 
 impl Part {
     /// Rows of `table` for `ids`.
     pub fn new(table: usize, format: RowFormat, ids: &ShardedIds) -> Self {
-        Self { table, format, offsets: ids.offsets().to_vec() }
+        Self { table, format, samples: None, offsets: ids.offsets().to_vec() }
+    }
+
+    /// The part with vectors of samples, or with rows of ids.
+    pub fn with_samples(self, samples: Option<Samples>) -> Self {
+        Self { samples, ..self }
+    }
+
+    /// Number of vectors that travel: of samples, or of ids.
+    pub fn vectors(&self) -> usize {
+        self.samples.map_or(self.len(), |head| head.samples)
     }
 
     /// Number of ids.
@@ -49,8 +62,11 @@ impl Part {
 
     /// As it travels.
     pub fn to_proto(&self) -> TablePart {
-        self.counts_within(0..VIRTUAL_SHARDS)
+        let samples = self.samples.map(Samples::to_proto);
+        TablePart { samples, ..self.counts_within(0..VIRTUAL_SHARDS) }
     }
+
+    /// Rows of the ids of some shards, as they travel.
 
     fn counts_within(&self, shards: std::ops::Range<usize>) -> TablePart {
         let count = |shard: usize| {
@@ -61,6 +77,7 @@ impl Part {
             dim: self.format.dim as u32,
             dtype: proto::Dtype::from(self.format.dtype).into(),
             shard_counts: (0..VIRTUAL_SHARDS).map(count).collect(),
+            samples: None,
         }
     }
 }
@@ -74,10 +91,10 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
     if parts.len() > MAX_SLOTS {
         return bad(format!("{} tables in one request, the limit is {MAX_SLOTS}", parts.len()));
     }
-    let (mut all_ids, mut all_bytes) = (0u64, 0u64);
+    let (mut all_ids, mut all_bytes, mut sample_bytes) = (0u64, 0u64, 0u64);
     let mut checked = Vec::with_capacity(parts.len());
     for part in parts {
-        let TablePart { table, dim, dtype, shard_counts } = part;
+        let TablePart { table, dim, dtype, shard_counts, samples } = part;
         if shard_counts.len() != VIRTUAL_SHARDS {
             return bad(format!(
                 "table {table}: counts of {} shards, want {VIRTUAL_SHARDS}",
@@ -96,6 +113,20 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
         if all_bytes > MAX_REQUEST_BYTES {
             return bad(format!("{all_bytes} bytes of rows, the limit of a request is {MAX_REQUEST_BYTES}"));
         }
+        let samples = match samples {
+            None => None,
+            Some(sent) => {
+                let (samples, bytes) = Samples::check(sent, ids as usize, *dim as usize)
+                    .map_err(|what| TablesError::BadShape { what: format!("table {table}: {what}") })?;
+                sample_bytes += bytes;
+                Some(samples)
+            }
+        };
+        if sample_bytes > MAX_REQUEST_BYTES {
+            return bad(format!(
+                "{sample_bytes} bytes of samples and their uses, the limit of a request is {MAX_REQUEST_BYTES}"
+            ));
+        }
         let mut offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
         let mut offset = 0;
         offsets.push(0);
@@ -104,7 +135,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
             offsets.push(offset);
         }
         let format = RowFormat { dim: *dim as usize, dtype: dtype_of(*table, *dtype)? };
-        checked.push(Part { table: *table as usize, format, offsets });
+        checked.push(Part { table: *table as usize, format, samples, offsets });
     }
     Ok(checked)
 }
@@ -159,7 +190,12 @@ impl Split {
         Ok(Self { parts, bounds, servers })
     }
 
-    /// The parts of one server's head.
+    /// The parts of the whole request.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// The parts of one server's head: rows of ids, also where the whole request has samples.
     pub fn parts_of(&self, server: usize) -> Vec<TablePart> {
         let shards = server_shards(server, self.servers);
         self.parts.iter().map(|part| part.counts_within(shards.clone())).collect()
@@ -285,6 +321,7 @@ mod tests {
             dim,
             dtype: 0,
             shard_counts: std::iter::once(count).chain([0; VIRTUAL_SHARDS - 1]).collect(),
+            samples: None,
         };
         let refused = |parts: &[TablePart]| check_parts(parts).unwrap_err();
         assert!(matches!(refused(&[part(4, u32::MAX)]), TablesError::TooManyIds { .. }));
@@ -292,11 +329,27 @@ mod tests {
         for bad in [part(0, 1), part(MAX_DIM as u32 + 1, 1), part(4096, 1_000_000)] {
             assert!(matches!(refused(&[bad]), TablesError::BadShape { .. }));
         }
-        let short = TablePart { table: 0, dim: 1, dtype: 0, shard_counts: vec![1] };
+        let short = TablePart { shard_counts: vec![1], ..part(1, 1) };
         assert!(matches!(refused(&[short]), TablesError::BadShape { .. }));
         let unknown = TablePart { dtype: 3, ..part(4, 10) };
         assert!(matches!(refused(&[unknown]), TablesError::BadShape { what } if what.contains("dtype 3")));
         check_parts(&[part(0, 0), part(4, 10)]).unwrap();
+        let pooled = |samples, uses, count| {
+            let samples = proto::Samples { samples, uses, weights: true, factors: true, scale: 1.0 };
+            TablePart { samples: Some(samples), ..part(4, count) }
+        };
+        check_parts(&[pooled(1000, 5000, 10)]).unwrap();
+        for (bad, named) in [
+            (pooled(1, 1, 0), "1 samples use no ids"),
+            (pooled(1 << 25, 1, 10), "the limit is 16777216"),
+            (pooled(1, u32::MAX, 10), "the limit is 4294967294"),
+            (pooled(1, 1 << 28, 10), "bytes of samples and their uses"),
+        ] {
+            let error = refused(&[bad]);
+            assert!(matches!(&error, TablesError::BadShape { what } if what.contains(named)), "{error}");
+        }
+        let half = pooled(1, 1 << 26, 10);
+        assert!(matches!(refused(&[half.clone(), half]), TablesError::BadShape { .. }));
     }
 
     #[test]

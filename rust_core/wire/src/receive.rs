@@ -139,7 +139,19 @@ pub async fn push_head(
     }
 }
 
-/// Collect a look-up.
+/// The parts of a head, all of which are to be rows of ids.
+fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
+    let parts = check_parts(head)?;
+    match parts.iter().find(|part| part.samples.is_some()) {
+        None => Ok(parts),
+        Some(part) => Err(ChunkError::bad_shape(format!(
+            "table {}: samples are pooled by a middleware, an embedding server takes rows of ids",
+            part.table
+        ))),
+    }
+}
+
+/// Collect a look-up, as an embedding server takes it.
 ///
 /// # Errors
 /// A status that says what is wrong with it.
@@ -148,7 +160,7 @@ pub async fn lookup(
 ) -> Result<Lookup, Status> {
     use proto::lookup_request::Part as Message;
     let head = lookup_head(stream).await?;
-    let parts = check_parts(&head.parts).map_err(ChunkError::from)?;
+    let parts = parts_of_rows(&head.parts)?;
     let token = convert::token(head.token).map_err(ChunkError::from)?;
     let mode = convert::mode(head.mode).map_err(ChunkError::from)?;
     let mut ids = Collect::ids(&parts);
@@ -162,7 +174,7 @@ pub async fn lookup(
     Ok(Lookup { token, step: head.step, mode, parts, ids })
 }
 
-/// Collect a push.
+/// Collect a push, as an embedding server takes it.
 ///
 /// # Errors
 /// A status that says what is wrong with it.
@@ -171,7 +183,7 @@ pub async fn push(
 ) -> Result<Push, Status> {
     use proto::push_request::Part as Message;
     let head = push_head(stream).await?;
-    let parts = check_parts(&head.parts).map_err(ChunkError::from)?;
+    let parts = parts_of_rows(&head.parts)?;
     let token = convert::token(head.token).map_err(ChunkError::from)?;
     let (mut ids, mut gradients) = (Collect::ids(&parts), Collect::gradients(&parts));
     while let Some(message) = next(stream).await? {

@@ -52,7 +52,7 @@ pub struct Scatter<'a, 'b> {
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
-    /// Into `rows[p]`, which holds `[parts[p].len(), parts[p].dim]`, or a row for each sample of `uses[p]`.
+    /// Into `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `uses[p]`.
     ///
     /// # Errors
     /// `BadShape` for a buffer of another length, another number of buffers than of parts, or uses that do not fit.
@@ -66,7 +66,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
             return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
         }
         for ((part, uses), rows) in parts.iter().zip(uses).zip(rows.iter()) {
-            let wanted = uses.map_or(part.len(), |uses| uses.samples.len());
+            let wanted = uses.map_or(part.vectors(), |uses| uses.samples.len());
             if rows.len() != wanted * part.format.dim {
                 return bad(format!(
                     "table {}: a buffer of {} floats, want {wanted} rows of dimension {}",
@@ -79,7 +79,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
                 uses.check(part.len(), wanted)?;
             }
         }
-        let of = |part: &Part| (part.format, part.len() as u64, Covered::default());
+        let of = |part: &Part| (part.format, part.vectors() as u64, Covered::default());
         Ok(Self { parts: parts.iter().map(of).collect(), uses, rows, widened: Vec::new() })
     }
 

@@ -4,7 +4,7 @@ use persia_types::id::{Id, ShardedIds, hash_id};
 use persia_types::kernels::{Gradients, SegmentSum, Uses};
 use persia_types::schema::Initializer;
 use persia_types::tables::{
-    LookupRequest, Mode, PushReport, PushRequest, Run, TableGradients, TableIds, TablesError,
+    LookupRequest, Mode, PushReport, PushRequest, Run, SampleUses, TableGradients, TableIds, TablesError,
 };
 
 use super::fixture::{Fixture, begun, begun_with, run, token};
@@ -48,7 +48,7 @@ impl Used {
 
     fn lookup(&self, fixture: &Fixture, seq: u64, mode: Mode) -> Vec<f32> {
         let mut out = vec![f32::NAN; self.samples.len() * DIM];
-        let tables = [TableIds { table: TABLE, ids: &self.ids, uses: Some(self.uses()) }];
+        let tables = [TableIds { table: TABLE, ids: &self.ids, uses: Some(SampleUses::Each(self.uses())) }];
         let request = LookupRequest { token: token(0, seq), step: seq, mode, tables: &tables };
         fixture.0.lookup(&request, &mut [&mut out]).expect("a look-up for samples");
         out
@@ -151,7 +151,7 @@ fn misfits(make: Make<'_>) {
         Uses { starts, samples: &[0, 1, 2, 4] },
     ];
     for uses in bad_uses {
-        let tables = [TableIds { table: TABLE, ids: &used.ids, uses: Some(uses) }];
+        let tables = [TableIds { table: TABLE, ids: &used.ids, uses: Some(SampleUses::Each(uses)) }];
         let request = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &tables };
         let refused = fixture.0.lookup(&request, &mut [&mut [0.0; 4 * DIM]]);
         assert!(matches!(refused, Err(TablesError::BadShape { .. })), "{uses:?}: {refused:?}");

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use persia_types::kernels::{self, Pool, Uses};
-use persia_types::tables::{LookupReport, LookupRequest, Mode, TableIds, TablesError};
+use persia_types::kernels::{self, Bags, Pool};
+use persia_types::tables::{LookupReport, LookupRequest, Mode, SampleUses, TableIds, TablesError};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
@@ -77,7 +77,8 @@ pub(crate) struct Forward {
 
 /// Look the batch up and pool it.
 ///
-/// Where every sample has one id, pooling is a copy: the tables then write rows straight to the output.
+/// Where every sample has one id, pooling is a copy: the tables then write rows straight to the output. So they do with
+/// pooled samples, where they [pool](persia_types::Tables::pools).
 pub(crate) fn forward(
     context: &Context,
     batch: &Batch,
@@ -87,21 +88,21 @@ pub(crate) fn forward(
 ) -> Result<Forward, TablesError> {
     let mut watch = Stopwatch::start();
     let dim = |table: usize| context.schema.tables[table].dim;
-    let samples = batch.batch_size();
+    let divisors = |(feature, slot): (usize, &usize)| {
+        kernels::divisors(&context.schema.slots[*slot], plan.feature(batch, feature).offsets())
+    };
+    let divisors: Vec<Option<Vec<f32>>> = plan.slots().iter().enumerate().map(divisors).collect();
     let tables: Vec<TableIds<'_>> = plan
         .tables()
         .iter()
         .map(|table| TableIds {
             table: table.table,
             ids: table.ids(batch),
-            uses: one_each(batch, plan, table),
+            uses: uses(context, batch, plan, table, &divisors),
         })
         .collect();
-    let mut rows: Vec<Buffer> = tables
-        .iter()
-        .map(|table| if table.uses.is_some() { samples } else { table.ids.len() } * dim(table.table))
-        .map(|floats| context.buffers.take(floats))
-        .collect();
+    let mut rows: Vec<Buffer> =
+        tables.iter().map(|table| context.buffers.take(table.vectors() * dim(table.table))).collect();
     let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(AsMut::as_mut).collect();
     let report = context.tables.lookup(&request, &mut targets)?;
@@ -119,7 +120,8 @@ pub(crate) fn forward(
         for member in &table.members {
             let (slot, feature) = (slot(member), plan.feature(batch, member.feature));
             let mut buffer = context.buffers.take(feature.samples() * dim);
-            pool_member(context, feature, slot, member, rows.as_ref(), buffer.as_mut());
+            let bags = bags(feature, divisors[member.feature].as_deref());
+            pool_member(bags, member, rows.as_ref(), dim, buffer.as_mut());
             let raw = context.schema.slots[slot].sample_fixed_size.map(|places| Raw {
                 places: places as usize,
                 mask: (0..feature.samples()).map(|place| !feature.occurrences_of(place).is_empty()).collect(),
@@ -132,32 +134,32 @@ pub(crate) fn forward(
     Ok(Forward { outputs, report, lookup, pool: watch.lap() })
 }
 
-/// Who uses the ids of a table that serves one feature with one id per sample.
-fn one_each<'a>(batch: &'a Batch, plan: &'a Plan, table: &TablePlan) -> Option<Uses<'a>> {
-    let [Member { feature, map: None }] = table.members[..] else { return None };
-    let feature = plan.feature(batch, feature);
-    (feature.offsets().is_none() && feature.weights().is_none()).then(|| feature.uses())
+/// How samples use the ids of a table that serves one feature, where they are better off without rows of ids.
+fn uses<'a>(
+    context: &Context,
+    batch: &'a Batch,
+    plan: &'a Plan,
+    table: &TablePlan,
+    divisors: &'a [Option<Vec<f32>>],
+) -> Option<SampleUses<'a>> {
+    let [Member { feature: index, map: None }] = table.members[..] else { return None };
+    let feature = plan.feature(batch, index);
+    if feature.offsets().is_none() && feature.weights().is_none() {
+        return Some(SampleUses::Each(feature.uses()));
+    }
+    let bags = bags(feature, divisors[index].as_deref());
+    let (dim, ids) = (context.schema.tables[table.table].dim, feature.unique().len());
+    context.tables.pools(dim, ids, &bags).then_some(SampleUses::Pooled(bags))
 }
 
-fn pool_member(
-    context: &Context,
-    feature: &IdFeature,
-    slot: usize,
-    member: &Member,
-    rows: &[f32],
-    out: &mut [f32],
-) {
-    let slot = &context.schema.slots[slot];
+/// What each sample of a feature adds up, of the feature's own unique ids.
+fn bags<'a>(feature: &'a IdFeature, divisors: Option<&'a [f32]>) -> Bags<'a> {
+    Bags { places: feature.inverse(), offsets: feature.offsets(), weights: feature.weights(), divisors }
+}
+
+fn pool_member(bags: Bags<'_>, member: &Member, rows: &[f32], dim: usize, out: &mut [f32]) {
     let composed: Option<Vec<u32>> =
-        member.map.as_ref().map(|map| feature.inverse().iter().map(|unique| map[*unique as usize]).collect());
-    let divisors = kernels::divisors(slot, feature.offsets());
-    let input = Pool {
-        rows,
-        dim: context.schema.tables[slot.table].dim,
-        places: composed.as_deref().unwrap_or(feature.inverse()),
-        offsets: feature.offsets(),
-        weights: feature.weights(),
-        divisors: divisors.as_deref(),
-    };
-    kernels::pool(&input, out);
+        member.map.as_ref().map(|map| bags.places.iter().map(|unique| map[*unique as usize]).collect());
+    let places = composed.as_deref().unwrap_or(bags.places);
+    kernels::pool(&Pool { rows, dim, bags: Bags { places, ..bags } }, out);
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use persia_engine::{
     Batch, BatchParts, Drained, EngineOptions, Gradient, IdFeature, PushOptions,
-    kernels::{self, Pool, SegmentSum, Uses},
+    kernels::{self, Bags, Pool, SegmentSum, Uses},
 };
 use persia_types::Mode;
 use persia_types::schema::{Pooling, Schema};
@@ -225,15 +225,13 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
     for dim in (1..=40).chain([63, 64, 65, 127, 128, 129, 200, 256, 300]) {
         let rows = numbers(6 * dim, 1);
         let mut out = vec![f32::NAN; 4 * dim];
-        let input = Pool {
-            rows: &rows,
-            dim,
+        let bags = Bags {
             places: &places,
             offsets: Some(&offsets),
             weights: None,
             divisors: Some(&divisors),
         };
-        kernels::pool(&input, &mut out);
+        kernels::pool(&Pool { rows: &rows, dim, bags }, &mut out);
         for sample in 0..4 {
             for column in 0..dim {
                 let mut sum = 0.0f32;
@@ -244,7 +242,8 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
             }
         }
         let mut single = vec![f32::NAN; places.len() * dim];
-        kernels::pool(&Pool { offsets: None, divisors: None, ..input }, &mut single);
+        let bags = Bags { offsets: None, divisors: None, ..bags };
+        kernels::pool(&Pool { rows: &rows, dim, bags }, &mut single);
         for (place, row) in places.iter().zip(single.chunks(dim)) {
             assert_eq!(row, &rows[*place as usize * dim..][..dim]);
         }

@@ -9,7 +9,7 @@ use persia_types::id::{Id, hash_id};
 use persia_types::schema::{Initializer, Optimizer, Schema};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Snapshot, Stats,
-    TableGradients, Tables, TablesError,
+    SampleUses, TableGradients, Tables, TablesError,
 };
 use persia_types::token::{JobId, SeenTokens};
 
@@ -177,11 +177,17 @@ impl Tables for PlainTables {
             .tables
             .iter()
             .zip(rows.iter())
-            .map(|(t, rows)| (t.table, t.uses.map_or(t.ids.len(), |uses| uses.samples.len()), rows.len()))
+            .map(|(t, rows)| (t.table, t.vectors(), rows.len()))
             .collect();
         self.check_tables(&shapes)?;
         for table in request.tables {
-            table.uses.map_or(Ok(()), |uses| uses.check(table.ids.len(), uses.samples.len()))?;
+            match table.uses {
+                None => {}
+                Some(SampleUses::Each(uses)) => uses.check(table.ids.len(), uses.samples.len())?,
+                Some(SampleUses::Pooled(_)) => {
+                    return Err(TablesError::BadShape { what: "these tables do not pool".into() });
+                }
+            }
         }
         let trains = request.mode == Mode::Train;
         if trains && run.optimizer.is_none() {
@@ -204,7 +210,7 @@ impl Tables for PlainTables {
                 }
                 let row = held.get(&id).map_or_else(|| vec![0.0; dim], |row| row.weights.clone());
                 let one = [number as u32];
-                for place in table.uses.map_or(&one[..], |uses| uses.of(number)) {
+                for place in table.each().map_or(&one[..], |uses| uses.of(number)) {
                     target[*place as usize * dim..][..dim].copy_from_slice(&row);
                 }
             }

@@ -1,4 +1,4 @@
-//! One look-up: ids to the servers, rows to the caller as they come.
+//! One look-up: ids to the servers, rows to the caller as they come, or pooled.
 
 use std::sync::Arc;
 
@@ -15,6 +15,7 @@ use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status};
 
+use super::pooled::{AllUses, Kept, of_samples};
 use super::{INLET, Member, late, named};
 
 type Out = mpsc::Sender<Result<proto::LookupReply, Status>>;
@@ -25,6 +26,7 @@ pub(super) struct Lookup {
     pub(super) members: Vec<Arc<Member>>,
     pub(super) head: proto::LookupHead,
     pub(super) split: Arc<Split>,
+    pub(super) uses: AllUses,
     pub(super) deadline: Instant,
 }
 
@@ -38,6 +40,7 @@ impl Lookup {
         // Dropped with the future: a look-up that ended leaves no call behind.
         let mut calls = JoinSet::new();
         let mut inlets = Vec::with_capacity(self.members.len());
+        let (keep, kept) = mpsc::channel(INLET);
         for (server, member) in self.members.iter().enumerate() {
             let (inlet, messages) = mpsc::channel(INLET);
             let head = proto::LookupHead { parts: self.split.parts_of(server), ..self.head.clone() };
@@ -45,8 +48,10 @@ impl Lookup {
             let _ = inlet.try_send(proto::LookupRequest { part: Some(lookup_request::Part::Head(head)) });
             inlets.push(inlet);
             let (member, split) = (Arc::clone(member), Arc::clone(&self.split));
-            calls.spawn(call(server, member, split, messages, out.clone(), self.deadline));
+            let outlet = Outlet { out: out.clone(), keep: keep.clone() };
+            calls.spawn(call(server, member, split, messages, outlet, self.deadline));
         }
+        drop(keep);
         let sum = async {
             let mut sum = LookupReport::default();
             while let Some(report) = calls.join_next().await {
@@ -54,7 +59,10 @@ impl Lookup {
             }
             Ok(sum)
         };
-        tokio::try_join!(self.feed(incoming, inlets), sum).map(|((), report)| report)
+        let kept = Kept::all(&self.split, kept);
+        let ((), kept, report) = tokio::try_join!(self.feed(incoming, inlets), kept, sum)?;
+        kept.send(self.split, self.uses, out.clone()).await?;
+        Ok(report)
     }
 
     async fn feed(
@@ -64,7 +72,7 @@ impl Lookup {
     ) -> Result<(), Status> {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
-                return Err(Status::invalid_argument("after the head of a look-up only ids may come"));
+                return Err(Status::invalid_argument("after the head and uses of a look-up only ids may come"));
             };
             for (server, piece) in self.split.ids(chunk)? {
                 let message = proto::LookupRequest { part: Some(lookup_request::Part::Ids(piece)) };
@@ -76,12 +84,30 @@ impl Lookup {
     }
 }
 
+/// Where rows go: to the caller, or where they are pooled.
+struct Outlet {
+    out: Out,
+    keep: mpsc::Sender<proto::Chunk>,
+}
+
+impl Outlet {
+    async fn send(&self, split: &Split, chunk: proto::Chunk) -> Result<(), Status> {
+        let sent = if of_samples(split, &chunk) {
+            self.keep.send(chunk).await.is_ok()
+        } else {
+            let rows = Some(lookup_reply::Part::Rows(chunk));
+            self.out.send(Ok(proto::LookupReply { part: rows })).await.is_ok()
+        };
+        if sent { Ok(()) } else { Err(Status::cancelled("the caller is gone")) }
+    }
+}
+
 async fn call(
     server: usize,
     member: Arc<Member>,
     split: Arc<Split>,
     messages: mpsc::Receiver<proto::LookupRequest>,
-    out: Out,
+    outlet: Outlet,
     deadline: Instant,
 ) -> Result<LookupReport, Status> {
     let called = async {
@@ -93,9 +119,7 @@ async fn call(
         while let Some(reply) = replies.message().await.map_err(|status| named(&member, &status))? {
             match reply.part {
                 Some(lookup_reply::Part::Rows(chunk)) => {
-                    let rows = lookup_reply::Part::Rows(split.rows(server, chunk)?);
-                    let sent = out.send(Ok(proto::LookupReply { part: Some(rows) })).await;
-                    sent.map_err(|_| Status::cancelled("the caller is gone"))?;
+                    outlet.send(&split, split.rows(server, chunk)?).await?;
                 }
                 Some(lookup_reply::Part::Report(sent)) => report = Some(sent.into()),
                 None => {}

@@ -1,11 +1,14 @@
 //! [`MiddlewareService`]: divides every request among the servers and puts their answers together.
 //!
+//! Where a caller wants samples pooled it does the caller's arithmetic besides, with the caller's kernels.
+//!
 //! It holds nothing between two calls and tries each once: only the caller knows whether a retry makes sense. Every
 //! server gets every request, also one without ids for it, so that each knows what was asked of the job.
 
 mod admin;
 mod fleet;
 mod lookup;
+mod pooled;
 mod push;
 
 use std::sync::Arc;
@@ -16,9 +19,10 @@ use persia_wire::auth::{Role, require};
 use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
+use persia_wire::samples::{Verb, receive_uses};
 use persia_wire::{proto, receive};
 use tokio::sync::mpsc;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
@@ -58,7 +62,12 @@ impl MiddlewareService {
             let mut incoming = request.into_inner();
             let head = receive::lookup_head(&mut incoming).await?;
             let split = Split::new(&head.parts, members.len()).map_err(|error| to_status(&error))?;
-            Ok((lookup::Lookup { members, head, split: Arc::new(split), deadline }, incoming))
+            let chunk = |message: proto::LookupRequest| match message.part {
+                Some(proto::lookup_request::Part::Uses(chunk)) => Some(chunk),
+                _ => None,
+            };
+            let uses = receive_uses(&mut incoming, Verb::Lookup, split.parts(), chunk).await?;
+            Ok((lookup::Lookup { members, head, split: Arc::new(split), uses, deadline }, incoming))
         };
         let (lookup, incoming) = match started.await {
             Ok(started) => started,
@@ -91,7 +100,13 @@ impl MiddlewareService {
         let mut incoming = request.into_inner();
         let head = receive::push_head(&mut incoming).await?;
         let split = Split::new(&head.parts, members.len()).map_err(|error| to_status(&error))?;
-        let push = push::Push { members, head, split: Arc::new(split), deadline };
+        let chunk = |message: proto::PushRequest| match message.part {
+            Some(proto::push_request::Part::Uses(chunk)) => Some(chunk),
+            _ => None,
+        };
+        let uses = receive_uses(&mut incoming, Verb::Push, split.parts(), chunk);
+        let uses = timeout_at(deadline, uses).await.map_err(push::late_caller)??;
+        let push = push::Push { members, head, split: Arc::new(split), uses, deadline };
         let reply = push.run(incoming).await?;
         if push::first_failure(&reply).is_some() {
             self.servers.look_again();

@@ -1,19 +1,22 @@
-//! One push: gradients to the servers, and what each of them did back to the caller.
+//! One push: gradients to the servers, of samples summed per id, and what each of them did back to the caller.
 
 use std::sync::Arc;
 
 use futures_util::Stream;
 use persia_types::TablesError;
+use persia_wire::chunk::Collect;
 use persia_wire::error::{from_failure, to_failure};
 use persia_wire::parts::Split;
 use persia_wire::{proto, receive};
 use proto::{push_request, server_push};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status};
 
+use super::pooled::{AllUses, of_samples, send_sums};
 use super::{INLET, Member, error_of, late};
 
 type Inlet = mpsc::Sender<proto::PushRequest>;
@@ -23,15 +26,17 @@ pub(super) struct Push {
     pub(super) members: Vec<Arc<Member>>,
     pub(super) head: proto::PushHead,
     pub(super) split: Arc<Split>,
+    pub(super) uses: AllUses,
     pub(super) deadline: Instant,
 }
 
 impl Push {
     /// One server's failure does not keep the others from applying their part; a caller's that breaks off does.
     pub(super) async fn run(
-        self,
+        mut self,
         incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
     ) -> Result<proto::PushReply, Status> {
+        let uses = std::mem::take(&mut self.uses);
         let asked = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
         // Dropped with the future: calls that have not ended are broken off, and apply nothing.
         let mut calls = JoinSet::new();
@@ -67,35 +72,43 @@ impl Push {
             servers.sort_unstable_by_key(|server| server.server);
             Ok(servers)
         };
-        let ((), servers) = tokio::try_join!(self.feed(incoming, inlets), outcomes)?;
+        let feed = async {
+            let gradients = self.feed(incoming, &inlets).await?;
+            // The calls end with their inlets.
+            send_sums(Arc::clone(&self.split), uses, gradients, inlets).await
+        };
+        let ((), servers) = tokio::try_join!(feed, outcomes)?;
         Ok(proto::PushReply { servers })
     }
 
+    /// Pass on what comes; the gradients of samples are given back.
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
-        inlets: Vec<Option<Inlet>>,
-    ) -> Result<(), Status> {
+        inlets: &[Option<Inlet>],
+    ) -> Result<Vec<Vec<f32>>, Status> {
+        let mut gradients = Collect::sample_gradients(self.split.parts());
         loop {
             let next = timeout_at(self.deadline, receive::next(&mut incoming)).await;
-            let late = |_| Status::deadline_exceeded("the push did not come whole before its deadline");
-            let Some(message) = next.map_err(late)?? else { return Ok(()) };
-            let pieces = match message.part {
+            let Some(message) = next.map_err(late_caller)?? else { return Ok(gradients.finish()?) };
+            let pieces: Vec<_> = match message.part {
                 Some(push_request::Part::Ids(chunk)) => {
                     let pieces = self.split.ids(chunk)?.into_iter();
                     pieces.map(|(server, piece)| (server, push_request::Part::Ids(piece))).collect()
+                }
+                Some(push_request::Part::Gradients(chunk)) if of_samples(&self.split, &chunk) => {
+                    gradients.take(&chunk)?;
+                    continue;
                 }
                 Some(push_request::Part::Gradients(chunk)) => {
                     let pieces = self.split.gradients(chunk)?.into_iter();
                     pieces.map(|(server, piece)| (server, push_request::Part::Gradients(piece))).collect()
                 }
-                _ => Vec::new(),
+                _ => {
+                    let what = "after the head and uses of a push only ids and gradients may come";
+                    return Err(Status::invalid_argument(what));
+                }
             };
-            if pieces.is_empty() {
-                return Err(Status::invalid_argument(
-                    "after the head of a push only ids and gradients may come",
-                ));
-            }
             for (server, piece) in pieces {
                 if let Some(inlet) = &inlets[server] {
                     // One that takes no more has failed: its call says why.
@@ -104,6 +117,11 @@ impl Push {
             }
         }
     }
+}
+
+/// A caller's push did not come in time.
+pub(super) fn late_caller(_: Elapsed) -> Status {
+    Status::deadline_exceeded("the push did not come whole before its deadline")
 }
 
 /// Why the first server that did not apply its part did not.

@@ -199,7 +199,7 @@ fn another_job_epoch_count_or_version_is_refused() {
     let error = begin(&|request| request.servers = 3).unwrap_err();
     assert!(error.contains("counts 3 servers, it counts 2"), "{error}");
     let error = begin(&|request| request.protocol = 99).unwrap_err();
-    assert!(error.contains("protocol 1") && error.contains("99"), "{error}");
+    assert!(error.contains(&format!("protocol {PROTOCOL}")) && error.contains("99"), "{error}");
     let error = begin(&|request| request.version = "0.0.1".into()).unwrap_err();
     assert!(error.contains("0.0.1") && error.contains(VERSION), "{error}");
     let error = begin(&|request| request.run = "{}".into()).unwrap_err();

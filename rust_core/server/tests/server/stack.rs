@@ -9,7 +9,7 @@ use persia_server::middleware::{Link, MiddlewareService, Servers};
 use persia_server::node::{CheckpointRoot, EpochFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
-use persia_types::kernels::Gradients;
+use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -175,6 +175,10 @@ pub(crate) struct Held<T> {
 impl<T: Send + Sync> Tables for Held<T> {
     fn begin(&self, run: &Run) -> Result<(), TablesError> {
         self.tables.begin(run)
+    }
+
+    fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
+        self.tables.pools(dim, ids, bags)
     }
 
     fn lookup(

@@ -3,8 +3,10 @@
 //! Both add in batch order, element by element, so their results depend on nothing but their input. They are the
 //! oracle for every other device.
 
+mod bags;
 mod segment;
 
+pub use bags::Bags;
 use crate::schema::{Pooling, Slot};
 use crate::simd::{LANES, Lanes, Level, Work, prefetch};
 pub use segment::{Gradients, SegmentSum, Uses, segment_sum, segment_sum_onto};
@@ -25,14 +27,8 @@ pub struct Pool<'a> {
     pub rows: &'a [f32],
     /// Floats in a row.
     pub dim: usize,
-    /// Per occurrence the row it uses, in batch order.
-    pub places: &'a [u32],
-    /// Where each sample's occurrences start (`samples + 1`); `None` is one per sample.
-    pub offsets: Option<&'a [u32]>,
-    /// Per occurrence what its row is multiplied by; `None` is 1.
-    pub weights: Option<&'a [f32]>,
-    /// Per sample what its sum is divided by; `None` is 1.
-    pub divisors: Option<&'a [f32]>,
+    /// What to add.
+    pub bags: Bags<'a>,
 }
 
 /// What each sample's sum is divided by: its number of ids for a mean, the root of its number of rows (ids × rounds of
@@ -73,7 +69,7 @@ impl Work for PoolWork<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let Pool { rows, dim, places, offsets, weights, divisors } = *self.input;
+        let Pool { rows, dim, bags: Bags { places, offsets, weights, divisors } } = *self.input;
         let outs = self.out.chunks_exact_mut(dim);
         if let (None, None) = (offsets, weights) {
             for (occurrence, (&place, out)) in places.iter().zip(outs).enumerate() {
@@ -249,8 +245,8 @@ mod tests {
             let divisors = Some(&divisors[..]);
             let offsets = &offsets[..];
             for weights in [None, Some(&weights[..])] {
-                let pooled =
-                    &Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors };
+                let bags = Bags { places: &places, offsets: Some(offsets), weights, divisors };
+                let pooled = &Pool { rows: &rows, dim, bags };
                 let uses = Uses { starts: offsets, samples: &places };
                 let summed =
                     &SegmentSum { gradients: &rows, dim, uses, factors: divisors, weights, scale: 0.3 };
@@ -285,15 +281,13 @@ mod tests {
         for dim in [1, 3, 16, 19, 64, 131] {
             let rows: Vec<f32> = (0..6 * dim).map(number).collect();
             let [mut out, mut sums] = [(); 2].map(|()| vec![f32::NAN; 4 * dim]);
-            let pooled = Pool {
-                rows: &rows,
-                dim,
+            let bags = Bags {
                 places: &places,
                 offsets: Some(&offsets),
                 weights: Some(&weights),
                 divisors: Some(&divisors),
             };
-            pool(&pooled, &mut out);
+            pool(&Pool { rows: &rows, dim, bags }, &mut out);
             let uses = Uses { starts: &offsets, samples: &places };
             let summed = SegmentSum {
                 gradients: &rows,
@@ -317,7 +311,8 @@ mod tests {
                 }
             }
             let mut out = vec![f32::NAN; 9 * dim];
-            pool(&Pool { offsets: None, divisors: None, ..pooled }, &mut out);
+            let bags = Bags { offsets: None, divisors: None, ..bags };
+            pool(&Pool { rows: &rows, dim, bags }, &mut out);
             assert_eq!(out[8 * dim], rows[2 * dim] * weights[8]);
         }
     }
@@ -330,9 +325,8 @@ mod tests {
         let [without, with] = [None, Some(&[1.0; 6][..])].map(|weights| {
             let mut outs = [(); 2].map(|()| vec![0.0; 3 * dim]);
             let offsets = &offsets[..];
-            let pooled =
-                Pool { rows: &rows, dim, places: &places, offsets: Some(offsets), weights, divisors: None };
-            pool(&pooled, &mut outs[0]);
+            let bags = Bags { places: &places, offsets: Some(offsets), weights, divisors: None };
+            pool(&Pool { rows: &rows, dim, bags }, &mut outs[0]);
             let uses = Uses { starts: offsets, samples: &places };
             let factors = Some(&factors[..]);
             let sum = SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 1.0 };

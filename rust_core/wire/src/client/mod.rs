@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 use persia_types::TablesError;
+use persia_types::kernels::Bags;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, Tables,
 };
@@ -137,6 +138,10 @@ impl Inner {
 impl Tables for WireTables {
     fn begin(&self, run: &Run) -> Result<(), TablesError> {
         self.wait(self.inner.begin(run))
+    }
+
+    fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
+        self.inner.pools(dim, ids, bags)
     }
 
     fn lookup(

@@ -5,8 +5,10 @@ use std::pin::pin;
 use std::time::Duration;
 
 use persia_types::id::server_shards;
-use persia_types::kernels::Gradients;
-use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, TableGradients, TableIds};
+use persia_types::kernels::{Bags, Gradients};
+use persia_types::tables::{
+    LookupReport, LookupRequest, PushReport, PushRequest, SampleUses, TableGradients, TableIds,
+};
 use persia_types::{Dtype, TablesError};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -14,10 +16,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use super::Inner;
 use super::call::{Trouble, within};
 use super::pool::Remote;
-use crate::chunk::{ChunkError, gradient_chunks, id_chunks};
+use crate::chunk::{ChunkError, gradient_chunks, id_chunks, word_chunks};
+use crate::discovery::Service;
 use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::{self, lookup_reply, lookup_request, push_request, server_push};
+use crate::samples::{Samples, Verb, bag_words, sum_words};
 use crate::scatter::Scatter;
 
 /// Messages made ahead of the connection.
@@ -73,23 +77,52 @@ fn dim_of(table: usize, floats: usize, rows: usize) -> Result<usize, TablesError
     Ok(dim)
 }
 
-fn lookup_part(table: &TableIds<'_>, dtype: Dtype, floats: usize) -> Result<Part, TablesError> {
-    let rows = table.uses.map_or(table.ids.len(), |uses| uses.samples.len());
-    let format = RowFormat { dim: dim_of(table.table, floats, rows)?, dtype };
-    Ok(Part::new(table.table, format, table.ids))
-}
-
-fn push_part(table: &TableGradients<'_>, dtype: Dtype) -> Result<Part, TablesError> {
-    let ids = table.ids;
-    let dim = match &table.gradients {
-        Gradients::Rows(rows) => dim_of(table.table, rows.len(), ids.len())?,
-        Gradients::Samples(sum) => sum.dim,
-    };
-    table.gradients.check(ids.len(), dim)?;
-    Ok(Part::new(table.table, RowFormat { dim, dtype }, ids))
-}
-
 impl Inner {
+    /// Whether a look-up with such `bags` is to be answered with pooled samples.
+    pub(super) fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
+        let format = RowFormat { dim, dtype: self.options.wire_dtype };
+        self.options.service == Service::Middleware
+            && Samples::of_bags(bags).is_some_and(|samples| samples.save(Verb::Lookup, ids, format))
+    }
+
+    fn lookup_part(&self, table: &TableIds<'_>, floats: usize) -> Result<Part, TablesError> {
+        let dtype = self.options.wire_dtype;
+        let format = RowFormat { dim: dim_of(table.table, floats, table.vectors())?, dtype };
+        let part = Part::new(table.table, format, table.ids);
+        let Some(SampleUses::Pooled(bags)) = &table.uses else { return Ok(part) };
+        bags.check(table.ids.len())?;
+        let samples = Samples::of_bags(bags).filter(|_| self.options.service == Service::Middleware);
+        if samples.is_none() || table.ids.is_empty() {
+            let what = format!(
+                "table {}: a middleware pools samples of several ids; ask Tables::pools first",
+                table.table
+            );
+            return Err(TablesError::BadShape { what });
+        }
+        Ok(part.with_samples(samples))
+    }
+
+    /// Where they are fewer bytes, the gradients of samples are sent, and a middleware adds up those of ids.
+    fn push_part(&self, table: &TableGradients<'_>) -> Result<Part, TablesError> {
+        let (ids, dtype) = (table.ids, self.options.wire_dtype);
+        let dim = match &table.gradients {
+            Gradients::Rows(rows) => dim_of(table.table, rows.len(), ids.len())?,
+            Gradients::Samples(sum) => sum.dim,
+        };
+        table.gradients.check(ids.len(), dim)?;
+        let part = Part::new(table.table, RowFormat { dim, dtype }, ids);
+        let samples = match &table.gradients {
+            Gradients::Samples(sum) if self.options.service == Service::Middleware => {
+                // Gradients of 16 bits are scaled before they are sent.
+                let scale = if dtype == Dtype::F32 { sum.scale } else { 1.0 };
+                Some(Samples { scale, ..Samples::of_sum(sum) })
+            }
+            _ => None,
+        };
+        let samples = samples.filter(|samples| samples.save(Verb::Push, ids.len(), part.format));
+        Ok(part.with_samples(samples))
+    }
+
     pub(super) async fn lookup(
         &self,
         request: &LookupRequest<'_>,
@@ -104,7 +137,7 @@ impl Inner {
             .tables
             .iter()
             .zip(rows.iter())
-            .map(|(table, rows)| lookup_part(table, self.options.wire_dtype, rows.len()))
+            .map(|(table, rows)| self.lookup_part(table, rows.len()))
             .collect::<Result<_, _>>()?;
         let what = format!("look-up {} of step {}", request.token, request.step);
         self.call(&what, self.patience(), async |remote, each| {
@@ -128,15 +161,17 @@ impl Inner {
             mode: proto::Mode::from(request.mode).into(),
             parts: parts.iter().map(Part::to_proto).collect(),
         };
-        let ids = request
-            .tables
-            .iter()
-            .zip(0..)
-            .flat_map(|(table, index)| id_chunks(index, table.ids.ids()).map(Message::Ids));
+        let tables = || request.tables.iter().zip(0..);
+        let bags = tables().filter_map(|(table, index)| match &table.uses {
+            Some(SampleUses::Pooled(bags)) => Some(word_chunks(index, bag_words(bags))),
+            _ => None,
+        });
+        let ids = tables().flat_map(|(table, index)| id_chunks(index, table.ids.ids()));
         let messages = std::iter::once(Message::Head(head))
-            .chain(ids)
+            .chain(bags.flatten().map(Message::Uses))
+            .chain(ids.map(Message::Ids))
             .map(|message| proto::LookupRequest { part: Some(message) });
-        let uses: Vec<_> = request.tables.iter().map(|table| table.uses).collect();
+        let uses: Vec<_> = request.tables.iter().map(TableIds::each).collect();
         let mut scatter = Scatter::new(parts, &uses, rows).map_err(Trouble::Final)?;
         let (sender, receiver) = mpsc::channel(AHEAD);
         let talk = async {
@@ -164,8 +199,8 @@ impl Inner {
     }
 
     pub(super) async fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        let part = |table| push_part(table, self.options.wire_dtype);
-        let parts: Vec<Part> = request.tables.iter().map(part).collect::<Result<_, _>>()?;
+        let parts: Vec<Part> =
+            request.tables.iter().map(|table| self.push_part(table)).collect::<Result<_, _>>()?;
         let servers = self.servers().await?;
         let concerned = |server: &u32| {
             let shards = server_shards(*server as usize, servers as usize);
@@ -202,13 +237,17 @@ impl Inner {
             parts: parts.iter().map(Part::to_proto).collect(),
             only: progress.only.clone(),
         };
-        let chunks = request.tables.iter().zip(parts).zip(0..).flat_map(|((table, part), index)| {
+        let tables = || request.tables.iter().zip(parts).zip(0..);
+        let uses = tables().filter_map(|((table, part), index)| match &table.gradients {
+            Gradients::Samples(sum) if part.samples.is_some() => Some(word_chunks(index, sum_words(sum))),
+            _ => None,
+        });
+        let chunks = tables().flat_map(|((table, part), index)| {
             let ids = id_chunks(index, table.ids.ids()).map(Message::Ids);
-            ids.chain(
-                gradient_chunks(index, part.format, table.ids.len(), table.gradients).map(Message::Gradients),
-            )
+            ids.chain(gradient_chunks(index, part, table.gradients).map(Message::Gradients))
         });
         let messages = std::iter::once(Message::Head(head))
+            .chain(uses.flatten().map(Message::Uses))
             .chain(chunks)
             .map(|message| proto::PushRequest { part: Some(message) });
         let (sender, receiver) = mpsc::channel(AHEAD);

@@ -14,7 +14,7 @@ pub struct Token {
     pub seq: u64,
 }
 /// One table's share of a request.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct TablePart {
     /// index into the schema's tables; a request names a table at most once
     #[prost(uint32, tag = "1")]
@@ -26,14 +26,39 @@ pub struct TablePart {
     /// ids in each of the 256 virtual shards; the ids follow in that order
     #[prost(uint32, repeated, tag = "3")]
     pub shard_counts: ::prost::alloc::vec::Vec<u32>,
+    /// rows, or gradients, are those of samples
+    #[prost(message, optional, tag = "5")]
+    pub samples: ::core::option::Option<Samples>,
 }
-/// A piece of the ids, rows or gradients of one part.
+/// How samples use the ids of a part. Its data are words of 4 bytes. Of a look-up, which adds up the rows of each sample:
+/// for each use the position of its id, sample after sample; where the uses of each sample start, and their end; for each
+/// use a weight; for each sample what its sum is divided by. Of a push, which adds up the gradients of each id: for each
+/// use its sample, id after id; where the uses of each id start, and their end; for each use a weight; for each sample
+/// what its gradient is multiplied by.
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct Samples {
+    #[prost(uint32, tag = "1")]
+    pub samples: u32,
+    /// of ids by samples; a sample may use an id more than once
+    #[prost(uint32, tag = "2")]
+    pub uses: u32,
+    /// f32; otherwise all are 1
+    #[prost(bool, tag = "3")]
+    pub weights: bool,
+    /// f32; otherwise all are 1
+    #[prost(bool, tag = "4")]
+    pub factors: bool,
+    /// of a push: what the sums are multiplied by
+    #[prost(float, tag = "5")]
+    pub scale: f32,
+}
+/// A piece of the ids, rows, gradients or uses of one part.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Chunk {
     /// position in the head's list
     #[prost(uint32, tag = "1")]
     pub part: u32,
-    /// position of its first id, or of the first row it holds; rows are never cut
+    /// position of its first id or word, or of the first row it holds; rows are never cut
     #[prost(uint64, tag = "2")]
     pub first: u64,
     #[prost(bytes = "bytes", tag = "3")]
@@ -54,10 +79,10 @@ pub struct LookupHead {
     #[prost(message, repeated, tag = "4")]
     pub parts: ::prost::alloc::vec::Vec<TablePart>,
 }
-/// First the head, then every id once, in chunks.
+/// First the head, then the uses of all parts that have samples, then every id once, in chunks.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct LookupRequest {
-    #[prost(oneof = "lookup_request::Part", tags = "1, 2")]
+    #[prost(oneof = "lookup_request::Part", tags = "1, 2, 3")]
     pub part: ::core::option::Option<lookup_request::Part>,
 }
 /// Nested message and enum types in `LookupRequest`.
@@ -68,6 +93,8 @@ pub mod lookup_request {
         Head(super::LookupHead),
         #[prost(message, tag = "2")]
         Ids(super::Chunk),
+        #[prost(message, tag = "3")]
+        Uses(super::Chunk),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -113,10 +140,11 @@ pub struct PushHead {
     #[prost(uint32, repeated, tag = "5")]
     pub only: ::prost::alloc::vec::Vec<u32>,
 }
-/// First the head, then every id and every gradient once, in chunks; the ids of a part before its gradients.
+/// First the head, then the uses of all parts that have samples, then every id and every gradient once, in chunks; the ids
+/// of a part before its gradients.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PushRequest {
-    #[prost(oneof = "push_request::Part", tags = "1, 2, 3")]
+    #[prost(oneof = "push_request::Part", tags = "1, 2, 3, 4")]
     pub part: ::core::option::Option<push_request::Part>,
 }
 /// Nested message and enum types in `PushRequest`.
@@ -129,6 +157,8 @@ pub mod push_request {
         Ids(super::Chunk),
         #[prost(message, tag = "3")]
         Gradients(super::Chunk),
+        #[prost(message, tag = "4")]
+        Uses(super::Chunk),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

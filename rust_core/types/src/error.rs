@@ -1,0 +1,140 @@
+//! [`TablesError`]: everything that can be wrong with a request.
+
+use std::path::PathBuf;
+
+use crate::token::Token;
+
+/// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum TablesError {
+    /// Another run began since.
+    #[error("request {token} is of another run: epoch {current} is current; start the trainer again")]
+    StaleEpoch {
+        /// The request's.
+        token: Token,
+        /// What would be accepted.
+        current: u64,
+    },
+    /// Nothing began yet.
+    #[error("no run has begun: call begin first")]
+    NotBegun,
+    /// A begin that can't be taken.
+    #[error("cannot begin the run: {what}")]
+    BadRun {
+        /// Both values, where two differ.
+        what: String,
+    },
+    /// Lengths that do not fit together.
+    #[error("malformed request: {what}")]
+    BadShape {
+        /// What, and what was expected.
+        what: String,
+    },
+    /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
+    #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
+    TooManyIds {
+        /// Asked for.
+        ids: usize,
+        /// Allowed.
+        max: usize,
+    },
+    /// A table the schema does not have, or one named twice.
+    #[error("table {table}: {what} (the schema has {tables} tables)")]
+    BadTable {
+        /// Index asked for.
+        table: usize,
+        /// Number of tables.
+        tables: usize,
+        /// Unknown, or named twice.
+        what: &'static str,
+    },
+    /// A training request while no optimizer is configured.
+    #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
+    NoOptimizer,
+    /// Memory that could not be had.
+    #[error(
+        "table {table}: no memory for {bytes} more bytes of rows; lower the capacity in global_config.yml"
+    )]
+    OutOfMemory {
+        /// The table's name.
+        table: String,
+        /// Asked for.
+        bytes: u64,
+    },
+    /// A file that is not what its manifest says.
+    #[error("{path}: {what}")]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A checkpoint of another configuration.
+    #[error("{path} does not fit this run: {what}")]
+    Foreign {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Both values.
+        what: String,
+    },
+    /// The operating system said no.
+    #[error("{path}: {source}")]
+    Io {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Ids that another server holds.
+    #[error(
+        "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
+    )]
+    WrongShard {
+        /// Who.
+        peer: String,
+        /// Its shards.
+        held: std::ops::Range<usize>,
+        /// The foreign one.
+        shard: usize,
+    },
+    /// A peer of another version, protocol or configuration.
+    #[error("{peer} does not fit: {what}")]
+    Incompatible {
+        /// Who.
+        peer: String,
+        /// Both values.
+        what: String,
+    },
+    /// A peer that does not accept our credentials, or whose certificate we do not accept.
+    #[error("{peer} refused: {what}")]
+    Refused {
+        /// Who.
+        peer: String,
+        /// Why, and where the credential came from.
+        what: String,
+    },
+    /// Rows of the run in progress are gone: a server died, or came back without them.
+    #[error("{peer} lost the run's rows: {what}; start the trainer again")]
+    Lost {
+        /// Who.
+        peer: String,
+        /// What happened.
+        what: String,
+    },
+    /// Something else took too long.
+    #[error("{peer}: {what}")]
+    Timeout {
+        /// Who was waited for.
+        peer: String,
+        /// For what, and how long.
+        what: String,
+    },
+    /// A holder of rows that does not answer.
+    #[error("{peer} cannot be reached: {what}")]
+    Unreachable {
+        /// Who.
+        peer: String,
+        /// What was tried, and what happened.
+        what: String,
+    },
+}
