@@ -73,7 +73,11 @@ fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
 
         let rows = if by_sample { SAMPLES } else { ids.len() };
         let mut outs = DIMS.map(|dim| vec![f32::NAN; rows * dim]);
-        let tables = [0, 1, 2, 3].map(|table| TableIds { table, ids: &ids, uses: by_sample.then_some(SampleUses::Each(uses)) });
+        let tables = [0, 1, 2, 3].map(|table| TableIds {
+            table,
+            ids: &ids,
+            uses: by_sample.then_some(SampleUses::Each(uses)),
+        });
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
         store.lookup(&request, &mut outs.each_mut().map(Vec::as_mut_slice)).unwrap();
         for (out, dim) in outs.iter().zip(DIMS) {

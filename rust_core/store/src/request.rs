@@ -44,12 +44,16 @@ pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) ->
     let ids = part.ids.len();
     let (what, vectors) = (if part.uses.is_some() { "samples" } else { "ids" }, part.vectors());
     if vectors.checked_mul(*dim) != Some(floats) {
-        return malformed(format!("table {name}: {floats} floats of buffer for {vectors} {what} of dim {dim}"));
+        return malformed(format!(
+            "table {name}: {floats} floats of buffer for {vectors} {what} of dim {dim}"
+        ));
     }
     match &part.uses {
         None => Ok(()),
         Some(SampleUses::Each(uses)) => uses.check(ids, vectors).map_err(|error| of_table(name, error)),
-        Some(SampleUses::Pooled(_)) => malformed(format!("table {name}: a store gives rows, it does not pool")),
+        Some(SampleUses::Pooled(_)) => {
+            malformed(format!("table {name}: a store gives rows, it does not pool"))
+        }
     }
 }
 

@@ -16,6 +16,7 @@
 mod begin;
 mod files;
 mod fixture;
+mod pooled;
 mod refusals;
 mod rows;
 mod samples;
@@ -35,7 +36,8 @@ pub type Case = (&'static str, fn(Make<'_>));
 
 /// Every case.
 pub fn cases() -> Vec<Case> {
-    [begin::CASES, tokens::CASES, rows::CASES, samples::CASES, refusals::CASES, files::CASES].concat()
+    let rows = [rows::CASES, samples::CASES, pooled::CASES].concat();
+    [begin::CASES, tokens::CASES, &rows, refusals::CASES, files::CASES].concat()
 }
 
 /// The schema `make` must use: two tables, of dimensions 4 and 19.

@@ -225,12 +225,8 @@ fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
     for dim in (1..=40).chain([63, 64, 65, 127, 128, 129, 200, 256, 300]) {
         let rows = numbers(6 * dim, 1);
         let mut out = vec![f32::NAN; 4 * dim];
-        let bags = Bags {
-            places: &places,
-            offsets: Some(&offsets),
-            weights: None,
-            divisors: Some(&divisors),
-        };
+        let bags =
+            Bags { places: &places, offsets: Some(&offsets), weights: None, divisors: Some(&divisors) };
         kernels::pool(&Pool { rows: &rows, dim, bags }, &mut out);
         for sample in 0..4 {
             for column in 0..dim {

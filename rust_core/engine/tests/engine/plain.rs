@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard};
 use persia_types::id::{Id, hash_id};
 use persia_types::schema::{Initializer, Optimizer, Schema};
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Snapshot, Stats,
-    SampleUses, TableGradients, Tables, TablesError,
+    FileEntry, LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, SampleUses, Snapshot, Stats,
+    TableGradients, Tables, TablesError,
 };
 use persia_types::token::{JobId, SeenTokens};
 

@@ -72,7 +72,9 @@ impl Lookup {
     ) -> Result<(), Status> {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
-                return Err(Status::invalid_argument("after the head and uses of a look-up only ids may come"));
+                return Err(Status::invalid_argument(
+                    "after the head and uses of a look-up only ids may come",
+                ));
             };
             for (server, piece) in self.split.ids(chunk)? {
                 let message = proto::LookupRequest { part: Some(lookup_request::Part::Ids(piece)) };

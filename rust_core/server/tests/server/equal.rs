@@ -105,7 +105,7 @@ fn any_number_of_servers_gives_the_bits_of_a_store_in_memory() {
     }
 }
 
-fn sixteen_bits(dtype: Dtype, value: f32) -> f32 {
+pub(crate) fn sixteen_bits(dtype: Dtype, value: f32) -> f32 {
     match dtype {
         Dtype::F16 => f16_to_f32(f32_to_f16(value)),
         _ => f32::from_bits((value.to_bits() + 0x7FFF + (value.to_bits() >> 16 & 1)) & 0xFFFF_0000),

@@ -58,7 +58,7 @@ fn some_ids() -> ShardedIds {
     ShardedIds::group(&(0..500).collect::<Vec<Id>>()).unwrap()
 }
 
-fn memory_kib() -> u64 {
+pub(crate) fn memory_kib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()

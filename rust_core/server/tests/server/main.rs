@@ -6,6 +6,8 @@ mod contract;
 mod equal;
 mod limits;
 mod lost;
+mod pooled;
+mod pooled_limits;
 mod processes;
 mod running;
 mod stack;

@@ -231,7 +231,9 @@ fn an_empty_variable_is_none_and_the_version_is_told() {
     let version = Command::new(MIDDLEWARE).arg("--version").output().unwrap();
     let text = String::from_utf8(version.stdout).unwrap();
     assert!(
-        text.contains(persia_wire::VERSION) && text.contains(&format!("protocol {}", persia_wire::PROTOCOL)) && text.contains("build"),
+        text.contains(persia_wire::VERSION)
+            && text.contains(&format!("protocol {}", persia_wire::PROTOCOL))
+            && text.contains("build"),
         "{text}"
     );
 }

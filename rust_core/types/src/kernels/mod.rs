@@ -6,9 +6,9 @@
 mod bags;
 mod segment;
 
-pub use bags::Bags;
 use crate::schema::{Pooling, Slot};
 use crate::simd::{LANES, Lanes, Level, Work, prefetch};
+pub use bags::Bags;
 pub use segment::{Gradients, SegmentSum, Uses, segment_sum, segment_sum_onto};
 
 /// Floats that are fetched ahead of their use: enough rows to hide memory, few enough to stay in the nearest cache.
