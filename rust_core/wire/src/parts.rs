@@ -67,7 +67,6 @@ impl Part {
     }
 
     /// Rows of the ids of some shards, as they travel.
-
     fn counts_within(&self, shards: std::ops::Range<usize>) -> TablePart {
         let count = |shard: usize| {
             if shards.contains(&shard) { self.offsets[shard + 1] - self.offsets[shard] } else { 0 }

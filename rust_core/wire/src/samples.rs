@@ -122,28 +122,35 @@ pub struct SentUses {
     words: Vec<u32>,
 }
 
+/// The same, taken apart.
+struct Lists<'a> {
+    uses: &'a [u32],
+    starts: &'a [u32],
+    weights: Option<&'a [f32]>,
+    factors: Option<&'a [f32]>,
+}
+
 impl SentUses {
-    /// Uses, where their lists start, weights, factors.
-    fn split(&self) -> (&[u32], &[u32], Option<&[f32]>, Option<&[f32]>) {
+    /// Their number of words was checked.
+    fn lists(&self) -> Lists<'_> {
         let Samples { samples, uses, weights, factors, .. } = self.head;
         let (list, rest) = self.words.split_at(uses);
-        let factors_from = rest.len() - if factors { samples } else { 0 };
-        let (rest, last) = rest.split_at(factors_from);
+        let (rest, last) = rest.split_at(rest.len() - if factors { samples } else { 0 });
         let (starts, middle) = rest.split_at(rest.len() - if weights { uses } else { 0 });
         let floats = |there: bool, words| there.then(|| bytemuck::cast_slice(words));
-        (list, starts, floats(weights, middle), floats(factors, last))
+        Lists { uses: list, starts, weights: floats(weights, middle), factors: floats(factors, last) }
     }
 
     /// Of a look-up: what each sample adds up.
     pub fn bags(&self) -> Bags<'_> {
-        let (places, offsets, weights, divisors) = self.split();
-        Bags { places, offsets: Some(offsets), weights, divisors }
+        let Lists { uses, starts, weights, factors } = self.lists();
+        Bags { places: uses, offsets: Some(starts), weights, divisors: factors }
     }
 
     /// Of a push: the gradient of each id, from `gradients` of samples.
     pub fn sum<'a>(&'a self, gradients: &'a [f32], dim: usize) -> SegmentSum<'a> {
-        let (samples, starts, weights, factors) = self.split();
-        let uses = Uses { starts, samples };
+        let Lists { uses, starts, weights, factors } = self.lists();
+        let uses = Uses { starts, samples: uses };
         SegmentSum { gradients, dim, uses, factors, weights, scale: self.head.scale }
     }
 

@@ -221,7 +221,7 @@ fn sixteen_bits_are_rounded_between_all_processes() {
     }
     let uses = Uses { starts: &starts, samples: &of_ids };
     let gradients: Vec<f32> = (0..40 * WIDE).map(|place| (place as f32 / 3.0 - 20.0) * 1024.0).collect();
-    let factors = vec![1.0 / 15.0; 40];
+    let factors = [1.0 / 15.0; 40];
     for dtype in [Dtype::F16, Dtype::Bf16] {
         let round =
             |values: &[f32]| -> Vec<f32> { values.iter().map(|value| sixteen_bits(dtype, *value)).collect() };
