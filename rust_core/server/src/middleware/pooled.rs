@@ -14,6 +14,8 @@ use persia_wire::scatter::Scatter;
 use tokio::sync::mpsc;
 use tonic::Status;
 
+use super::INLET;
+
 /// The uses of every part of a request; None where rows of ids travel.
 pub(super) type AllUses = Vec<Option<SentUses>>;
 
@@ -86,7 +88,7 @@ impl Kept {
 /// Sum the gradients of samples for each id and send them to the servers. `gradients` are those of all parts with
 /// samples.
 pub(super) async fn send_sums(
-    split: Arc<Split>,
+    split: &Split,
     uses: AllUses,
     gradients: Vec<Vec<f32>>,
     inlets: Vec<Option<mpsc::Sender<proto::PushRequest>>>,
@@ -94,23 +96,33 @@ pub(super) async fn send_sums(
     if uses.iter().all(Option::is_none) {
         return Ok(());
     }
-    computed(move || {
-        for (index, ((part, uses), rows)) in split.parts().iter().zip(&uses).zip(&gradients).enumerate() {
+    // A channel of its own ends the loop when this future is dropped, whatever a server does.
+    let (made, mut sums) = mpsc::channel(INLET);
+    let parts = split.parts().to_vec();
+    let work = computed(move || {
+        for (index, ((part, uses), rows)) in parts.into_iter().zip(&uses).zip(&gradients).enumerate() {
             let Some(uses) = uses else { continue };
-            let (of_ids, sum) = (part.clone().with_samples(None), uses.sum(rows, part.format.dim));
-            for chunk in gradient_chunks(index as u32, &of_ids, Gradients::Samples(sum)) {
-                for (server, piece) in split.gradients(chunk)? {
-                    if let Some(inlet) = &inlets[server] {
-                        let piece = Some(push_request::Part::Gradients(piece));
-                        // One that takes no more has failed: its call says why.
-                        let _ = inlet.blocking_send(proto::PushRequest { part: piece });
-                    }
+            let sum = uses.sum(rows, part.format.dim);
+            let part = part.with_samples(None);
+            for chunk in gradient_chunks(index as u32, &part, Gradients::Samples(sum)) {
+                made.blocking_send(chunk).map_err(|_| Status::cancelled("the caller is gone"))?;
+            }
+        }
+        Ok(())
+    });
+    let pass_on = async {
+        while let Some(chunk) = sums.recv().await {
+            for (server, piece) in split.gradients(chunk)? {
+                if let Some(inlet) = &inlets[server] {
+                    let piece = Some(push_request::Part::Gradients(piece));
+                    // One that takes no more has failed: its call says why.
+                    let _ = inlet.send(proto::PushRequest { part: piece }).await;
                 }
             }
         }
         Ok(())
-    })
-    .await
+    };
+    tokio::try_join!(work, pass_on).map(drop)
 }
 
 /// Run a loop over floats where it does not hold up other requests.

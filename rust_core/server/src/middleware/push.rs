@@ -75,7 +75,7 @@ impl Push {
         let feed = async {
             let gradients = self.feed(incoming, &inlets).await?;
             // The calls end with their inlets.
-            send_sums(Arc::clone(&self.split), uses, gradients, inlets).await
+            send_sums(&self.split, uses, gradients, inlets).await
         };
         let ((), servers) = tokio::try_join!(feed, outcomes)?;
         Ok(proto::PushReply { servers })
