@@ -160,7 +160,7 @@ fn drawn_rounding_is_the_same_wherever_and_in_whatever_order_rows_are() {
         train(&whole, step, 0, &ids);
         push(&whole, step, 0, &ids, 0.01);
         for (part, chunk) in ids.chunks(371).rev().enumerate() {
-            let token = token(part as u32, step);
+            let token = token(0, 100 * step + part as u64);
             let part = [(0, grouped(chunk))];
             try_lookup(&parts, token, step, Mode::Train, &part).unwrap();
             try_push(&parts, token, step, &part, &[vec![0.01; chunk.len() * 9]]).unwrap();
