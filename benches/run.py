@@ -53,7 +53,7 @@ def embedded_step(quick: bool) -> list[Record]:
     """B3: the embedded step beside FBGEMM and ``nn.EmbeddingBag``."""
     if not PEERS.exists():
         sys.exit("the peers are not installed: make bench does it, or `make .venv-peers/.installed`")
-    arguments = ["--seconds", "1" if quick else "3"]
+    arguments = ["--seconds", "1" if quick else "2"]
     records: list[Record] = []
     for dim in (16, 64, 128):
         for per_sample in (1, 10):
