@@ -4,6 +4,9 @@
 //! occurrence of an id into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size`
 //! samples of one id or none: "pooled", these are the rows of the first ids, padded with zeros.
 
+use std::cell::RefCell;
+
+use persia_types::Id;
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_OCCURRENCES};
 use persia_types::schema::{Pooling, Slot};
 
@@ -28,38 +31,55 @@ pub(crate) fn expand(feature: &IdFeature, slot: &Slot) -> Result<Option<Expanded
         return Ok(None);
     }
     check_size(feature, slot)?;
-    let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds as usize);
-    let mut ids = Vec::with_capacity(feature.inverse().len() * rounds);
-    let mut weights = feature.weights().map(|_| Vec::with_capacity(ids.capacity()));
-    let mut offsets = vec![0];
-    let mut cut = 0;
-    for sample in 0..feature.samples() {
-        let occurrences = feature.occurrences_of(sample);
-        let kept =
-            slot.sample_fixed_size.map_or(occurrences.len(), |size| occurrences.len().min(size as usize));
-        cut += occurrences.len() - kept;
-        for occurrence in occurrences.take(kept) {
-            let id = feature.unique().ids()[feature.inverse()[occurrence] as usize];
-            match slot.hash_stack {
-                None => ids.push(id),
-                Some(stack) => ids.extend(stack.buckets_of(id)),
+    LISTS.with_borrow_mut(|lists| lists.expand(feature, slot)).map(Some)
+}
+
+thread_local! {
+    static LISTS: RefCell<Lists> = RefCell::default();
+}
+
+/// Memory of one expansion after the other.
+#[derive(Default)]
+struct Lists {
+    ids: Vec<Id>,
+    weights: Vec<f32>,
+    offsets: Vec<usize>,
+}
+
+impl Lists {
+    fn expand(&mut self, feature: &IdFeature, slot: &Slot) -> Result<Expanded, Error> {
+        let Self { ids, weights, offsets } = self;
+        ids.clear();
+        weights.clear();
+        offsets.clear();
+        offsets.push(0);
+        let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds as usize);
+        let mut cut = 0;
+        for sample in 0..feature.samples() {
+            let occurrences = feature.occurrences_of(sample);
+            let kept =
+                slot.sample_fixed_size.map_or(occurrences.len(), |size| occurrences.len().min(size as usize));
+            cut += occurrences.len() - kept;
+            for occurrence in occurrences.take(kept) {
+                let id = feature.unique().ids()[feature.inverse()[occurrence] as usize];
+                match slot.hash_stack {
+                    None => ids.push(id),
+                    Some(stack) => ids.extend(stack.buckets_of(id)),
+                }
+                if let Some(all) = feature.weights() {
+                    weights.extend(std::iter::repeat_n(all[occurrence], rounds));
+                }
+                if slot.sample_fixed_size.is_some() {
+                    offsets.push(ids.len());
+                }
             }
-            if let (Some(all), Some(weights)) = (feature.weights(), &mut weights) {
-                weights.extend(std::iter::repeat_n(all[occurrence], rounds));
-            }
-            if slot.sample_fixed_size.is_some() {
-                offsets.push(ids.len());
-            }
+            let ends = slot.sample_fixed_size.map_or(1, |size| size as usize - kept);
+            offsets.extend(std::iter::repeat_n(ids.len(), ends));
         }
-        let ends = slot.sample_fixed_size.map_or(1, |size| size as usize - kept);
-        offsets.extend(std::iter::repeat_n(ids.len(), ends));
+        let expanded = IdFeature::lists(feature.name(), ids, offsets)?;
+        let feature = if feature.weights().is_some() { expanded.with_weights(weights)? } else { expanded };
+        Ok(Expanded { feature, cut })
     }
-    let expanded = IdFeature::lists(feature.name(), &ids, &offsets)?;
-    let feature = match weights {
-        Some(weights) => expanded.with_weights(&weights)?,
-        None => expanded,
-    };
-    Ok(Some(Expanded { feature, cut }))
 }
 
 fn check_weights(feature: &IdFeature, slot: &Slot) -> Result<(), Error> {

@@ -47,7 +47,7 @@ pub(crate) fn backward(
     let sources: Vec<Option<Source<'_>>> =
         (0..gradients.len()).map(|feature| Source::new(context, batch, plan, feature, &gradients)).collect();
     let shared: Vec<Option<Buffer>> =
-        tables.iter().map(|table| sum_shared(context, batch, table, &sources, scale)).collect();
+        tables.iter().map(|table| sum_shared(context, batch, plan, table, &sources, scale)).collect();
     let requests: Vec<TableGradients<'_>> = tables
         .iter()
         .zip(&shared)
@@ -56,7 +56,7 @@ pub(crate) fn backward(
                 Some(rows) => Gradients::Rows(rows.as_ref()),
                 None => Gradients::Samples(sources[table.members[0].feature].as_ref()?.sum(scale)),
             };
-            Some(TableGradients { table: table.table, ids: table.ids(batch), gradients })
+            Some(TableGradients { table: table.table, ids: table.ids(plan, batch), gradients })
         })
         .collect();
     let segment_sum = watch.lap();
@@ -107,6 +107,7 @@ impl<'a> Source<'a> {
 fn sum_shared(
     context: &Context,
     batch: &Batch,
+    plan: &Plan,
     table: &TablePlan,
     sources: &[Option<Source<'_>>],
     scale: f32,
@@ -115,7 +116,7 @@ fn sum_shared(
         return None;
     }
     let dim = context.schema.tables[table.table].dim;
-    let mut rows = context.buffers.take(table.ids(batch).len() * dim);
+    let mut rows = context.buffers.take(table.ids(plan, batch).len() * dim);
     rows.as_mut().fill(0.0);
     for member in &table.members {
         if let (Some(source), Some(map)) = (&sources[member.feature], &member.map) {

@@ -97,7 +97,7 @@ pub(crate) fn forward(
         .iter()
         .map(|table| TableIds {
             table: table.table,
-            ids: table.ids(batch),
+            ids: table.ids(plan, batch),
             uses: uses(context, batch, plan, table, &divisors),
         })
         .collect();

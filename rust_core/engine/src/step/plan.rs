@@ -28,8 +28,8 @@ pub(crate) struct TablePlan {
     pub(crate) table: usize,
     /// The features that share it, in the order of their slots.
     pub(crate) members: Vec<Member>,
-    /// Their ids merged, or those of the expanded one; `None` where the one feature's own ids serve.
-    ids: Option<ShardedIds>,
+    /// Their ids merged; `None` where the one feature's own ids serve.
+    merged: Option<ShardedIds>,
 }
 
 /// A feature's place in its table's request.
@@ -91,7 +91,7 @@ impl Plan {
             .chunk_by(|a, b| slot(*a).table == slot(*b).table)
             .map(|members| self.plan_table(batch, slot(members[0]).table, members))
             .collect::<Result<_, _>>()?;
-        let ids: usize = tables.iter().map(|table| table.ids(batch).len()).sum();
+        let ids: usize = tables.iter().map(|table| table.ids(self, batch).len()).sum();
         if ids > MAX_IDS_PER_REQUEST {
             return Err(Error::TooLarge {
                 what: "unique ids of the batch".into(),
@@ -105,8 +105,7 @@ impl Plan {
     fn plan_table(&self, batch: &Batch, table: usize, features: &[usize]) -> Result<TablePlan, Error> {
         if let [feature] = *features {
             let members = vec![Member { feature, map: None }];
-            let ids = self.expanded[feature].as_ref().map(|expanded| expanded.feature.unique().clone());
-            return Ok(TablePlan { table, members, ids });
+            return Ok(TablePlan { table, members, merged: None });
         }
         let lists: Vec<&ShardedIds> =
             features.iter().map(|feature| self.feature(batch, *feature).unique()).collect();
@@ -118,14 +117,14 @@ impl Plan {
         let (merged, maps) = dedup::with(|deduplicator| deduplicator.merge(&lists));
         let members =
             features.iter().zip(maps).map(|(&feature, map)| Member { feature, map: Some(map) }).collect();
-        Ok(TablePlan { table, members, ids: Some(merged) })
+        Ok(TablePlan { table, members, merged: Some(merged) })
     }
 }
 
 impl TablePlan {
     /// Unique ids to look up or push.
-    pub(crate) fn ids<'a>(&'a self, batch: &'a Batch) -> &'a ShardedIds {
-        self.ids.as_ref().unwrap_or_else(|| batch.id_features()[self.members[0].feature].unique())
+    pub(crate) fn ids<'a>(&'a self, plan: &'a Plan, batch: &'a Batch) -> &'a ShardedIds {
+        self.merged.as_ref().unwrap_or_else(|| plan.feature(batch, self.members[0].feature).unique())
     }
 }
 
@@ -192,18 +191,18 @@ mod tests {
         let second = batch(&[("c", c), ("b", b), ("a", a)]);
         let ids = |batch: &Batch| -> Vec<(usize, ShardedIds)> {
             let plan = Plan::new(batch, &schema()).unwrap();
-            plan.tables().iter().map(|table| (table.table, table.ids(batch).clone())).collect()
+            plan.tables().iter().map(|table| (table.table, table.ids(&plan, batch).clone())).collect()
         };
         assert_eq!(ids(&first), ids(&second));
         let plan = Plan::new(&second, &schema()).unwrap();
         assert_eq!(plan.slots(), [2, 1, 0]);
         assert_eq!(plan.tables().len(), 2);
-        assert_eq!(plan.tables()[0].ids(&second).len(), 4);
+        assert_eq!(plan.tables()[0].ids(&plan, &second).len(), 4);
         for member in &plan.tables()[0].members {
             let own = second.id_features()[member.feature].unique().ids();
             let map = member.map.as_ref().unwrap();
             let mapped: Vec<u64> =
-                map.iter().map(|place| plan.tables()[0].ids(&second).ids()[*place as usize]).collect();
+                map.iter().map(|place| plan.tables()[0].ids(&plan, &second).ids()[*place as usize]).collect();
             assert_eq!(own, mapped);
         }
     }
