@@ -138,8 +138,9 @@ impl Inner {
 /// A message that its receiver serves within `each`, or gives up.
 pub(super) fn within<T>(each: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
-    // A little more, because tonic's own end of a call does not say how long it waited.
-    request.set_timeout(each + each / 20);
+    // More, because tonic's own end of a call does not say how long it waited; by so much that a busy machine does not
+    // see both ends at once.
+    request.set_timeout(each + (each / 20).max(Duration::from_secs(1)));
     request
 }
 
