@@ -85,10 +85,21 @@ impl Inner {
                     let left = patience.all.saturating_sub(start.elapsed());
                     let each =
                         if patience.each > patience.all { patience.each } else { patience.each.min(left) };
-                    let outcome = timeout(each, attempt(&remote, each)).await.unwrap_or_else(|_| {
+                    let silent = || {
                         let silent = format!("no answer within {:.1} s", each.as_secs_f32());
                         Err(Trouble::unreachable(&remote, &silent))
-                    });
+                    };
+                    let began = Instant::now();
+                    let outcome = match timeout(each, attempt(&remote, each)).await {
+                        Err(_) => silent(),
+                        // A busy machine may see tonic's end of the call first.
+                        Ok(Err(Trouble::Again(error)))
+                            if began.elapsed() >= each && !is_of_server(&error) =>
+                        {
+                            silent()
+                        }
+                        Ok(outcome) => outcome,
+                    };
                     match outcome {
                         Ok(value) => {
                             remote.note_success();
@@ -138,9 +149,8 @@ impl Inner {
 /// A message that its receiver serves within `each`, or gives up.
 pub(super) fn within<T>(each: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
-    // More, because tonic's own end of a call does not say how long it waited; by so much that a busy machine does not
-    // see both ends at once.
-    request.set_timeout(each + (each / 20).max(Duration::from_secs(1)));
+    // A little more, because tonic's own end of a call does not say how long it waited.
+    request.set_timeout(each + each / 20);
     request
 }
 
