@@ -6,6 +6,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+# That run Python tests, most of which wait for processes of their own.
+PROCESSES ?= 3
 VENV := .venv
 DIST ?= dist
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ PEERS := .venv-peers/.installed
 RUST := $(shell find rust_core -name target -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
 
-.PHONY: help setup demo up down images third-party test test-rust test-python test-compose lint lint-rust lint-python format bench wheels lock clean
+.PHONY: help setup demo up down images third-party test test-rust test-python test-compose chaos chaos-all lint lint-rust lint-python format bench wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -54,10 +56,16 @@ test-rust: $(INSTALLED) ## Run the Rust tests
 	$(CARGO) test --manifest-path $(MANIFEST) --workspace --all-features --locked --no-fail-fast
 
 test-python: setup ## Run the Python tests
-	$(BIN)/python -m pytest tests --ignore=tests/compose
+	$(BIN)/python -m pytest tests --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
 
 test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
 	$(BIN)/python -m pytest tests/compose
+
+chaos: setup ## Do one fault to a running job and check every row after it (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
+	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py $(or $(F),--help) $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
+
+chaos-all: setup ## Do every fault, one after another, and add the results to runs/chaos.json (SEED=7)
+	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py all $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
 
 lint: lint-rust lint-python ## Check formatting, types, lints and the direction of dependencies
 

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def loopback_step(quick: bool) -> list[Record]:
 
 def training(quick: bool) -> list[Record]:
     """B5: the whole training loop."""
-    return lines([sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "6"])
+    return lines([sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "4"])
 
 
 def startup(quick: bool, containers: bool) -> list[Record]:
@@ -157,7 +158,12 @@ def main() -> None:
         "training": lambda: training(arguments.quick),
         "startup": lambda: startup(arguments.quick, arguments.containers),
     }
-    records = [record for name, part in parts.items() if arguments.only in (None, name) for record in part()]
+    records: list[Record] = []
+    for name, part in parts.items():
+        if arguments.only in (None, name):
+            begun = time.monotonic()
+            records += part()
+            sys.stderr.write(f"{name}: {time.monotonic() - begun:.0f} s\n")
     show(records)
     path = ROOT / "runs" / "bench.json"
     path.parent.mkdir(exist_ok=True)

@@ -151,16 +151,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers."""
     config.addinivalue_line("markers", "row(*ids): rows of docs/checklist.md that this test shows")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "integration: real processes on loopback; every test in tests/integration")
+    config.addinivalue_line(
+        "markers", "integration: real processes on loopback; all of tests/integration and tests/chaos"
+    )
     config.addinivalue_line("markers", "clone: reads what only a clone has; the images have no sources of the engine")
     config.addinivalue_line("markers", "live: also runs against the stack around it (PERSIA_TEST_LIVE=1)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in tests/integration."""
+    """Mark what starts processes; let each report carry the checklist rows that its test claims."""
     for item in items:
-        if "integration" in item.path.parts:
+        if {"integration", "chaos"} & {*item.path.parts}:
             item.add_marker("integration")
+        item.user_properties += [("row", row) for marker in item.iter_markers("row") for row in marker.args]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -174,7 +177,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     reports = terminalreporter.stats
     ran = len(reports.get("passed", ())) + len(reports.get("failed", ()))
     skipped = reports.get("skipped", ())
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    reasons = Counter(why_skipped(report) for report in skipped)
     terminalreporter.write_line(f"{ran} ran, {len(skipped)} skipped" + (":" if reasons else ""))
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"  {count} {reason}")
@@ -183,29 +186,33 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 _rows: dict[str, set[str]] = {}
 
 
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Note the outcome of every test that claims checklist rows."""
-    ids = [row for marker in item.iter_markers("row") for row in marker.args]
-    if not ids:
-        return
-    outcome = ""
-    if call.excinfo is None:
-        outcome = "passed" if call.when == "call" else ""
-    elif call.excinfo.errisinstance(pytest.skip.Exception):
-        outcome = f"skipped: {call.excinfo.value}"
-    else:
+    if report.failed:
         outcome = "failed"
-    if outcome:
-        for row in ids:
-            _rows.setdefault(row, set()).add(outcome)
+    elif report.skipped:
+        outcome = f"skipped: {why_skipped(report)}"
+    elif report.when == "call":
+        outcome = "passed"
+    else:
+        return
+    for name, row in report.user_properties:
+        if name == "row":
+            _rows.setdefault(str(row), set()).add(outcome)
+
+
+def why_skipped(report: pytest.TestReport) -> str:
+    """Return why a test was skipped, or was expected to fail."""
+    return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "expected to fail"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write ``runs/checklist.json``: a row passed if every test that claims it did.
 
-    Rows that only another session ran stay: the tests in containers run by themselves.
+    Rows that only another session ran stay: the tests in containers run by themselves. Where tests run in several
+    processes (``pytest -n 2``), this one hears of all.
     """
-    if not _rows:
+    if not _rows or hasattr(session.config, "workerinput"):
         return
     path = Path(session.config.rootpath) / "runs" / "checklist.json"
     state = json.loads(path.read_text()) if path.exists() else {}

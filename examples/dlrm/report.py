@@ -42,7 +42,8 @@ class Run:
     """One training run and the folder it leaves behind; a context manager around the training.
 
     ``summary.json`` exists from the start. Its ``status`` is ``running``, and ``finished`` only after
-    :meth:`finish`; leaving the block earlier makes it ``failed``, or ``interrupted`` after Ctrl-C.
+    :meth:`finish`; leaving the block earlier makes it ``failed``, or ``interrupted`` after Ctrl-C or
+    SIGTERM.
 
     Args:
         out: Where the run's folder is made.
@@ -68,7 +69,7 @@ class Run:
         self._task = self._progress.add_task("training", total=steps, loss="-", auc="-", speed="-")
         self._losses: list[float] = []
         self._validations: list[tuple[int, Quality]] = []
-        self._samples = 0
+        self._samples = self._before = 0
         self._start = self._seconds = 0.0
         self._rows: int | None = None
         self._test: Quality | None = None
@@ -88,8 +89,13 @@ class Run:
         """Say how it ended."""
         if not self._finished:
             self._progress.stop()
-            interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+            interrupted = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
             self._write("interrupted" if interrupted else "failed")
+
+    def goes_on_behind(self, step: int) -> None:
+        """Count from a step that an earlier process of this run came to."""
+        self._before = step
+        self._progress.update(self._task, completed=step)
 
     def step(self, loss: float, samples: int) -> None:
         """Count a training step."""
@@ -101,7 +107,7 @@ class Run:
 
     def validated(self, quality: Quality) -> None:
         """Note the quality on the validation samples after the last step."""
-        self._validations.append((len(self._losses), quality))
+        self._validations.append((self._before + len(self._losses), quality))
         self._seconds = time.perf_counter() - self._start
         self._progress.update(self._task, auc=f"{quality.auc:.4f}")
 
@@ -132,7 +138,7 @@ class Run:
             "auc": None if self._test is None else self._test.auc,
             "log_loss": None if self._test is None else self._test.log_loss,
             "samples_per_s": round(self._speed) if self._samples else None,
-            "steps": len(self._losses),
+            "steps": self._before + len(self._losses),
             "seconds": round(self._seconds, 2),
             "rows": self._rows,
         }
@@ -152,9 +158,11 @@ class Run:
     def _draw(self) -> None:
         figure = Figure(figsize=(8, 6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True)
-        window = min(SMOOTHED_STEPS, len(self._losses))
-        smooth = np.convolve(self._losses, np.ones(window) / window, mode="valid")
-        top.plot(np.arange(window, len(self._losses) + 1), smooth, label=f"training, mean of {window} steps")
+        if self._losses:
+            window = min(SMOOTHED_STEPS, len(self._losses))
+            smooth = np.convolve(self._losses, np.ones(window) / window, mode="valid")
+            trained = self._before + np.arange(window, len(self._losses) + 1)
+            top.plot(trained, smooth, label=f"training, mean of {window} steps")
         steps = [step for step, _ in self._validations]
         top.plot(steps, [quality.log_loss for _, quality in self._validations], "o-", label="validation")
         top.set(ylabel="loss", yscale="log")

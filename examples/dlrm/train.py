@@ -1,6 +1,7 @@
 """Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help.
 
-With PERSIA_NATS_URL set, this is one rank of a job: data_compose.py sends the batches, and rank 0 alone reports.
+With PERSIA_NATS_URL set, this is one rank of a job: data_compose.py sends the batches, rank 0 alone reports, and a job
+that is interrupted goes on from its newest checkpoint when it is started again.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import torch
 import typer
 
 from persia import distributed, env
-from persia.ctx import TrainCtx, eval_ctx
+from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding.optim import Adam
 from persia.errors import PersiaError
@@ -23,6 +24,7 @@ from persia.models import DLRM
 
 EMBEDDING_DIM = 16  # of every slot in config/embedding_config.yml
 VALIDATE_EVERY = 50  # steps
+SAVE_EVERY = 100  # steps
 EVALUATION_BATCH = 4096
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -78,12 +80,18 @@ def main(
     decay = torch.optim.lr_scheduler.LambdaLR(dense_optimizer, lambda step: 1 - step / len(train_set))
 
     in_job = bool(os.environ.get("PERSIA_NATS_URL"))
+    saves = in_job and env.checkpoint_root() is not None  # where the servers of a job write their part
+    checkpoints = Checkpoints(every=SAVE_EVERY, state={"decay": decay}) if saves else None
     run = report.Run(out, f"seed{seed}", steps=len(train_set)) if env.get_rank() == 0 else None
     with run or contextlib.nullcontext():
-        with TrainCtx(embedding_optimizer, dense_optimizer, mixed_precision=False, model=model) as ctx:
+        with TrainCtx(
+            embedding_optimizer, dense_optimizer, mixed_precision=False, model=model, checkpoints=checkpoints
+        ) as ctx:
+            if run is not None:
+                run.goes_on_behind(ctx.step)
             source = StreamingDataset() if in_job else train_set
             loader = DataLoader(source, reproducible=reproducible, embedding_staleness=staleness)
-            for step, batch in enumerate(loader, start=1):
+            for batch in loader:
                 output, labels = ctx.forward(batch)
                 loss = loss_fn(output, labels[0])
                 ctx.backward(loss)
@@ -92,12 +100,13 @@ def main(
                 if run is None:
                     continue
                 run.step(loss.item(), samples=len(output) * env.get_world_size())
-                if step % VALIDATE_EVERY == 0 or step == len(train_set):
+                if ctx.step % VALIDATE_EVERY == 0 or ctx.step == len(train_set):
                     run.validated(evaluate(model, validation_set))
             if run is not None:
-                shared = os.environ.get("PERSIA_CKPT_DIR", "")  # where the servers of a job write their part
-                if shared or not in_job:
-                    ctx.dump_checkpoint((Path(shared, run.folder.name) if in_job else run.folder) / "checkpoint")
+                if not in_job:
+                    ctx.dump_checkpoint(run.folder.absolute() / "checkpoint")
+                elif saves:
+                    ctx.dump_checkpoint(Path(run.folder.name, "checkpoint"))
                 test, rows = evaluate(model, test_set), sum(ctx.get_embedding_size())
         if run is not None:
             run.finish(test, rows)

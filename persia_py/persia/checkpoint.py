@@ -4,10 +4,14 @@ A directory is a checkpoint if it has a ``MANIFEST.json``, which is published la
 and hash. Files are staged aside and replace an older checkpoint in the same directory as a whole or not at all.
 """
 
+import io
 import json
 import os
 import random
+import re
+import threading
 import warnings
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -24,60 +28,100 @@ from persia_core.engine import Engine
 
 
 class Save:
-    """Writes one checkpoint: rows on entry, then what is added, and the manifest on a clean exit.
+    """One save, of the rows as they are when it is made; training may go on before it is written.
+
+    ``with Save(...) as save: save.add_state(...)`` writes it at the end of the block.
 
     Args:
         engine: Its pushes are waited for, so that the cut is of one step.
         directory: Made if missing.
         step: The last step that was trained.
         cursor: Where the data loader stands.
+
+    Raises:
+        StorageError: The directory cannot be written to.
+        UnreachableError: A server does not answer.
     """
 
     def __init__(
         self, engine: Engine, directory: str | os.PathLike[str], step: int, cursor: dict[str, Any] | None = None
     ) -> None:
-        self._engine = engine
-        self._directory = Path(directory)
-        self._step = step
         self._cursor = json.dumps(cursor)
-        self._saver: _core.Saver | None = None
+        self._files: dict[str, io.BytesIO] = {}
+        self._saver = _core.Saver(engine, os.fspath(directory), step)
 
     def __enter__(self) -> Self:
-        """Wait for pushes in flight and write the rows."""
-        self._saver = _core.Saver(self._engine, os.fspath(self._directory), self._step)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Publish the manifest, or remove what was staged if the block failed."""
-        saver, self._saver = self._saver, None
-        if saver is None:
-            return
         if kind is None:
-            saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+            self.write()
         else:
-            saver.abort()
+            self._saver.abort()
 
     def add_state(self, name: str, state: dict[str, Any]) -> None:
-        """Add ``state`` as the file ``name``, by ``torch.save``."""
-        self._add(name, lambda path: torch.save(state, path))
+        """Add ``state`` as it is now, as the file ``name``, by ``torch.save``."""
+        self._add(name, lambda file: torch.save(state, file))
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
-        """Add the scripted ``module`` as the file ``name``."""
-        self._add(name, lambda path: _save_scripted(module, path))
+        """Add the scripted ``module`` as it is now, as the file ``name``."""
+        self._add(name, lambda file: _save_scripted(module, file))
 
-    def _add(self, name: str, write: Any) -> None:
-        if self._saver is None:
-            raise UsageError("files are added to a checkpoint inside its `with` block")
-        path = Path(self._saver.staged(name))
+    def _add(self, name: str, write: Callable[[io.BytesIO], None]) -> None:
+        self._saver.staged(name)  # refuses names that no file may have
+        write(self._files.setdefault(name, io.BytesIO()))
+
+    def write(self) -> None:
+        """Write rows, files and, last, the manifest; where that fails, what was in the directory before is still there.
+
+        Raises:
+            StorageError: It cannot be written.
+            UnreachableError: A server does not answer.
+        """
         try:
-            write(path)
-        except UsageError:
+            self._write()
+        except BaseException:
+            self._saver.abort()
             raise
-        except (OSError, RuntimeError) as error:
-            raise StorageError(f"{path}: {error}") from error
-        self._saver.add_file(name)
+
+    def _write(self) -> None:
+        self._saver.write_rows()
+        for name, content in self._files.items():
+            path = Path(self._saver.staged(name))
+            try:
+                path.write_bytes(content.getbuffer())
+            except OSError as error:
+                raise StorageError(f"{path}: {error.strerror}") from error
+            self._saver.add_file(name)
+        self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+
+
+class Writing:
+    """A save that is being written by a thread of its own.
+
+    Args:
+        work: Writes it.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="persia-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when it is written; raise what it failed with."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 class Load:
@@ -124,7 +168,7 @@ class Load:
         self._opened.restore(engine)
 
 
-def _save_scripted(module: Any, path: Path) -> None:
+def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
     with warnings.catch_warnings():  # torch advises against TorchScript; PersiaML's users have it
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -132,7 +176,7 @@ def _save_scripted(module: Any, path: Path) -> None:
             scripted = torch.jit.script(module)
         except RuntimeError as error:
             raise UsageError(f"{type(module).__name__} cannot be scripted: {error}") from error
-        scripted.save(os.fspath(path))
+        torch.jit.save(scripted, to)
 
 
 def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str, Any]:
@@ -191,6 +235,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
         )
 
 
+def rank_state(rank: int) -> str:
+    """Return the name of the file that holds a rank's random state."""
+    return f"rank-{rank}.state"
+
+
+def is_rank_state(name: str) -> bool:
+    """Whether a file of this name holds a rank's random state."""
+    return re.fullmatch(r"rank-[0-9]+\.state", name) is not None
+
+
 def random_state(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state of Python's, numpy's and torch's generators, and the embedding learning rate."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -203,11 +257,33 @@ def random_state(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Path) -> None:
+    """Check that ``restore_random_state(state, optimizer)`` would succeed.
+
+    Raises:
+        CheckpointError: Something is missing or no generator's state, or the optimizer cannot have the learning rate.
+    """
+    try:
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(_of_numpy(state))
+        torch.Generator().set_state(state["torch"].cpu())
+        len(state["cuda"])
+        optimizer.check_lr(state["embedding_lr"])
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: random state and learning rate cannot be restored: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
+    name, keys, position, has_gauss, cached = state["numpy"]
+    return name, np.array(keys, np.uint32), position, has_gauss, cached
+
+
 def restore_random_state(state: dict[str, Any], optimizer: Optimizer) -> None:
     """Continue with what :func:`random_state` returned."""
     random.setstate(state["python"])
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, cached))
+    np.random.set_state(_of_numpy(state))
     torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

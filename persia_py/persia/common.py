@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from persia import env, watchdog
 from persia.configs import Configuration
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.errors import UsageError
@@ -18,6 +19,7 @@ from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
 
 if TYPE_CHECKING:
+    from persia.checkpoint import Writing
     from persia.embedding.optim import Optimizer
 
 
@@ -66,6 +68,7 @@ class CommonContext(ABC):
         self.configuration = configuration or Configuration.find()
         self.settings = Settings(None, get_default_embedding_config())
         self.trained_step = 0
+        self.writing: Writing | None = None
         self.feed: Any = None
         self._seed: int | None = None
 
@@ -122,6 +125,26 @@ class CommonContext(ABC):
         if self.engine.iterating:
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
+    def wait_written(self) -> None:
+        """Return when no save is being written in the background any more.
+
+        Raises:
+            StorageError: The last one could not be written.
+        """
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            with watchdog.waiting():
+                writing.wait()
+
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+        del what
+        return [mine]
+
+    def collect(self, mine: Any) -> list[Any] | None:
+        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+        return [mine]
+
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
@@ -158,6 +181,15 @@ class CommonContext(ABC):
         return model
 
     @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Inside, this rank has nothing under way: its pushes are applied and no look-up begins."""
+        self.engine.hold()
+        try:
+            yield
+        finally:
+            self.engine.go_on()
+
+    @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
         """Around what torch does on all ranks together: a failure names the rank that is gone."""
         yield
@@ -168,12 +200,16 @@ class CommonContext(ABC):
         return True
 
     def check_alone(self, what: str) -> None:
-        """Check that ``what``, which replaces all rows, disturbs no training of another process."""
+        """Check that ``what``, which drops all rows, disturbs no training of another process."""
+        del what
+
+    def check_loads(self, what: str) -> None:
+        """Check that this process may do ``what``, which replaces the rows by a checkpoint's."""
         del what
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
-        """Return the directory of a checkpoint, checked to be where every holder of rows can write."""
-        return Path(directory)
+        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set."""
+        return Path(env.checkpoint_root() or "", directory)
 
     def wait_ready(self) -> None:
         """Return when the rows' holders can be used."""

@@ -175,6 +175,12 @@ def agree(flag: bool) -> bool:
     return flag if others is None else all(others.share("agree", bool(flag)))
 
 
+def hung(reason: str) -> None:
+    """Let all other ranks end with their stacks shown, because this one makes no progress."""
+    if _process.peers is not None:
+        _process.peers.hung(reason)
+
+
 def report(result: dict[str, Any]) -> None:
     """Add ``result`` to the run's summary, which rank 0 writes when all ranks have finished.
 
@@ -242,5 +248,6 @@ def _write_summary(folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        (folder / job.RUN).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"PERSIA_RUN_DIR: {path}: {error.strerror}; the run's summary cannot be written") from error

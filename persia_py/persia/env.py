@@ -133,6 +133,11 @@ def nats_url() -> str | None:
     return os.environ.get("PERSIA_NATS_URL", "").strip() or None
 
 
+def checkpoint_root() -> str | None:
+    """Return ``PERSIA_CKPT_DIR``, below which servers write checkpoints; None without it."""
+    return os.environ.get("PERSIA_CKPT_DIR", "").strip() or None
+
+
 def start_timeout() -> float:
     """Return how many seconds a trainer waits for its peers at its start: ``PERSIA_START_TIMEOUT``, else 60."""
     return _seconds("PERSIA_START_TIMEOUT", 60.0)
@@ -141,6 +146,11 @@ def start_timeout() -> float:
 def rpc_timeout() -> float:
     """Return how many seconds a look-up or push may take with its retries: ``PERSIA_RPC_TIMEOUT``, else 60."""
     return _seconds("PERSIA_RPC_TIMEOUT", 60.0)
+
+
+def hang_timeout() -> float:
+    """Return how many seconds a step of a training loop may take: ``PERSIA_HANG_TIMEOUT``, else 1800; 0 is no limit."""
+    return 0.0 if os.environ.get("PERSIA_HANG_TIMEOUT", "").strip() == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
 
 
 def _seconds(name: str, default: float) -> float:

@@ -1,12 +1,17 @@
 """What a job is called, where its run keeps its files, and whether that run is finished."""
 
+import contextlib
 import json
 import os
 import re
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from persia.errors import ConfigError
+
+RUN = "RUN"
+"""Names the run that is going on; gone when it is finished."""
 
 SUMMARY = "summary.json"
 """Written into the run's folder by rank 0, at the end and only then."""
@@ -28,10 +33,39 @@ def job_name() -> str:
     return name
 
 
+def _checked(name: str, origin: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", name) or name.startswith("."):
+        raise ConfigError(f"{origin}: run name {name!r}; remove the file to begin a new run")
+    return name
+
+
 def run_dir() -> Path:
     """Return ``PERSIA_RUN_DIR``, else ``runs/JOB`` below the working directory."""
     given = os.environ.get("PERSIA_RUN_DIR", "").strip()
     return Path(given) if given else Path("runs") / job_name()
+
+
+def run_name() -> str:
+    """Return the name of the run that is going on in :func:`run_dir`; where there is none, a new one begins.
+
+    For rank 0. A run that is interrupted and started again keeps its name: ``JOB-`` and when it began, in UTC. The end
+    of a run takes its name away.
+
+    Raises:
+        ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
+    """
+    path = run_dir() / RUN
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            return _checked(path.read_text(encoding="utf-8").strip(), str(path))
+        name = f"{job_name()}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{RUN}.tmp")
+        draft.write_text(name + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; it names the run that is going on") from error
+    return name
 
 
 def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] | None:

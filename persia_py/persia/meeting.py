@@ -57,7 +57,7 @@ def listen(address: str) -> socket.socket:
 
 
 def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
-    """On rank 0: wait for every other rank of the run.
+    """On rank 0: wait for every other rank of the run. The listener is closed with the run, or when this fails.
 
     Raises:
         UnreachableError: Ranks did not come in time; all are named.
@@ -66,18 +66,24 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
     links: dict[int, Link] = {}
     known: dict[int, Introduction] = {}
     reminded = time.monotonic()
-    for connection in _accept(listener, lambda: len(links) + 1 < me.world_size):
-        if connection is not None:
-            _admit(connection, me, links, known)
-        missing = [rank for rank in range(1, me.world_size) if rank not in links]
-        if missing and time.monotonic() > deadline:
-            raise UnreachableError(
-                f"job {me.job!r}: {names(missing)} of {me.world_size} did not come within {timeout_s:g} s "
-                f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number that was started?"
-            )
-        if missing and time.monotonic() - reminded > REMIND_S / 3:
-            reminded = time.monotonic()
-            _logger.info("waiting for %s of %d", names(missing), me.world_size)
+    try:
+        for connection in _accept(listener, lambda: len(links) + 1 < me.world_size):
+            if connection is not None:
+                _admit(connection, me, links, known)
+            missing = [rank for rank in range(1, me.world_size) if rank not in links]
+            if missing and time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"job {me.job!r}: {names(missing)} of {me.world_size} did not come within {timeout_s:g} s "
+                    f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number that was started?"
+                )
+            if missing and time.monotonic() - reminded > REMIND_S / 3:
+                reminded = time.monotonic()
+                _logger.info("waiting for %s of %d", names(missing), me.world_size)
+    except BaseException:
+        listener.close()
+        for link in links.values():
+            link.close()
+        raise
     peers = Peers(me.rank, me.world_size, links)
     threading.Thread(target=_refuse, args=(listener, me, peers, known), name="persia-refuse", daemon=True).start()
     return peers
@@ -133,7 +139,8 @@ def _reason_to_refuse(
     me: Introduction, challenge: str, them: Introduction, same: Introduction | None
 ) -> tuple[str, str] | None:
     """Return the kind of the error and its text."""
-    if not hmac.compare_digest(them.token.encode(), proof(replace(them, token=me.token), challenge).encode()):
+    right = proof(replace(them, token=me.token), challenge)
+    if not hmac.compare_digest(them.token.encode(errors="surrogatepass"), right.encode()):
         return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
     if them.version != me.version:
         return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from persia import watchdog
 from persia.errors import RunLostError, UnreachableError, UsageError
 from persia.logger import get_logger
 
@@ -63,7 +64,7 @@ class Link:
         try:
             line = self._lines.readline(_LINE)
             message = json.loads(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # the last for lists that are nested too deep
             return None
         self.heard = time.monotonic()
         return message if isinstance(message, dict) else None
@@ -210,6 +211,11 @@ class Peers:
             link.send({"left": reason})
             link.hang_up()
 
+    def hung(self, reason: str) -> None:
+        """Let all ranks end with their stacks shown, because this one makes no progress."""
+        for link in self._links.values():
+            link.send({"hung": reason})
+
     @property
     def closed(self) -> bool:
         """Whether this rank has left."""
@@ -224,7 +230,7 @@ class Peers:
     def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
         """Return what ``look`` finds, once it finds something."""
         started = reminded = time.monotonic()
-        with self._changed:
+        with watchdog.waiting(), self._changed:
             while True:
                 if self._lost is not None:
                     raise self._lost_error()
@@ -262,6 +268,9 @@ class Peers:
             self._answers[number] = (topic, values)
         elif "note" in message:
             self._notes[rank] = message["note"]
+        elif "hung" in message:
+            self.hung(str(message["hung"]))  # rank 0 tells the others; they have nobody to tell but rank 0
+            watchdog.end(str(message["hung"]))
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "left" in message:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as torch_distributed
 
-from persia import auth, distributed, env, errors, interfaces, job, peers, service
+from persia import auth, distributed, env, errors, interfaces, job, peers, service, watchdog
 from persia.common import CommonContext, Offender, Settings
 from persia.configs import Configuration
 from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
@@ -93,7 +93,7 @@ class RemoteContext(CommonContext):
             rank=self.rank,
             world_size=self.world_size,
             token_file=auth.token_file(),
-            checkpoint_root=os.environ.get("PERSIA_CKPT_DIR", "").strip() or None,
+            checkpoint_root=env.checkpoint_root(),
             rpc_timeout_s=env.rpc_timeout(),
         )
         self._discovery.wait_connected(self._place.left())
@@ -161,6 +161,19 @@ class RemoteContext(CommonContext):
         super().settle()
         if self._peers is not None and self.rank == 0:
             self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", env.rpc_timeout())
+
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+        return [mine] if self._peers is None else self._peers.share(what, mine)
+
+    def collect(self, mine: Any) -> list[Any] | None:
+        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+        if self._peers is None:
+            return [mine]
+        given: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with self.collective():
+            torch_distributed.gather_object(mine, given, dst=0)
+        return given
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -240,31 +253,33 @@ class RemoteContext(CommonContext):
         assert self._peers is not None  # noqa: S101
         if self._begun and self.engine.epoch:
             self.engine.drain()
-        for rank, given in enumerate(self._peers.share("start of a loop", arguments)):
-            for name, value in given.items():
-                if value != arguments[name] and None not in (value, arguments[name]):
-                    raise UsageError(
-                        f"training: {name} is {value} on rank {rank} and {arguments[name]} on rank {self.rank}; give "
-                        "every rank the same"
-                    )
+        check_same(self._peers.share("start of a loop", arguments))
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
 
         Where all ranks end it ``together``, each goes on when the pushes of all are applied: what it then evaluates or
         saves does not depend on who was faster.
+
+        Raises:
+            PersiaError: Where all end it ``together``, the pushes of one rank cannot be applied; on all ranks.
         """
         pipeline.close()
         if self._peers is None:
             return
+        if together:
+            with self.together("end of a loop"):
+                self._note_loop(self._peers)
+            return
         try:
-            self.engine.drain()
-            self._peers.note(self._peers.loops)
+            self._note_loop(self._peers)
         except PersiaError as error:  # it is told again by whatever uses the engine next
             _logger.warning("the training loop ends without its last pushes: %s", error)
-            return
-        if together:
-            self._peers.share("end of a loop", None)
+
+    def _note_loop(self, others: peers.Peers) -> None:
+        """Let rank 0 know that this rank's pushes are applied."""
+        self.engine.drain()
+        others.note(others.loops)
 
     def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None."""
@@ -318,7 +333,8 @@ class RemoteContext(CommonContext):
     def collective(self) -> Iterator[None]:
         """Around what torch does on all ranks together: a failure names the rank that is gone."""
         try:
-            yield
+            with watchdog.collective():
+                yield
         except RuntimeError as error:
             if self._peers is not None and not isinstance(error, PersiaError):
                 self._peers.blame(error)
@@ -330,7 +346,7 @@ class RemoteContext(CommonContext):
         return env.get_rank() == 0
 
     def check_alone(self, what: str) -> None:
-        """Refuse to replace rows under another process that trains.
+        """Refuse to drop rows under another process that trains.
 
         Raises:
             UsageError: Trainers of this job are there, and this process is none of their run.
@@ -340,7 +356,19 @@ class RemoteContext(CommonContext):
         for peer in service.trainers(self._discovery):
             raise UsageError(
                 f"{what} in a process that only evaluates, while job {self._job!r} is trained by pid {peer['pid']} on "
-                f"{peer['host']}: it would replace the rows in training; do it in the training script, or afterwards"
+                f"{peer['host']}: it would drop the rows in training; do it in the training script, or afterwards"
+            )
+
+    def check_loads(self, what: str) -> None:
+        """Refuse to load in a process that only evaluates: it has joined a run, whose rows are those of the training.
+
+        Raises:
+            UsageError: This process is no rank, or its TrainCtx has ended.
+        """
+        if not self._trains:
+            raise UsageError(
+                f"{what} in a process that only evaluates: with servers, the training script loads rows, inside its "
+                "TrainCtx; evaluation reads those that are there, and load_torch_state_dict loads the model"
             )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
@@ -349,9 +377,9 @@ class RemoteContext(CommonContext):
         Raises:
             UsageError: It is not; the servers write there and nowhere else.
         """
-        root = os.environ.get("PERSIA_CKPT_DIR", "").strip()
-        path = Path(directory).absolute()
-        if not root:
+        root = env.checkpoint_root()
+        path = super().checkpoint_dir(directory).absolute()
+        if root is None:
             raise UsageError(f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share")
         if not path.resolve().is_relative_to(Path(root).resolve()):
             raise UsageError(
@@ -389,4 +417,22 @@ class RemoteContext(CommonContext):
             self.feed.close(error)
         if self._announcement is not None:
             self._announcement.close()
+        self._place.close()
         self._discovery.close()
+
+
+def check_same(given: list[dict[str, Any]]) -> None:
+    """Check that all ranks begin a loop with the same; every rank finds the same in what all have ``given``.
+
+    A value that is None or missing on one rank is compared on none.
+
+    Raises:
+        UsageError: What differs, and on which ranks.
+    """
+    for name, first in given[0].items():
+        values = [each.get(name) for each in given]
+        other = next((rank for rank, value in enumerate(values) if value != first), None)
+        if other is not None and None not in values:
+            raise UsageError(
+                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; give every rank the same"
+            )

@@ -51,7 +51,8 @@ class Rendezvous:
         """On rank 0: listen for the other ranks. Return what to announce, nothing on the others."""
         if self._rank != 0:
             return {}
-        self._listener, self._store_listener = _listen(self._address), _listen(self._address)
+        self._listener = _listen(self._address)
+        self._store_listener = _listen(self._address)
         return {
             name: f"{self._address}:{listener.getsockname()[1]}"
             for name, listener in (("peers", self._listener), ("store", self._store_listener))
@@ -88,17 +89,42 @@ class Rendezvous:
             pid=os.getpid(),
             token=auth.token("trainer") or "",
         )
+        descriptor = None
         if self._listener is not None and self._store_listener is not None:
-            peers = meeting.host(self._listener, me, self.left())
-            listener = self._store_listener
-            place = self._address, listener.getsockname()[1]
-            return peers, _store(*place, self.left(AFTER_OTHERS_S), descriptor=listener.detach())
-        peers, place = self._join_rank_0(me)
-        return peers, _store(*place, self.left(AFTER_OTHERS_S))
+            listener, self._listener = self._listener, None  # the run's from here on
+            peers = meeting.host(listener, me, self.left())
+            place = self._address, self._store_listener.getsockname()[1]
+            descriptor = self._store_listener.detach()
+        else:
+            peers, place = self._join_rank_0(me)
+        try:
+            return peers, _store(*place, self.left(AFTER_OTHERS_S), descriptor)
+        except BaseException as error:
+            peers.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        """Stop listening, unless the run goes on listening."""
+        for listener in (self._listener, self._store_listener):
+            if listener is not None:
+                listener.close()
+
+    def _trainers(self) -> list[dict[str, str]]:
+        """Return what the ranks announce. NATS may be away meanwhile.
+
+        Raises:
+            UnreachableError: It is away, and the time is up.
+        """
+        while True:
+            try:
+                return service.trainers(self._discovery)
+            except UnreachableError:  # discovery logs it
+                if time.monotonic() > self._deadline:
+                    raise
 
     def _refuse_twins(self) -> None:
         mine = f"{socket.gethostname()} {os.getpid()}"
-        found = [peer for peer in service.trainers(self._discovery) if peer["index"] == str(self._rank)]
+        found = [peer for peer in self._trainers() if peer["index"] == str(self._rank)]
         own = next((peer["started"] for peer in found if f"{peer['host']} {peer['pid']}" == mine), None)
         for peer in found:
             other = f"{peer['host']} {peer['pid']}"
@@ -113,7 +139,7 @@ class Rendezvous:
         nats = _shown(self._url)
         why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to NATS at {nats}"
         while True:
-            found = [peer for peer in service.trainers(self._discovery) if peer["index"] == "0"]
+            found = [peer for peer in self._trainers() if peer["index"] == "0"]
             for peer in sorted(found, key=lambda peer: peer["started"]):
                 if "peers" not in peer:
                     why = (

@@ -5,11 +5,13 @@ A JSON text in its argument says what else happens.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -107,6 +109,11 @@ class Loop:
                 self.tables({"a": np.arange(2), "b": np.arange(2)})
             wait_until("the other rank to end this one", lambda: False, 20)
 
+    def apply(self) -> None:
+        """Wait until the pushes of all ranks are applied."""
+        read(self.tables)
+        barrier()
+
     def save_and_load(self, folder: str) -> None:
         """Continue from a checkpoint in mid-training: the same rows on every rank, and the same end."""
         self.train(0, 10)
@@ -114,10 +121,15 @@ class Loop:
         saved = read(self.tables)
         barrier()
         self.train(10, STEPS)
-        barrier()
+        self.apply()
         first = read(self.tables)
         barrier()
         self.train(STEPS, STEPS + 1)
+        with mock.patch.dict(os.environ), fails(UsageError, "PERSIA_CKPT_DIR"):  # of one rank, on all
+            if RANK == WORLD - 1:
+                del os.environ["PERSIA_CKPT_DIR"]
+            self.tables.load(folder)
+        self.train(STEPS + 1, STEPS + 2)  # and they go on in the same loop
         loaded = self.tables.load(folder)
         self.model.load_state_dict(loaded.state("model.pt"))
         for name, rows in read(self.tables).items():
@@ -125,7 +137,7 @@ class Loop:
         assert self.tables.step == 10
         barrier()
         self.train(10, STEPS)
-        barrier()
+        self.apply()
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, first[name]), name
         with fails(CheckpointError, "nothing"):  # on every rank, and they go on

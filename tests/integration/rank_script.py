@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -121,10 +122,17 @@ def before(step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if due("raise", step):
         raise ValueError("as the plan wants")
+    if due("hang", step):
+        hang()
     if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
         if RANK == 0:
             Path(pause["reached"]).touch()
         wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 60)
+
+
+def hang() -> None:
+    """Wait for what never comes."""
+    threading.Event().wait()
 
 
 def evaluate(model: torch.nn.Module | None) -> None:

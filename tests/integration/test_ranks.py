@@ -103,6 +103,20 @@ def test_a_rank_that_is_killed_is_named_by_the_other(make_stack: MakeStack, vict
     assert job.finished_summary(stack.folder / "run") is None
 
 
+def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    parts = nodes(stack, {"steps": 1000, "hang": {"rank": 2, "step": 5}}, count=3, PERSIA_HANG_TIMEOUT="15")
+    for rank, part in enumerate(parts):
+        assert part.wait(90) == 70, part.output
+        part.says("rank 2 (pid")
+        part.says("makes no progress behind step 4")
+        part.says(f"threads of rank {rank}:")
+        where = 'rank_script.py", line' if rank == 2 else 'peers.py", line'
+        part.says(where)
+        assert ("in hang" in part.output) == (rank == 2), part.output
+    assert job.finished_summary(stack.folder / "run") is None
+
+
 def test_a_rank_that_fails_says_why(make_stack: MakeStack) -> None:
     stack = make_stack()
     first, second = nodes(stack, {"steps": 1000, "raise": {"rank": 1, "step": 4}})
@@ -199,7 +213,7 @@ def test_checkpoints_need_no_other_rank(make_stack: MakeStack, tmp_path: Path, e
     """Saved and loaded by rank 0 alone or by all; the run goes on with rows, model and step of the checkpoint."""
     stack = make_stack(servers=2)
     folder = Path(stack.settings["PERSIA_CKPT_DIR"]) / "first"
-    dump = {"dir": str(folder), "all": everybody}
+    dump = {"dir": folder.name, "all": everybody}  # below PERSIA_CKPT_DIR
     first = stack.trainer(SCRIPT, json.dumps({"steps": 10, "dump": dump}), ranks=2)
     assert first.wait() == 0, first.output
     assert (folder / "MANIFEST.json").is_file()
@@ -366,11 +380,18 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     trainer.says("step 4 done")
     during = stack.python("during", observer)
     assert during.wait() == 0, during.output
-    for change in ("clear_embeddings", "load_checkpoint", "load_embedding"):
-        refused = stack.python(change, "-m", "persia.launch.rank", observer, change)
-        assert refused.wait() == 2, refused.output
-        refused.says(f"{change} in a process that only evaluates, while job 'test' is trained by pid ")
+    refused = stack.python("clear", "-m", "persia.launch.rank", observer, "clear_embeddings")
+    assert refused.wait() == 2, refused.output
+    refused.says("clear_embeddings in a process that only evaluates, while job 'test' is trained by pid ")
     found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+)", during.output)
     assert found is not None and all(int(number) > 0 for number in found.groups()), during.output
     (tmp_path / "until").touch()
     assert trainer.wait() == 0, trainer.output
+    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # also when nobody trains, on any rank
+        env = {"RANK": str(number), "WORLD_SIZE": "2"}
+        refused = stack.python(change, "-m", "persia.launch.rank", observer, change, env=env)
+        assert refused.wait() == 2, refused.output
+        refused.says(f"{change} in a process that only evaluates: with servers, the training script loads rows")
+    cleared = stack.python("cleared", observer, "clear_embeddings")
+    assert cleared.wait() == 0, cleared.output
+    cleared.says("rows of a: 0")

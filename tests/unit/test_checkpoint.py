@@ -14,10 +14,13 @@ import torch
 from conftest import Batches, Configure, TinyModel
 from test_training import SLOTS, everything, loss_fn, make, train
 
+from persia import checkpoint
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
+from persia.embedded import EmbeddedContext
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import CheckpointError, StorageError, UsageError
+from persia.remote import RemoteContext
 
 
 @pytest.fixture
@@ -79,6 +82,40 @@ def test_an_evaluation_needs_no_optimizer(saved: Path) -> None:
         with eval_ctx(trainer.model) as inner:
             expected, _ = inner.forward(Batches(1).batch(0, requires_grad=False))
     assert torch.equal(output, expected)
+
+
+def test_every_rank_loads_the_model_and_rank_0_the_rows(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmbeddedContext, "writes", False)  # as on the other ranks
+    model, wanted = TinyModel(), torch.load(saved / "dense.pt", weights_only=True)
+    with EmbeddingCtx(PreprocessMode.EVAL, model) as ctx:
+        ctx.load_checkpoint(saved)
+        assert ctx.get_embedding_size() == [0]
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+def test_a_relative_directory_is_below_the_folder_of_checkpoints(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "all"))
+    with make() as ctx:
+        ctx.load_checkpoint(saved)
+        ctx.dump_checkpoint("first")
+        assert (tmp_path / "all" / "first" / "MANIFEST.json").is_file()
+        ctx.load_checkpoint("first")
+        assert everything(ctx) == (tmp_path / "expected").read_bytes()
+
+
+def test_servers_have_one_folder_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context: RemoteContext = object.__new__(RemoteContext)
+    with pytest.raises(UsageError, match="set PERSIA_CKPT_DIR"):
+        context.checkpoint_dir("first")
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "all"))
+    assert context.checkpoint_dir("first") == context.checkpoint_dir(tmp_path / "all" / "first")
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "link").symlink_to(tmp_path)
+    for outside in ("../other", tmp_path / "other", "a/../../other", "link/other"):
+        with pytest.raises(UsageError, match="want a folder below PERSIA_CKPT_DIR"):
+            context.checkpoint_dir(outside)
 
 
 def test_embeddings_alone(saved: Path, tmp_path: Path) -> None:
@@ -193,6 +230,29 @@ def test_a_checkpoint_of_another_optimizer_or_model_is_refused(saved: Path) -> N
         with pytest.raises(CheckpointError, match="model differs"):
             ctx2.load_checkpoint(saved)
         assert ctx2.get_embedding_size() == [0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "lr", "text"), [(None, 0.0, "made with lr=0"), ("embedding_lr", 0.1, "KeyError"), ("cuda", 0.1, "cuda")]
+)
+def test_a_random_state_or_learning_rate_that_does_not_fit_changes_nothing(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None, lr: float, text: str
+) -> None:
+    configure(SLOTS)
+    kept = checkpoint.random_state
+    monkeypatch.setattr(
+        checkpoint, "random_state", lambda optimizer: {k: v for k, v in kept(optimizer).items() if k != missing}
+    )
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(3)))
+        ctx.dump_checkpoint(tmp_path / "ckpt")
+    with make(optimizer=SGD(lr), seed=2) as ctx:
+        assert ctx.model is not None
+        before = torch.nn.utils.parameters_to_vector(ctx.model.parameters()).clone()
+        with pytest.raises(CheckpointError, match=rf"rank-0\.state: random state and learning rate cannot.*{text}"):
+            ctx.load_checkpoint(tmp_path / "ckpt")
+        assert ctx.get_embedding_size() == [0] and ctx.step == 0
+        assert torch.equal(torch.nn.utils.parameters_to_vector(ctx.model.parameters()), before)
 
 
 def test_a_directory_that_cannot_be_written_is_named(configure: Configure, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -267,10 +266,7 @@ def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
     run.servers = [feed.serve(JOB, host="127.0.0.1") for _ in range(2)]
     run.servers[0].stop("training is over")
     with sending(run, 4):
-        deadline = time.monotonic() + 20
-        while "the run has not begun" not in caplog.text:
-            assert time.monotonic() < deadline, caplog.text
-            time.sleep(0.01)
+        wait_until("a refused sender", lambda: "the run has not begun" in caplog.text, 20, evidence=lambda: caplog.text)
         run.begin(epoch=1)
         assert run.rest(0) == [0, 2]
         assert run.rest(1) == [1, 3]

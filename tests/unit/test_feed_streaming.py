@@ -1,5 +1,6 @@
 """StreamingDataset in the embedded mode: the data script runs in a thread of this process."""
 
+import io
 import logging
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, Batches, Configure
@@ -16,6 +18,7 @@ from test_training import SLOTS, everything, loss_fn, make, train
 from persia.ctx import DataCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
+from persia.feed import SERVED, Stopped
 
 Script = Callable[[str], Path]
 
@@ -191,6 +194,62 @@ def test_a_script_that_exits_within_its_context_ends_its_data(script: Script, co
         else:
             with pytest.raises(UsageError, match="it exited: no more data"):
                 train(ctx, DataLoader(StreamingDataset()))
+
+
+def test_a_generator_around_a_data_context_that_is_closed_ends_its_data(script: Script) -> None:
+    script("""
+    def sent():
+        with DataCtx() as ctx:
+            for batch in Batches(9):
+                ctx.send_data(batch)
+                yield
+
+    generator = sent()
+    for _ in range(3):
+        next(generator)
+    generator.close()
+    """)
+    with make() as ctx:
+        assert len(train(ctx, DataLoader(StreamingDataset()))) == 3
+
+
+class Sender:
+    """What a ``DataCtx`` sends through, to trainers that want no more."""
+
+    rank_0 = ""
+    closed = False
+
+    def __init__(self, *args: object, **options: object) -> None: ...
+
+    def end(self) -> None:
+        raise Stopped("training is over")
+
+    def close(self) -> None:
+        Sender.closed = True
+
+
+@pytest.mark.parametrize("kept", [SystemExit(0), GeneratorExit()])
+def test_an_exit_stays_one_where_the_trainers_want_no_more(
+    monkeypatch: pytest.MonkeyPatch, kept: BaseException
+) -> None:
+    monkeypatch.setattr("persia.feed.script.running", lambda: None)
+    monkeypatch.setattr("persia.feed.script.ScriptSender", Sender)
+    with pytest.raises(type(kept)), DataCtx():
+        raise kept
+    with DataCtx():
+        raise Stopped("training is over")
+
+
+def test_a_sender_whose_note_cannot_be_written_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = SimpleNamespace(announce=lambda *_: io.BytesIO(), close=lambda: None)
+    monkeypatch.setattr("persia.service.discovery", lambda: found)
+    monkeypatch.setattr("persia.feed.sender.Sender", Sender)
+    monkeypatch.setattr(Sender, "closed", False)
+    for name, value in {"PERSIA_NATS_URL": "nats://h:1", "PERSIA_JOB": "j", SERVED: str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(IsADirectoryError), DataCtx():
+        pass
+    assert Sender.closed
 
 
 def test_no_script_is_told(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         ("from persia.errors import ConfigError; raise ConfigError('no such thing')", 2),
         ("raise ValueError('mine')", 1),
         ("import signal; os.kill(os.getpid(), signal.SIGKILL)", 75),
-        ("sys.exit(70)", 75),
+        ("sys.exit(70)", 70),
     ],
 )
 def test_one_rank_that_fails_ends_all(launch: Launch, tmp_path: Path, end: str, expected: int) -> None:

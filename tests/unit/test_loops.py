@@ -1,6 +1,7 @@
 """Loops over data loaders, and contexts: left early, nested, misused."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from conftest import Batches, Configure
 from test_training import SLOTS, everything, loss_fn, make, train
+from waiting import wait_until
 
-from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
+from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig
@@ -24,6 +26,7 @@ from persia.embedding.data import (
 )
 from persia.embedding.optim import SGD, Adam
 from persia.errors import DataError, DeviceError, FeatureTypeError, UnreachableError, UsageError
+from persia_core.forward import Pipeline
 
 
 def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
@@ -34,14 +37,25 @@ def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
         for _ in DataLoader(Batches(20), embedding_staleness=2):
             pass  # batches that are never trained on give their permits back
         assert len(train(ctx, DataLoader(Batches(20), embedding_staleness=1))) == 20
-    assert not persia_threads()
+    wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
+
+
+@pytest.fixture(autouse=True)
+def threads_before() -> None:
+    """Remember what other tests in this process have left running."""
+    _before[:] = []
+    _before[:] = persia_threads()
+
+
+_before: list[str] = []
 
 
 def persia_threads() -> list[str]:
-    """Return the names of this process's threads, Rust's included, that persia started."""
+    """Return the names of the threads that persia, Rust included, has started in this process since the test began."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     python = [thread.name for thread in threading.enumerate()]
-    return [name for name in (*names, *python) if name.startswith("persia")]
+    running = Counter(name for name in (*names, *python) if name.startswith("persia"))
+    return sorted((running - Counter(_before)).elements())
 
 
 class Numbered(Batches):
@@ -96,7 +110,7 @@ def test_a_loop_kept_beyond_its_context_ends(configure: Configure) -> None:
     with pytest.raises(UsageError, match="loop has ended"):
         next(iterator)
     iterator.close()  # type: ignore[attr-defined]
-    assert not persia_threads()
+    wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
 
 
 def test_nested_contexts_leave_the_outer_ones_settings(configure: Configure) -> None:
@@ -164,6 +178,27 @@ def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkey
     generator.close()  # type: ignore[attr-defined]
     assert ends == [None]
     assert cnt_ctx() is None
+
+
+def test_a_loop_whose_end_fails_reads_no_further(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(SLOTS)
+    close = TrainCtx.close_loop
+
+    def fail(self: TrainCtx, pipeline: Pipeline, *, together: bool) -> None:
+        close(self, pipeline, together=together)
+        raise UnreachableError("a push is not applied")
+
+    monkeypatch.setattr(TrainCtx, "close_loop", fail)
+    data = Batches(9)
+    with make() as ctx:
+        loop = iter(DataLoader(data))
+        for _ in range(2):
+            output, labels = ctx.forward(next(loop))
+            ctx.backward(loss_fn(output, labels[0]))
+        with pytest.raises(UnreachableError):
+            loop.close()  # type: ignore[attr-defined]
+    assert data.next == 2  # not where the thread that reads ahead was
+    wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
 
 
 def test_contexts_can_be_made_again_and_start_empty(configure: Configure) -> None:

@@ -1,10 +1,11 @@
 """Ranks in touch with each other: agreement, names of those that are gone, and refusals."""
 
+import io
 import json
 import logging
+import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+from waiting import wait_until
 
-from persia import distributed, interfaces, meeting, nats, peers, rendezvous
-from persia.errors import AuthError, IncompatibleError, RunLostError, UnreachableError, UsageError
+from persia import distributed, interfaces, meeting, nats, peers, remote, rendezvous
+from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
 from persia.job import finished_summary
 
 LONG = 20.0
@@ -131,14 +133,11 @@ def test_waiting_for_a_rank_is_logged(
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
         waiting = pool.submit(first.share, "a batch", 0)
-        end = time.monotonic() + LONG
-        while "waiting for rank 1 to say: a batch" not in caplog.text and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until("the reminder", lambda: "waiting for rank 1 to say: a batch since" in caplog.text, LONG)
         second.share("a batch", 0)
         waiting.result(LONG)
     finally:
         logging.getLogger("persia").removeHandler(caplog.handler)
-    assert "waiting for rank 1 to say: a batch since" in caplog.text
 
 
 def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
@@ -146,6 +145,44 @@ def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
     second.note(1)
     with pytest.raises(UnreachableError, match="waited 0.2 s for rank 2 to leave its loop"):
         first.wait_for_notes(1, "to leave its loop", 0.2)
+
+
+class FakeEngine:
+    """Its pushes are applied, or cannot be."""
+
+    def __init__(self, error: PersiaError | None) -> None:
+        self.error = error
+
+    def drain(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class FakePipeline:
+    def close(self) -> None: ...
+
+
+def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    waiting = []
+    for each in meet(3):
+        context: Any = object.__new__(remote.RemoteContext)
+        context._peers = each
+        context.engine = FakeEngine(UnreachableError("server 1 is gone") if each.rank == 1 else None)
+        waiting.append(pool.submit(context.close_loop, FakePipeline(), together=True))
+    for rank, future in enumerate(waiting):
+        with pytest.raises(UnreachableError, match="^server 1 is gone" if rank == 1 else "^rank 1: server 1 is gone"):
+            future.result(LONG)
+
+
+def test_ranks_begin_a_loop_with_the_same() -> None:
+    told: list[dict[str, Any]] = [{"staleness": 1, "learning rate": rate} for rate in (0.1, 0.1, 0.2)]
+    with pytest.raises(UsageError, match=r"learning rate is 0\.2 on rank 2 and 0\.1 on rank 0"):
+        remote.check_same(told)
+    told[0]["learning rate"] = None  # of a checkpoint that rank 0 has loaded, which the others get from it
+    remote.check_same(told)
+    told[2]["staleness"] = 2
+    with pytest.raises(UsageError, match="staleness is 2 on rank 2 and 1 on rank 0"):
+        remote.check_same(told)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +221,32 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
             assert stranger.recv(100) == b""
     right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
+        each.leave(None)
+    listener.close()
+
+
+def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
+    """Neither while it waits for ranks nor behind that."""
+    listener = meeting.listen("127.0.0.1")
+    address = ("127.0.0.1", listener.getsockname()[1])
+    lines = [b"[" * 100_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
+
+    def annoy() -> None:
+        for line in lines:
+            with socket.create_connection(address) as stranger:
+                assert b"challenge" in stranger.recv(1000)
+                stranger.sendall(line + b"\n")
+                while stranger.recv(1000):
+                    pass
+
+    first = pool.submit(meeting.host, listener, me(0), LONG)
+    annoy()
+    right = meeting.join(address, me(1), LONG)
+    alone = first.result(LONG)
+    annoy()
+    with pytest.raises(UsageError, match="pid 101 on here"):  # there is still somebody who says so
+        meeting.join(address, me(1, pid=7), LONG)
+    for each in (right, alone):
         each.leave(None)
     listener.close()
 
@@ -234,6 +297,100 @@ def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> 
 def test_missing_ranks_are_named() -> None:
     with meeting.listen("127.0.0.1") as listener, pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"):
         meeting.host(listener, me(0, 3), 0.1)
+
+
+def test_a_start_that_fails_leaves_nothing_open(pool: ThreadPoolExecutor) -> None:
+    listener = meeting.listen("127.0.0.1")
+    address = ("127.0.0.1", listener.getsockname()[1])
+    first = pool.submit(meeting.host, listener, me(0, 3), 0.5)
+    second = meeting.join(address, me(1, 3), LONG)
+    with pytest.raises(UnreachableError, match="rank 2 of 3 did not come"):
+        first.result(LONG)
+    assert listener.fileno() == -1
+    with pytest.raises(RunLostError, match="rank 0 is gone"):
+        second.share("step 1", 0)
+    second.leave(None)
+
+
+class FakeDiscovery:
+    """Of one job. NATS is away the first few times that it is asked."""
+
+    def __init__(self, away: int = 0) -> None:
+        self.away = away
+        self.announced: list[dict[str, str]] = []
+
+    def announce(self, service: str, index: int, replicas: int, address: str, extra: dict[str, str]) -> io.BytesIO:
+        me = {"host": socket.gethostname(), "pid": str(os.getpid())}
+        self.announced.append({"index": str(index), **me, "started": "1", **extra})
+        return io.BytesIO()
+
+    def find(self, service: str, timeout_s: float) -> list[dict[str, str]]:
+        self.away -= 1
+        if self.away >= 0:
+            raise UnreachableError("NATS is away")
+        return self.announced
+
+
+def start(discovery: Any, rank: int) -> tuple[peers.Peers, Any]:
+    place = rendezvous.Rendezvous(discovery, "nats://127.0.0.1:4222", rank, 2)
+    try:
+        place.announce("", place.open())
+        return place.meet()
+    finally:
+        place.close()
+
+
+def test_nats_may_be_away_while_ranks_meet(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_JOB", "j")
+    discovery = FakeDiscovery(away=5)
+    ranks = [pool.submit(start, discovery, rank) for rank in (0, 1)]
+    met = [future.result(LONG)[0] for future in ranks]
+    assert share(pool, met, "step 1")[1].result(LONG) == [0, 10]
+    for each in met:
+        each.leave(None)
+
+
+def test_nats_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_JOB", "j")
+    monkeypatch.setenv("PERSIA_START_TIMEOUT", "0.2")
+    with pytest.raises(UnreachableError, match="NATS is away"):
+        start(FakeDiscovery(away=10**9), 1)
+
+
+def test_a_rank_that_cannot_reach_the_store_leaves_the_others(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_JOB", "j")
+
+    def store(host: str, port: int, timeout_s: float, descriptor: int | None) -> int:
+        if descriptor is None:
+            raise UnreachableError("no store")
+        return descriptor
+
+    monkeypatch.setattr(rendezvous, "_store", store)
+    discovery = FakeDiscovery()
+    first, second = (pool.submit(start, discovery, rank) for rank in (0, 1))
+    with pytest.raises(UnreachableError, match="no store"):
+        second.result(LONG)
+    alone, descriptor = first.result(LONG)
+    socket.socket(fileno=descriptor).close()
+    with pytest.raises(RunLostError, match="rank 1 is gone: UnreachableError: no store"):
+        alone.share("step 1", 0)
+    alone.leave(None)
+
+
+def test_a_second_rank_0_stops_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_JOB", "j")
+    discovery = FakeDiscovery()
+    discovery.announce("persia-trainer", 0, 2, "", {"started": "0", "host": "another"})
+    place: Any = rendezvous.Rendezvous(discovery, "nats://127.0.0.1:4222", 0, 2)  # type: ignore[arg-type]
+    extra = place.open()
+    with pytest.raises(UsageError, match="is running already"):
+        place.announce("", extra)
+    place.close()
+    for address in extra.values():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(rendezvous._address(address))
 
 
 def test_a_token_is_in_no_text() -> None:

@@ -7,16 +7,19 @@ them.
 * :mod:`persia.ctx.base`: what every context has
 * :mod:`persia.ctx.embedding`: look-ups and evaluation
 * :mod:`persia.ctx.train`: training
+* :mod:`persia.ctx.checkpoints`: saving a run as it goes on, and going on from there
 * :mod:`persia.ctx.data`: sending batches to trainers
 """
 
 from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
+from persia.ctx.checkpoints import Checkpoints
 from persia.ctx.data import DataCtx
 from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx
 from persia.ctx.train import TrainCtx
 
 __all__ = [
     "BaseCtx",
+    "Checkpoints",
     "DataCtx",
     "EmbeddingCtx",
     "InferCtx",

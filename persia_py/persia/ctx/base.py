@@ -66,13 +66,13 @@ class BaseCtx:
         """End the context; the outermost one ends the engine."""
         try:
             self._exit()
+            if self._owner and (value is None or ends_well(value)):
+                self._common.wait_written()
         except BaseException as error:
             value = value or error
             raise
         finally:
-            # GeneratorExit: whoever iterates the generator around the block wants no more, which is no failure
-            exits_well = isinstance(value, GeneratorExit) or (isinstance(value, SystemExit) and not value.code)
-            self._leave(None if exits_well else value)
+            self._leave(None if value is None or ends_well(value) else value)
 
     def _open(self) -> CommonContext:
         """What the outermost context holds for all inside it."""
@@ -104,6 +104,14 @@ class BaseCtx:
     def engine(self) -> Engine:
         """The engine of this context."""
         return self._common.engine
+
+
+def ends_well(left_by: BaseException) -> bool:
+    """Whether a block that is left by this exception has come to its end, and not failed.
+
+    GeneratorExit: whoever iterates the generator around the block wants no more.
+    """
+    return isinstance(left_by, GeneratorExit) or (isinstance(left_by, SystemExit) and not left_by.code)
 
 
 def cnt_ctx() -> BaseCtx | None:

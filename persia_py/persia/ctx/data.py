@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from persia import env, service
+from persia.ctx.base import ends_well
 from persia.embedding.data import PersiaBatch
 from persia.errors import FeatureTypeError, UnreachableError, UsageError
 from persia.feed import SERVED, RunRestarted, Stopped
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 
 _logger = get_logger("feed")
 
-"""Seconds that trainers have to answer where they are."""
-
 
 class DataCtx:
     """Sends the batches of one data-compose replica to the trainers that are announced.
 
     Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block is the end of the replica's
-    data, also by ``sys.exit(0)``; an exception that leaves the block is passed on to the trainers, which stop. When
-    the trainers want no more, the block ends early and quietly. With ``PERSIA_NATS_URL`` unset the training script
-    runs this one in a thread, and batches go from hand to hand.
+    data, also by ``sys.exit(0)`` or when a generator around it is closed; an exception that leaves the block is passed
+    on to the trainers, which stop. When the trainers want no more, the block ends early and quietly. With
+    ``PERSIA_NATS_URL`` unset the training script runs this one in a thread, and batches go from hand to hand.
 
     The same script started again has to send the same batches: a replica that comes back skips what the trainers
     have received.
@@ -76,6 +75,7 @@ class DataCtx:
             except UnreachableError:  # NATS is away, which discovery logs; trainers may be there later
                 return []
 
+        sender = None
         try:
             self._announcement = discovery.announce("persia-data", index, size, "", {})
             sender = Sender(job, index, size, find=find, start_timeout=env.start_timeout())
@@ -83,6 +83,8 @@ class DataCtx:
                 Path(note).write_text(sender.rank_0, encoding="utf-8")
             return sender
         except BaseException:
+            if sender is not None:
+                sender.close()
             self._leave()
             raise
 
@@ -92,27 +94,27 @@ class DataCtx:
         """Say how the data ended; with the end of the data, wait until every rank has received it.
 
         Returns:
-            True when the block was left because the trainers want no more.
+            True when the block was left because the trainers want no more; not where the script itself ends it.
         """
         sender = self._sender
         if sender is None:
             return False
+        stopped = value if isinstance(value, Stopped) else None
         try:
-            if value is None or (isinstance(value, SystemExit) and not value.code):
+            if value is None or ends_well(value):
                 sender.end()
             elif isinstance(value, SystemExit):
                 sender.fail(UsageError(f"it exited: {value.code}"))
             elif not isinstance(value, Stopped | RunRestarted | KeyboardInterrupt):
                 sender.fail(value)
-        except Stopped as stopped:
-            value = stopped
+        except Stopped as error:
+            stopped = error
         finally:
             sender.close()
             self._leave()
-        if isinstance(value, Stopped):
-            _logger.info("the trainers want no more batches: %s", value)
-            return True
-        return False
+        if stopped is not None:
+            _logger.info("the trainers want no more batches: %s", stopped)
+        return isinstance(value, Stopped)
 
     def _leave(self) -> None:
         if self._announcement is not None:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from persia import checkpoint
+from persia import checkpoint, watchdog
 from persia.common import Settings
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.embedding import EmbeddingConfig
@@ -78,6 +78,7 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             UsageError: The context has no model.
         """
+        watchdog.progress()
         if self.model is None:
             raise UsageError(f"{type(self).__name__}.forward without a model; give it as model=...")
         training = self.preprocess_mode is PreprocessMode.TRAIN
@@ -154,6 +155,7 @@ class EmbeddingCtx(BaseCtx):
             UsageError: This process only evaluates, and others train on the rows.
         """
         self._common.check_alone("clear_embeddings")
+        self._common.wait_written()
         self.engine.clear()
 
     def dump_checkpoint(
@@ -169,24 +171,37 @@ class EmbeddingCtx(BaseCtx):
         With several ranks, rank 0 saves and the others return; it does not matter whether they call this.
 
         Args:
-            dst_dir: A directory; made if missing.
+            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set.
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
-            blocking: PersiaML's; the checkpoint is complete when this returns, either way.
+            blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
+                are written. The next save or load and the end of the context wait for that, and raise what it met.
             with_jit_model: Save the scripted model too.
 
         Raises:
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            UsageError: With servers, ``PERSIA_CKPT_DIR`` is not set, ``dst_dir`` is not below it, or this process only
+                evaluates.
         """
-        del blocking
         if not self._common.writes:
             return
-        directory = self._common.checkpoint_dir(dst_dir)
-        with checkpoint.Save(self.engine, directory, self._common.trained_step) as save:
-            if self.model is not None:
-                save.add_state(dense_filename, bare(self.model).state_dict())
-                if with_jit_model:
-                    save.add_module(jit_dense_filename, bare(self.model))
+        save = self._begin_save(self._common.checkpoint_dir(dst_dir))
+        if self.model is not None:
+            save.add_state(dense_filename, bare(self.model).state_dict())
+            if with_jit_model:
+                save.add_module(jit_dense_filename, bare(self.model))
+        self._write(save, blocking=blocking)
+
+    def _begin_save(self, directory: Path, cursor: dict[str, Any] | None = None) -> checkpoint.Save:
+        """Return a save of the rows as they are now, when the last one is written."""
+        self._common.wait_written()
+        return checkpoint.Save(self.engine, directory, self._common.trained_step, cursor)
+
+    def _write(self, save: checkpoint.Save, *, blocking: bool) -> None:
+        if blocking:
+            save.write()
+        else:
+            self._common.writing = checkpoint.Writing(save.write)
 
     def load_checkpoint(
         self,
@@ -197,45 +212,69 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Load rows and model; every file is verified before anything changes.
 
+        With several ranks, rank 0 loads the rows, and each rank that calls this its model; none waits for the others.
+
+        Args:
+            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            map_location: As in :func:`torch.load`.
+            dense_filename: The model's state dict inside it.
+            blocking: PersiaML's; everything is loaded when this returns, either way.
+
         Raises:
             CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
-            UsageError: This process only evaluates, and others train on the rows.
+            UsageError: With servers, this process only evaluates.
         """
         del blocking
-        if not self._common.writes:
+        self._common.check_loads("load_checkpoint")
+        if self.model is None and not self._common.writes:
             return
-        self._common.check_alone("load_checkpoint")
         loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
-        if self.model is None:
+        state = None if self.model is None else loaded.state(dense_filename, map_location)
+        if self.model is not None and state is not None:
+            checkpoint.check_module(bare(self.model), state, loaded.path)
+        if self._common.writes:
             self._restore(loaded)
-            return
-        state = loaded.state(dense_filename, map_location)
-        checkpoint.check_module(bare(self.model), state, loaded.path)
-        self._restore(loaded)
-        bare(self.model).load_state_dict(state)
+        if self.model is not None and state is not None:
+            bare(self.model).load_state_dict(state)
 
     def _restore(self, loaded: checkpoint.Load) -> None:
         common = self._common
+        common.wait_written()
         common.settle()  # what another rank pushed after this would reach the restored rows
         loaded.restore(common.engine)
         common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
-        """Save the rows alone, as a checkpoint without dense files."""
-        del blocking
+        """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
+
+        ``blocking`` is that of :meth:`dump_checkpoint`.
+
+        Raises:
+            StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            UsageError: With servers, this process only evaluates.
+        """
         if self._common.writes:
-            with checkpoint.Save(self.engine, self._common.checkpoint_dir(dst_dir), self._common.trained_step):
-                pass
+            self._write(self._begin_save(self._common.checkpoint_dir(dst_dir)), blocking=blocking)
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
-        """Replace the rows by those of a checkpoint, whatever dense files it has."""
+        """Replace the rows by those of a checkpoint, whatever dense files it has. With several ranks, rank 0 loads.
+
+        Raises:
+            CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+            UsageError: With servers, this process only evaluates.
+        """
         del blocking
+        self._common.check_loads("load_embedding")
         if self._common.writes:
-            self._common.check_alone("load_embedding")
             self._restore(checkpoint.Load(self._common.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
-        """Return when the last dump is complete: at once, because dumps are when they return."""
+        """Return when the last dump is complete, also one with ``blocking=False``.
+
+        Raises:
+            StorageError: It could not be written; what was in its directory before is still there.
+        """
+        self._common.wait_written()
 
     def wait_for_load_embedding(self) -> None:
         """Return when the last load is complete: at once, because loads are when they return."""
@@ -283,8 +322,8 @@ class InferCtx(EmbeddingCtx):
             UsageError: Always.
         """
         raise UsageError(
-            "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx after "
-            "load_checkpoint"
+            "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx, in the embedded "
+            "mode after load_checkpoint, with servers on the rows that a TrainCtx of their job has made or loaded"
         )
 
 

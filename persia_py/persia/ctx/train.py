@@ -1,13 +1,15 @@
 """Training: forward, backward, and checkpoints of the whole run."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from persia import checkpoint, distributed, env
+from persia import checkpoint, distributed, env, stopping, watchdog
 from persia.common import CommonContext
 from persia.ctx.base import PreprocessMode
+from persia.ctx.checkpoints import Checkpoints
 from persia.ctx.embedding import EmbeddingCtx, bare
 from persia.distributed import DistributedBaseOption
 from persia.embedding.optim import Optimizer
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 
 _logger = get_logger("ctx")
 
-_first_done = False
+AGAIN = 75
+"""Exit code: this attempt is over, start again."""
 
-RANK_STATE = "rank-0.state"
-"""The file of a checkpoint that holds rank 0's random state."""
+_first_done = False
 
 
 class TrainCtx(EmbeddingCtx):
@@ -42,6 +44,8 @@ class TrainCtx(EmbeddingCtx):
         distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
             effect where there is one rank.
         *args: For :class:`EmbeddingCtx`, after its mode.
+        checkpoints: Saves the run as it goes on, and goes on from the newest save when it is started again. The same on
+            every rank.
         embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by their number, as DDP does
             the dense ones; ``none`` sums them, as PersiaML does.
         **kwargs: For :class:`EmbeddingCtx`.
@@ -62,6 +66,7 @@ class TrainCtx(EmbeddingCtx):
         mixed_precision: bool = True,
         distributed_option: DistributedBaseOption | None = None,
         *args: Any,
+        checkpoints: Checkpoints | None = None,
         embedding_gradient_scale: str = "mean",
         **kwargs: Any,
     ) -> None:
@@ -83,17 +88,23 @@ class TrainCtx(EmbeddingCtx):
             )
         if embedding_gradient_scale not in {"mean", "none"}:
             raise UsageError(f"TrainCtx(embedding_gradient_scale={embedding_gradient_scale!r}): want 'mean' or 'none'")
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            raise UsageError(
+                f"TrainCtx(checkpoints=...): want persia.ctx.Checkpoints, got {type(checkpoints).__name__}"
+            )
         if grad_scalar_update_factor < 1:
             raise UsageError(f"TrainCtx(grad_scalar_update_factor={grad_scalar_update_factor}): want at least 1")
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer = dense_optimizer
         if mixed_precision and self.device_id is None:
             _logger.info("mixed_precision: no GPU, so the loss is not scaled")
+        self._checkpoints = checkpoints
         self._option = distributed_option
         self._gradient_scale = embedding_gradient_scale
         self._bare: torch.nn.Module | None = None
         self._backward = Backward(dense_optimizer)
         self._cursor: dict[str, Any] | None = None
+        self._random: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has it
         self._loader: DataLoader | None = None
 
     def _open(self) -> CommonContext:
@@ -115,6 +126,8 @@ class TrainCtx(EmbeddingCtx):
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and bare(self.model) is self.model:
             self._bare, self.model = self.model, self._common.wrap(self.model)
+        if self._checkpoints is not None and self._common.writes:
+            self._checkpoints.load(self)
 
     def _exit(self) -> None:
         if self._bare is not None:
@@ -123,6 +136,7 @@ class TrainCtx(EmbeddingCtx):
 
     def open_loop(self, loader: "DataLoader", buffer: int) -> Pipeline:
         """Start a training loop over ``loader``; every rank calls this. For :class:`persia.data.DataLoader`."""
+        self._common.wait_written()
         pipeline = self._common.open_loop(loader.staleness, loader.reproducible, buffer)
         self._spread()
         return pipeline
@@ -143,6 +157,8 @@ class TrainCtx(EmbeddingCtx):
                 "optimizer": self.dense_optimizer.state_dict(),
                 "embedding_lr": self._optimizer.lr,
                 "cursor": self._cursor,
+                "more": None if self._checkpoints is None else self._checkpoints.state_dict(),
+                "random": self._random,
             }
         )
         if state is None:
@@ -152,6 +168,20 @@ class TrainCtx(EmbeddingCtx):
         self.dense_optimizer.load_state_dict(state["optimizer"])
         self._optimizer.update_lr(state["embedding_lr"])
         self._loader, self._cursor = None, state["cursor"]
+        if self._checkpoints is not None and state["more"] is not None:
+            self._checkpoints.load_state(state["more"])
+            self._checkpoints.goes_on_behind(self.step)
+        if (random := state["random"].get(checkpoint.rank_state(env.get_rank()))) is not None:
+            checkpoint.restore_random_state(random, self._optimizer)
+
+    @property
+    def common(self) -> CommonContext:
+        """What nested contexts share. For :class:`Checkpoints`."""
+        return self._common
+
+    def random_state(self) -> dict[str, Any]:
+        """Return the state of this rank's generators, as a checkpoint keeps it."""
+        return checkpoint.random_state(self._optimizer)
 
     @property
     def step(self) -> int:
@@ -181,6 +211,7 @@ class TrainCtx(EmbeddingCtx):
             NonFiniteError: Too many steps in a row were skipped.
         """
         del embedding_gradient_check_frequency
+        watchdog.progress()
         batch, self.current_batch = self.current_batch, None
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
@@ -191,6 +222,37 @@ class TrainCtx(EmbeddingCtx):
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
         return loss.detach()
+
+    @property
+    def saves_itself(self) -> bool:
+        """Whether this run was given :class:`Checkpoints`."""
+        return self._checkpoints is not None
+
+    def between_steps(self, *, last: bool = False) -> None:
+        """Save the run where that is due, after the body of a training loop. For :class:`persia.data.DataLoader`.
+
+        Args:
+            last: The loop is over, which is always worth a save.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.save_if_due(self, self.step, last=last)
+
+    @property
+    def saves_again(self) -> bool:
+        """Whether the last save could not be written and is due again; only rank 0 knows."""
+        return self._checkpoints is not None and self._checkpoints.due_again()
+
+    def save_again(self) -> None:
+        """Save the run behind the step it is at, because the last save could not be written; every rank does."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(self, self.step)
+
+    def save_and_leave(self) -> NoReturn:
+        """Save the run and end this process, so that it can be started again; every rank does so at the same step."""
+        self.between_steps(last=True)
+        stopping.stopped()
+        _logger.info("SIGTERM: leaving behind step %d", self.step)
+        raise SystemExit(AGAIN)
 
     def adopt(self, loader: "DataLoader") -> dict[str, Any] | None:
         """Note that ``loader`` feeds this context; return where a loaded checkpoint wants it to start."""
@@ -217,31 +279,43 @@ class TrainCtx(EmbeddingCtx):
 
         With several ranks, rank 0 saves and the others return; it does not matter whether they call this. The rows are
         cut where rank 0 stands, after its own pushes; those that other ranks have on their way may be in it or not.
-        In the distributed mode ``dst_dir`` is below ``PERSIA_CKPT_DIR``.
 
         Args:
-            dst_dir: A directory; made if missing.
+            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set; with
+                servers every one has to be.
             dense_model_filename: The model's state dict inside it.
             jit_dense_model_filename: The scripted model inside it.
             opt_filename: The dense optimizer's state dict inside it.
-            blocking: PersiaML's; the checkpoint is complete when this returns, either way.
+            blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
+                are written. The next save or load and the end of the context wait for that, and raise what it met.
             with_jit_model: Save the scripted model too.
 
         Raises:
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
         """
-        del blocking
         if not self._common.writes:
             return
-        cursor = self._cursor if self._loader is None else self._loader.cursor()
-        directory = self._common.checkpoint_dir(dst_dir)
-        with checkpoint.Save(self.engine, directory, self._common.trained_step, cursor) as save:
-            if self.model is not None:
-                save.add_state(dense_model_filename, bare(self.model).state_dict())
-                if with_jit_model:
-                    save.add_module(jit_dense_model_filename, bare(self.model))
-            save.add_state(opt_filename, self.dense_optimizer.state_dict())
-            save.add_state(RANK_STATE, checkpoint.random_state(self._optimizer))
+        names = (dense_model_filename, opt_filename, jit_dense_model_filename if with_jit_model else None)
+        self._write(self.begin_checkpoint(self._common.checkpoint_dir(dst_dir), {}, *names), blocking=blocking)
+
+    def begin_checkpoint(
+        self,
+        directory: Path,
+        more: dict[str, dict[str, Any]],
+        dense: str = "dense.pt",
+        optimizer: str = "opt.pt",
+        jit: str | None = None,
+    ) -> checkpoint.Save:
+        """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
+        save = self._begin_save(directory, self._cursor if self._loader is None else self._loader.cursor())
+        if self.model is not None:
+            save.add_state(dense, bare(self.model).state_dict())
+            if jit is not None:
+                save.add_module(jit, bare(self.model))
+        save.add_state(optimizer, self.dense_optimizer.state_dict())
+        for name, state in {checkpoint.rank_state(0): self.random_state(), **more}.items():
+            save.add_state(name, state)
+        return save
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
         self,
@@ -258,8 +332,16 @@ class TrainCtx(EmbeddingCtx):
         With several ranks, rank 0 loads and the others return; it does not matter whether they call this. They get
         model, optimizer and data position from rank 0 when the next training loop starts.
 
+        Args:
+            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            map_location: As in :func:`torch.load`.
+            dense_model_filename: The model's state dict inside it.
+            opt_filename: The dense optimizer's state dict inside it.
+            blocking: PersiaML's; everything is loaded when this returns, either way.
+
         Raises:
-            CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+            CheckpointError: No checkpoint there, damaged (the file is named), of another configuration, or with a
+                learning rate that the embedding optimizer cannot have.
             UsageError: A data loader of this context is being iterated.
         """
         del blocking
@@ -268,18 +350,30 @@ class TrainCtx(EmbeddingCtx):
         if self.engine.iterating:
             raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
         loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
-        dense = None if self.model is None else loaded.state(dense_model_filename, map_location)
-        optimizer = loaded.state(opt_filename, map_location)
-        rank = loaded.state(RANK_STATE)
+        self.go_on_from(loaded, map_location, dense_model_filename, opt_filename)
+
+    def go_on_from(
+        self,
+        loaded: checkpoint.Load,
+        map_location: str | torch.device | None = None,
+        dense_name: str = "dense.pt",
+        optimizer_name: str = "opt.pt",
+    ) -> None:
+        """Continue the run of a verified checkpoint, on rank 0; nothing has changed where it does not fit."""
+        dense = None if self.model is None else loaded.state(dense_name, map_location)
+        optimizer = loaded.state(optimizer_name, map_location)
+        ranks = {name: loaded.state(name) for name in loaded.names if checkpoint.is_rank_state(name)}
+        rank = loaded.state(checkpoint.rank_state(0))
         if self.model is not None and dense is not None:
             checkpoint.check_module(bare(self.model), dense, loaded.path)
         checkpoint.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
+        checkpoint.check_random_state(rank, self._optimizer, loaded.path / checkpoint.rank_state(0))
         self._restore(loaded)
         if self.model is not None and dense is not None:
             bare(self.model).load_state_dict(dense)
         self.dense_optimizer.load_state_dict(optimizer)
         checkpoint.restore_random_state(rank, self._optimizer)
-        self._loader, self._cursor = None, loaded.cursor
+        self._loader, self._cursor, self._random = None, loaded.cursor, ranks
 
 
 def _log_first(step: int) -> None:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from persia import distributed, env
+from persia import distributed, env, stopping, watchdog
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
 from persia.data.source import Cursor, IterableDataset, Stateful
 from persia.data.streaming import StreamingDataset
@@ -90,8 +90,15 @@ class DataLoader:
         try:
             self._skip = self._resume(context.adopt(self))
             feeder.start()
-            while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
-                yield held.pop()
+            with (
+                stopping.stoppable(context.saves_itself),
+                watchdog.watching(lambda: context.step, distributed.hung),
+            ):
+                while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
+                    yield held.pop()
+                    watchdog.progress()
+                    context.between_steps()
+                context.between_steps(last=True)
             together = True
             if distributed.peers() is None or not pipeline.has_next():
                 self._cursor = self._start = self._end
@@ -99,22 +106,42 @@ class DataLoader:
             elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
                 self._cursor = self._start
         finally:
-            context.close_loop(pipeline, together=together)
-            self._end_reading(feeder, whole=whole)
+            try:
+                context.close_loop(pipeline, together=together)
+            finally:
+                self._end_reading(feeder, whole=whole)
 
     def _all_go_on(self, pipeline: Pipeline, positions: deque[str], context: TrainCtx) -> bool:
         """Agree with the other ranks on the next step, before any of them looks its batch up.
 
         Ranks train in lock-step: when one has no batch left, all stop there. Rank 0 says who, and what is left over.
+        When one was sent SIGTERM, all save the run there, and leave.
         """
         peers = distributed.peers()
-        if peers is None:
+        if peers is None and not context.saves_itself:
             return True
-        ready = pipeline.has_next()
-        if distributed.agree(ready):
+        try:
+            with stopping.waiting_for_data(), watchdog.waiting():
+                ready = pipeline.has_next()
+        except stopping.StopAsked:
+            ready = False
+        stop, again = stopping.stop_asked(), context.saves_again
+        if distributed.agree(ready and not stop and not again):
+            return True
+        if peers is None:
+            if stop:
+                context.save_and_leave()
+            if again:
+                context.save_again()
             return True
         waiting = self.dataset.waiting() if isinstance(self.dataset, StreamingDataset) else 0
-        left = peers.share("batches left", len(positions) + waiting if ready else 0)
+        given = peers.share("batches left", [len(positions) + waiting if ready else 0, stop, again])
+        if any(stopping for _, stopping, _ in given):
+            context.save_and_leave()
+        if any(again for *_, again in given):
+            context.save_again()
+            return self._all_go_on(pipeline, positions, context)
+        left = [count for count, *_ in given]
         if peers.rank == 0 and any(left):
             _logger.warning(
                 "all ranks stop after step %d: the data of rank %s has ended; left unused so far: %s",
@@ -126,7 +153,8 @@ class DataLoader:
 
     def _next(self, pipeline: Pipeline, positions: deque[str]) -> list[TrainingBatch]:
         """Return the next batch in a list, empty after the last: the loop above must keep no reference to it."""
-        batch = pipeline.next(self._timeout_s)
+        with watchdog.waiting():
+            batch = pipeline.next(self._timeout_s)
         if batch is None:
             return []
         batch.position = positions.popleft()

@@ -152,7 +152,8 @@ class EmbeddingCollection(torch.nn.Module):
             For each feature, in the order of the tables, a float32 tensor ``[batch, embedding_dim]``.
 
         Raises:
-            DataError: Features missing or unknown, or offsets and weights that do not fit the ids.
+            DataError: Features missing or unknown, offsets and weights that do not fit the ids, or more ids than a
+                look-up may carry. After the last, forwards that wait for their backward at the next forward lose it.
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
             UsageError: As many forwards as the staleness allows wait for their backward.
@@ -193,11 +194,11 @@ class EmbeddingCollection(torch.nn.Module):
         """Save the rows as a checkpoint in ``directory``, which it replaces as a whole or not at all.
 
         Every push of every rank so far is in it. Every rank calls this, and goes on when the checkpoint is there. Rank
-        0 writes it; the ``states`` of the others are not looked at. With servers the directory is below
-        ``PERSIA_CKPT_DIR``.
+        0 writes it; the ``states`` of the others are not looked at.
 
         Args:
-            directory: A directory; made if missing.
+            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set;
+                with servers every one has to be.
             **states: State dicts that go into the same checkpoint: ``model=model.state_dict()`` as ``model.pt``.
 
         Raises:
@@ -210,6 +211,9 @@ class EmbeddingCollection(torch.nn.Module):
 
         Every file is verified before anything changes. Every rank calls this, and goes on when the rows are there; what
         one of them cannot load none does, so that all may catch the error and go on together.
+
+        Args:
+            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
 
         Returns:
             The checkpoint: its ``state("model.pt")`` is what :meth:`save` got as ``model``.

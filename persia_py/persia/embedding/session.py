@@ -210,6 +210,7 @@ class Session:
                 )
             loaded = checkpoint.Load(self._common.checkpoint_dir(directory))
             lr = self._saved_lr(loaded)
+        with self._common.together("the loop before a load"):  # left by all ranks or by none
             self._leave_loop()
             self.engine.drain()
         with self._common.together("the end of load"):
@@ -217,7 +218,7 @@ class Session:
                 self._common.settle()
                 loaded.restore(self.engine)
                 self._common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
-            self._common.trained_step = loaded.step
+        self._common.trained_step = loaded.step
         if lr is not None:
             self._optimizer.update_lr(lr)
         return loaded

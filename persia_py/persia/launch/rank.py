@@ -1,6 +1,7 @@
 """What runs in the process of one trainer rank: ``python -m persia.launch.rank FILE ARGUMENTS...``.
 
-The script, then the common end of all ranks. SIGTERM before that end exits 75: start me again.
+The script, then the common end of all ranks. SIGTERM before that end exits 75: start me again. A training loop that
+saves its run does so first.
 """
 
 import os
@@ -47,6 +48,11 @@ def _end_on_sigterm() -> None:
     def first(number: int, frame: FrameType | None) -> None:
         del number, frame
         signal.signal(signal.SIGTERM, second)
+        if "persia.stopping" in sys.modules:
+            from persia import stopping
+
+            if stopping.ask_to_stop():
+                return
         sys.stderr.write("SIGTERM: leaving before the end of the run\n")
         raise SystemExit(AGAIN)  # the contexts tell their peers on the way out
 

@@ -13,11 +13,11 @@ from typing import Any
 from persia import env, job
 from persia.errors import UsageError
 from persia.launch.process import Process
-from persia.launch.watch import Events, stop
+from persia.launch.watch import SAVING_GRACE, Events, stop
 
 AGAIN = 75
-_OWN_CODES = {2, 3, 4, 5}
-"""Exit codes of a rank that say more than 75: configuration, unreachable, corrupt, refused."""
+_OWN_CODES = {2, 3, 4, 5, 70}
+"""Exit codes of a rank that say more than 75: configuration, unreachable, corrupt, refused, hung."""
 
 _NOTICE = 5.0
 """Seconds that ranks have to end by themselves once one has failed."""
@@ -72,7 +72,7 @@ def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int
         event = events.next()
         if isinstance(event, int):
             _say(f"{signal.Signals(event).name}: ending {len(left)} rank(s)")
-            stop(left, events, say=_say)
+            stop(left, events, grace=SAVING_GRACE, say=_say)
             finished = folder is not None and job.finished_summary(folder, of=job.job_name()) is not None
             return 0 if finished else AGAIN
         if isinstance(event, Process):

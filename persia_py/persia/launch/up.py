@@ -13,7 +13,7 @@ from persia.launch.logs import Logs
 from persia.launch.private import private_folder
 from persia.launch.process import Process
 from persia.launch.stack import StackConfig, makes_token, read_stack
-from persia.launch.watch import Events, stop
+from persia.launch.watch import SAVING_GRACE, Events, stop
 
 AGAIN = 75
 _NATS = "nats"
@@ -159,7 +159,7 @@ class _Run:
     def _interrupted(self) -> int:
         if self._config.trainer is None:
             return 0
-        stop([self._processes["trainer"]], self._events, say=self._say)
+        stop([self._processes["trainer"]], self._events, grace=SAVING_GRACE + 5, say=self._say)
         return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else AGAIN
 
     def _say_environment(self) -> None:

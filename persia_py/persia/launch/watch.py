@@ -11,6 +11,8 @@ from persia.launch.process import Process
 
 GRACE = 20.0
 """Seconds a process has between SIGTERM and SIGKILL."""
+SAVING_GRACE = 45.0
+"""As ``GRACE``, for a trainer, which may save its run meanwhile."""
 _ONE_SIGNAL = 1.0
 """Seconds in which two signals count as one: some senders signal a process and its group."""
 

@@ -225,6 +225,16 @@ class BeginReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CutRequest(_message.Message):
+    __slots__ = ("fence",)
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    fence: Fence
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
+
+class CutReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SnapshotRequest(_message.Message):
     __slots__ = ("fence", "directory")
     FENCE_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class EmbeddingServerStub:
                 request_serializer=persia_dot_proto_dot_tables__pb2.PushRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.Cut = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/Cut',
+                request_serializer=persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.CutReply.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/persia.v1.EmbeddingServer/Snapshot',
                 request_serializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
@@ -87,6 +92,12 @@ class EmbeddingServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cut(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,6 +144,11 @@ def add_EmbeddingServerServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=persia_dot_proto_dot_tables__pb2.PushRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.PushReply.SerializeToString,
+            ),
+            'Cut': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cut,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.CutRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.CutReply.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
@@ -236,6 +252,33 @@ class EmbeddingServer:
             '/persia.v1.EmbeddingServer/Push',
             persia_dot_proto_dot_tables__pb2.PushRequest.SerializeToString,
             persia_dot_proto_dot_tables__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/persia.v1.EmbeddingServer/Cut',
+            persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.CutReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -379,6 +422,11 @@ class MiddlewareStub:
                 request_serializer=persia_dot_proto_dot_tables__pb2.PushRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.Cut = channel.unary_unary(
+                '/persia.v1.Middleware/Cut',
+                request_serializer=persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.CutReply.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/persia.v1.Middleware/Snapshot',
                 request_serializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
@@ -417,6 +465,12 @@ class MiddlewareServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cut(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -463,6 +517,11 @@ def add_MiddlewareServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=persia_dot_proto_dot_tables__pb2.PushRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.PushReply.SerializeToString,
+            ),
+            'Cut': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cut,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.CutRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.CutReply.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
@@ -566,6 +625,33 @@ class Middleware:
             '/persia.v1.Middleware/Push',
             persia_dot_proto_dot_tables__pb2.PushRequest.SerializeToString,
             persia_dot_proto_dot_tables__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/persia.v1.Middleware/Cut',
+            persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.CutReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,12 +1,15 @@
 //! `persia_core.checkpoint`: saving, loading, inspecting.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
 use persia_types::schema::HashStack;
 use persia_types::tables::Run;
-use persia_types::{Optimizer, TablesError};
+use persia_types::{Optimizer, Tables, TablesError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use serde_json::value::RawValue;
@@ -16,43 +19,65 @@ use crate::errors;
 
 const CURSOR: &str = "loader";
 
-/// One save under way: rows are written when it is made.
+/// One save under way, of the rows as they were when it was made.
 #[pyclass(module = "persia_core.checkpoint")]
 pub(crate) struct Saver {
     saver: Option<files::Saver>,
+    tables: Arc<dyn Tables>,
     head: Head,
 }
 
 #[pymethods]
 impl Saver {
-    /// Wait for the engine's pushes in flight, then write its rows aside in `directory`. `step` is the last that was
-    /// trained.
+    /// Wait for the engine's pushes in flight, then make the cut that `write_rows` writes aside in `directory`; training may
+    /// go on. `step` is the last that was trained.
     #[new]
     fn new(py: Python<'_>, engine: &Engine, directory: PathBuf, step: u64) -> PyResult<Self> {
         engine.drain(py)?;
         let (run, _) = engine.running(py)?;
         let tables = engine.tables();
-        let written = py.detach(|| -> Result<_, TablesError> {
-            let mut saver = files::Saver::begin(&directory)?;
-            let snapshot = tables.snapshot(saver.staging())?;
-            for entry in snapshot.files {
-                saver.add(entry)?;
-            }
-            Ok((saver, snapshot.rows))
+        let begun = py.detach(|| -> Result<_, TablesError> {
+            let saver = files::Saver::begin(&directory)?;
+            tables.cut()?;
+            Ok(saver)
         });
-        let (saver, rows) = written.map_err(|error| errors::tables(py, &error))?;
-        let names = run.schema.tables.iter().map(|table| table.name.clone());
+        let saver = begun.map_err(|error| errors::tables(py, &error))?;
         let head = Head {
             step,
             world_size: run.world_size,
-            rows: names.zip(rows).collect(),
+            rows: BTreeMap::new(),
             tokens: (0..run.world_size).map(|rank| (rank, step)).collect(),
             cursors: BTreeMap::new(),
             build: BTreeMap::from([("persia_core".to_owned(), crate::version().to_owned())]),
             created_at: String::new(),
             run,
         };
-        Ok(Self { saver: Some(saver), head })
+        Ok(Self { saver: Some(saver), tables, head })
+    }
+
+    /// Write the rows of the cut. One save writes at a time: with servers, the next cut waits for this.
+    fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
+        let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
+        let tables = &self.tables;
+        let written = py.detach(|| -> Result<_, TablesError> {
+            let snapshot = match tables.snapshot(saver.staging()) {
+                // Servers that the answer did not come from may still be writing.
+                Err(error @ (TablesError::Unreachable { .. } | TablesError::Timeout { .. })) => {
+                    saver.leave();
+                    return Err(error);
+                }
+                other => other?,
+            };
+            for entry in snapshot.files {
+                saver.add(entry)?;
+            }
+            Ok((saver, snapshot.rows))
+        });
+        let (saver, rows) = written.map_err(|error| errors::tables(py, &error))?;
+        let names = self.head.run.schema.tables.iter().map(|table| table.name.clone());
+        self.head.rows = names.zip(rows).collect();
+        self.saver = Some(saver);
+        Ok(())
     }
 
     /// Where to write the file `name` before it is added.
@@ -102,7 +127,8 @@ impl Checkpoint {
         let lines: Vec<String> = pairs
             .map(|(saved, slot)| {
                 format!(
-                    "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: the rows would be other                      ids'; use the same hash_stack_config",
+                    "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: \
+                     the rows would be other ids'; use the same hash_stack_config",
                     self.directory.display(),
                     slot.name,
                     described(saved.hash_stack),
@@ -243,6 +269,29 @@ pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'
         list.append(describe(py, &found.path, &found.manifest)?)?;
     }
     Ok(list)
+}
+
+/// The newest checkpoint below a folder; None when there is none. One that cannot be used is never passed over.
+#[pyfunction]
+pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<PathBuf>> {
+    match py.detach(|| files::latest(&parent)) {
+        Ok((path, _)) => Ok(Some(path)),
+        Err(CheckpointError::Missing { .. }) => Ok(None),
+        Err(CheckpointError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(raise(py, &error)),
+    }
+}
+
+/// Let `LATEST`, beside the checkpoint in `directory`, name it.
+#[pyfunction]
+pub(crate) fn publish_latest(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
+    py.detach(|| files::publish_latest(&directory)).map_err(|error| raise(py, &error))
+}
+
+/// Delete all but the newest checkpoints below a folder, never the newest whole one; what was deleted.
+#[pyfunction]
+pub(crate) fn prune(py: Python<'_>, parent: PathBuf, keep_last: NonZeroUsize) -> PyResult<Vec<PathBuf>> {
+    py.detach(|| files::prune(&parent, keep_last)).map_err(|error| raise(py, &error))
 }
 
 fn describe<'py>(

@@ -228,6 +228,22 @@ impl Engine {
         })
     }
 
+    /// Begin no look-up until `go_on`, and wait until nothing is under way: the rows are of one step, and stay so.
+    fn hold(&self, py: Python<'_>) -> PyResult<()> {
+        self.rank_engine(py)?.hold();
+        let held = self.drain(py);
+        if held.is_err() {
+            self.go_on(py)?;
+        }
+        held
+    }
+
+    /// End what `hold` began.
+    fn go_on(&self, py: Python<'_>) -> PyResult<()> {
+        self.rank_engine(py)?.go_on();
+        Ok(())
+    }
+
     /// Drop all rows.
     fn clear(&self, py: Python<'_>) -> PyResult<()> {
         if self.current.lock().is_some() {

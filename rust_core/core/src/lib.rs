@@ -105,5 +105,8 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     checkpoint.add_class::<checkpoint::Checkpoint>()?;
     checkpoint.add_class::<checkpoint::Saver>()?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::listing, &checkpoint)?)?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint::latest, &checkpoint)?)?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint::publish_latest, &checkpoint)?)?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint::prune, &checkpoint)?)?;
     Ok(())
 }

@@ -11,7 +11,6 @@ use persia_types::token::JobId;
 
 use crate::batch::Batch;
 use crate::error::Error;
-use crate::pipeline::permits::Stage;
 use crate::pipeline::push;
 use crate::pipeline::shared::{Context, Shared, deadline, guarded, join, spawn};
 use crate::pipeline::{Pipeline, Wait};
@@ -186,11 +185,23 @@ impl Engine {
         let mut state = shared.lock();
         loop {
             state.check()?;
-            let Some(step) = state.permits.oldest_at(Stage::Pushing) else { return Ok(Drained::Done) };
+            let Some(wait) = state.on_its_way() else { return Ok(Drained::Done) };
             if !shared.caller_waits(&mut state, deadline) {
-                return Ok(Drained::Pending(Wait::Push { step }));
+                return Ok(Drained::Pending(wait));
             }
         }
+    }
+
+    /// Begin no more look-ups until [`Engine::go_on`], so that a drain leaves nothing under way: the rows are of one step
+    /// then, and stay so.
+    pub fn hold(&self) {
+        self.inner.shared.lock().held = true;
+    }
+
+    /// End what [`Engine::hold`] began.
+    pub fn go_on(&self) {
+        self.inner.shared.lock().held = false;
+        self.inner.shared.wake_workers();
     }
 
     /// The latest training step handed out by a pipeline; `first_seq - 1` before any.

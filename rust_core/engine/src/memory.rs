@@ -73,12 +73,17 @@ impl<T: Copy + Default> FreeList<T> {
 pub(crate) struct FeatureMemory {
     places: Mutex<FreeList<u32>>,
     ids: Mutex<FreeList<Id>>,
+    weights: Mutex<FreeList<f32>>,
 }
 
 impl Default for FeatureMemory {
     /// Room for the vectors of some hundred features, which is a score of large batches.
     fn default() -> Self {
-        Self { places: Mutex::new(FreeList::new(4096)), ids: Mutex::new(FreeList::new(1024)) }
+        Self {
+            places: Mutex::new(FreeList::new(4096)),
+            ids: Mutex::new(FreeList::new(1024)),
+            weights: Mutex::new(FreeList::new(2048)),
+        }
     }
 }
 
@@ -102,10 +107,27 @@ impl FeatureMemory {
         copy
     }
 
-    pub(crate) fn put(&self, places: impl IntoIterator<Item = Vec<u32>>, ids: Vec<Id>) {
+    /// `len` weights, whatever they were.
+    pub(crate) fn weights(&self, len: usize) -> Vec<f32> {
+        self.weights.lock().take(len)
+    }
+
+    pub(crate) fn put_places(&self, places: Vec<u32>) {
+        self.places.lock().put(places);
+    }
+
+    pub(crate) fn put(
+        &self,
+        places: impl IntoIterator<Item = Vec<u32>>,
+        ids: Vec<Id>,
+        weights: impl IntoIterator<Item = Vec<f32>>,
+    ) {
         self.ids.lock().put(ids);
         let mut free = self.places.lock();
         places.into_iter().for_each(|places| free.put(places));
+        drop(free);
+        let mut free = self.weights.lock();
+        weights.into_iter().for_each(|weights| free.put(weights));
     }
 }
 

@@ -123,6 +123,14 @@ impl EmbeddingService {
         Ok(proto::BeginReply {})
     }
 
+    async fn serve_cut(&self, request: Request<proto::CutRequest>) -> Result<proto::CutReply, Status> {
+        admin(request.extensions(), "Cut")?;
+        let fence = fence(request.into_inner().fence)?;
+        let node = Arc::clone(&self.node);
+        blocking(move || node.cut(fence)).await?;
+        Ok(proto::CutReply {})
+    }
+
     async fn serve_snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,
@@ -189,6 +197,10 @@ impl EmbeddingServer for EmbeddingService {
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<Response<proto::PushReply>, Status> {
         Timer::start("push").end(self.serve_push(request).await).map(Response::new)
+    }
+
+    async fn cut(&self, request: Request<proto::CutRequest>) -> Result<Response<proto::CutReply>, Status> {
+        Timer::start("cut").end(self.serve_cut(request).await).map(Response::new)
     }
 
     async fn snapshot(

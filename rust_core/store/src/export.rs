@@ -2,49 +2,39 @@
 
 use std::path::Path;
 
-use persia_types::{Schema, TablesError};
+use parking_lot::Mutex;
+use persia_types::{Schema, Table, TablesError};
 
 use crate::checkpoint::{ShardRows, TableRows};
 use crate::row::Layout;
 use crate::shard::{Shard, no_memory};
 use crate::simd::Portable;
-use crate::table::ShardTable;
+
+/// Rows that are copied while their shard is locked: a request waits no longer for them than for another's.
+const SLICE: usize = 1 << 11;
 
 /// All that a shard holds, sorted by id; tables without rows and counted ids are left out.
 pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows {
     let tables = shard.tables.iter().zip(&schema.tables);
-    let tables = tables.filter(|(table, _)| table.len() + table.waiting.len() > 0);
     ShardRows {
         shard: number,
-        tables: tables.map(|(table, named)| export_table(table, &named.name)).collect(),
+        tables: tables.filter_map(|(table, named)| table.export(&named.name)).collect(),
     }
 }
 
-fn export_table(table: &ShardTable, name: &str) -> TableRows {
-    let layout = table.layout();
-    let Layout { dim, state_len, .. } = layout;
-    let mut entries: Vec<(u64, u32, u32)> =
-        table.entries().map(|(slot, id, used)| (id, slot, used)).collect();
-    entries.sort_unstable();
-    let mut rows = TableRows {
-        name: name.to_owned(),
-        dim,
-        state_len,
-        ids: Vec::with_capacity(entries.len()),
-        last_used: Vec::with_capacity(entries.len()),
-        weights: vec![0.0; entries.len() * dim],
-        state: Vec::with_capacity(entries.len() * state_len),
-        waiting: table.waiting.entries().collect(),
+/// As [`export`], what the shard held at a cut, which ends with this.
+pub(crate) fn export_frozen(number: usize, shard: &Mutex<Shard>, schema: &Schema) -> ShardRows {
+    let table = |(table, named): (usize, &Table)| {
+        let frozen = shard.lock().tables[table].frozen_entries(&named.name);
+        let (mut entries, mut rows) = frozen?;
+        entries.sort_unstable();
+        for slice in entries.chunks(SLICE) {
+            shard.lock().tables[table].take_frozen(slice, &mut rows);
+        }
+        shard.lock().tables[table].thaw();
+        Some(rows)
     };
-    rows.waiting.sort_unstable();
-    for ((id, slot, last_used), weights) in entries.into_iter().zip(rows.weights.chunks_exact_mut(dim)) {
-        let row = table.row(slot);
-        rows.ids.push(id);
-        rows.last_used.push(u64::from(last_used));
-        layout.read::<Portable>(row, weights);
-        rows.state.extend_from_slice(&row[layout.weight_words()..]);
-    }
-    rows
+    ShardRows { shard: number, tables: schema.tables.iter().enumerate().filter_map(table).collect() }
 }
 
 /// A shard that holds `rows`, down to its budget. `path` is where they come from, for errors.
@@ -77,6 +67,7 @@ fn import_table(
     layout: Layout,
     corrupt: impl Fn(String) -> TablesError,
 ) -> Result<(), TablesError> {
+    shard.reserve(number, table.ids.len()).map_err(|error| no_memory(&table.name, error))?;
     for (at, (id, last_used)) in table.ids.iter().zip(&table.last_used).enumerate() {
         let step = u32::try_from(*last_used).ok().filter(|step| *step > 0);
         let Some(step) = step else {

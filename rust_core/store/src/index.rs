@@ -147,8 +147,19 @@ impl Index {
         if self.len < capacity(buckets) {
             return Ok(());
         }
-        let larger = if buckets < GENTLE_FROM { buckets * 2 } else { buckets + buckets / 8 };
-        let mut grown = Region::zeroed(larger.max(MIN_BUCKETS))?;
+        self.move_to(if buckets < GENTLE_FROM { buckets * 2 } else { buckets + buckets / 8 })
+    }
+
+    /// Make room for `ids` of them in all at once, as [`Index::reserve`] does for one.
+    pub(crate) fn reserve_for(&mut self, ids: usize) -> Result<(), OutOfMemory> {
+        if ids <= capacity(self.buckets.len()) {
+            return Ok(());
+        }
+        self.move_to((ids * 10).div_ceil(33))
+    }
+
+    fn move_to(&mut self, buckets: usize) -> Result<(), OutOfMemory> {
+        let mut grown = Region::zeroed(buckets.max(MIN_BUCKETS))?;
         // In order of their homes, so both arrays are walked from front to back.
         for bucket in self.buckets.iter() {
             for lane in 0..bucket.count() {
@@ -280,6 +291,23 @@ mod tests {
         }
         assert_eq!(index.find::<Portable>(1, 1), NO_SLOT);
         assert_eq!(index.remove(1, 1), NO_SLOT);
+    }
+
+    #[test]
+    fn room_made_at_once_is_room_for_as_many() {
+        for ids in [0, 1, 26, 27, 1_000, 100_001] {
+            let mut index = Index::new();
+            index.reserve().unwrap();
+            index.insert(0, hash_id(0), 7);
+            index.reserve_for(ids).unwrap();
+            let buckets = index.buckets.len();
+            for id in 1..ids as u64 {
+                index.reserve().unwrap();
+                index.insert(id, hash_id(id), id as u32);
+            }
+            assert_eq!(index.buckets.len(), buckets, "{ids}");
+            assert_eq!(index.find::<Portable>(0, hash_id(0)), 7);
+        }
     }
 
     #[test]

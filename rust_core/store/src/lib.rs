@@ -15,6 +15,7 @@ pub mod checkpoint;
 
 mod arena;
 mod export;
+mod frozen;
 mod index;
 mod initial;
 mod lookup;

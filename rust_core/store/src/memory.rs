@@ -12,6 +12,7 @@ use std::marker::PhantomData;
 use std::mem::size_of;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use parking_lot::Mutex;
 
@@ -74,7 +75,7 @@ impl<T: Plain> Region<T> {
         let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
         let start = if bytes > BLOCK_MAX { map(bytes)? } else { allocate(bytes)? };
         if bytes >= HUGE_PAGE {
-            prefer_huge_pages(start, bytes);
+            advise(start, bytes, libc::MADV_HUGEPAGE);
         }
         Ok(Self { start, bytes, elements: PhantomData })
     }
@@ -93,9 +94,29 @@ impl<T: Plain> Region<T> {
         } else if self.bytes <= BLOCK_MAX {
             let bytes = doubled.max(HUGE_PAGE);
             *self = self.copied_into(map(bytes)?, bytes);
+            // Systems may be set up to give huge pages to whoever does not refuse them.
+            advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         } else {
             self.start = remap(self.start, self.bytes, doubled)?;
             self.bytes = doubled;
+        }
+        Ok(())
+    }
+
+    /// Room for `len` elements that will all be written now: huge pages at once where they will be full, which costs far
+    /// less than to join small ones afterwards.
+    pub(crate) fn grow_filled(&mut self, len: usize) -> Result<(), OutOfMemory> {
+        self.grow(len)?;
+        let full = len * size_of::<T>() / HUGE_PAGE;
+        if self.bytes > BLOCK_MAX && full > 0 {
+            advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
+            for page in 0..full {
+                // A write that changes nothing, and no read before it: that would be given a shared page of zeros first.
+                // SAFETY: inside the mapping, which `self` owns alone.
+                let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(page * HUGE_PAGE)) };
+                byte.fetch_or(0, Ordering::Relaxed);
+            }
+            advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         }
         Ok(())
     }
@@ -117,12 +138,13 @@ impl<T: Plain> Region<T> {
     #[cold]
     fn join_pages(&self, offset: usize, bytes: usize) {
         debug_assert!(offset + bytes <= self.bytes);
+        advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
         // SAFETY: the range lies inside this mapping; the call changes page sizes, never content.
         let joined =
             unsafe { libc::madvise(self.start.as_ptr().add(offset).cast(), bytes, libc::MADV_COLLAPSE) };
-        if joined != 0 {
-            // Kernels before 6.1 cannot join on request; they can be asked to do it in their own time.
-            prefer_huge_pages(self.start, self.bytes);
+        // Kernels before 6.1 cannot join on request; they are left to do it in their own time.
+        if joined == 0 {
+            advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         }
     }
 
@@ -177,7 +199,7 @@ fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
         Some(start) => start,
         None => {
             let chunk = map(CHUNK)?;
-            prefer_huge_pages(chunk, CHUNK);
+            advise(chunk, CHUNK, libc::MADV_HUGEPAGE);
             let mut arena = ARENA.lock();
             arena.give(chunk, CHUNK);
             arena.take(bytes).ok_or(OutOfMemory { bytes })?
@@ -241,9 +263,10 @@ fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>
     Ok(target)
 }
 
-fn prefer_huge_pages(start: NonNull<u8>, bytes: usize) {
-    // SAFETY: the range is a mapping of ours. Advice only: where it is refused, small pages serve as well.
-    unsafe { libc::madvise(start.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+/// Advice about the size of pages only: where it is refused, small ones serve as well.
+fn advise(start: NonNull<u8>, bytes: usize, advice: libc::c_int) {
+    // SAFETY: callers pass a mapping of ours, and advice about pages that changes no content.
+    unsafe { libc::madvise(start.as_ptr().cast(), bytes, advice) };
 }
 
 #[cfg(test)]
@@ -288,6 +311,18 @@ mod tests {
         assert!(region.grow(usize::MAX / 8).is_err());
         assert!(region.grow(usize::MAX).is_err());
         assert_eq!(region[19_999], 7.0);
+    }
+
+    #[test]
+    fn room_to_be_filled_is_zero_and_keeps_what_was_there() {
+        let mut region = Region::<f32>::new();
+        for len in [10, 20_000, 3_000_000, 5_000_000] {
+            region.grow_filled(len).unwrap();
+            assert!(region.len() >= len);
+            assert!(region[1..].iter().all(|value| *value == 0.0));
+            region[0] = 7.0;
+        }
+        assert_eq!(region[0], 7.0);
     }
 
     #[test]

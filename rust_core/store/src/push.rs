@@ -172,6 +172,9 @@ impl<R: RowRule> Work for ApplySpan<'_, '_, '_, '_, R> {
                     counts.missing += 1;
                     continue;
                 }
+                if table.frozen.is_some() {
+                    table.keep(slot);
+                }
                 let row = table.row_mut(slot);
                 if layout.dtype == Dtype::F32 {
                     let (weights, state) = row.split_at_mut(dim);

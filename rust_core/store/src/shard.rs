@@ -110,9 +110,12 @@ impl Shard {
         };
         let slot = self.tables[table].insert(id, step, fill)?;
         self.rows += 1;
-        let waiting = &mut self.tables[table].waiting;
-        if waiting.len() > 0 && waiting.remove(id, hash_id(id)) != NO_SLOT {
-            self.waiting -= 1;
+        let table = &mut self.tables[table];
+        if table.waiting.len() > 0 {
+            table.keep_waiting();
+            if table.waiting.remove(id, hash_id(id)) != NO_SLOT {
+                self.waiting -= 1;
+            }
         }
         Ok((slot, left))
     }
@@ -168,6 +171,7 @@ impl Shard {
             }
             count => count.saturating_add(1).min(min_count),
         };
+        self.tables[table].keep_waiting();
         let waiting = &mut self.tables[table].waiting;
         if before == NO_SLOT {
             waiting.reserve()?;
@@ -208,6 +212,7 @@ impl Shard {
                     kept.insert(id, hash_id(id), count / 2);
                 }
                 self.waiting -= table.waiting.len() - kept.len();
+                table.keep_waiting();
                 table.waiting = kept;
             }
         }
@@ -220,6 +225,11 @@ impl Shard {
             self.evict(self.rows - self.budget);
         }
         self.forget_to(self.waiting_limit())
+    }
+
+    /// Make room for `rows` of a checkpoint.
+    pub(crate) fn reserve(&mut self, table: usize, rows: usize) -> Result<(), OutOfMemory> {
+        self.tables[table].reserve(rows)
     }
 
     /// Add a row of a checkpoint, beyond the budget if need be.

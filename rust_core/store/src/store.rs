@@ -13,7 +13,7 @@ use persia_types::tables::{
 use persia_types::{Mode, Schema, ShardedIds, Table, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};
-use crate::export::{export, import};
+use crate::export::{export, export_frozen, import};
 use crate::lookup::{Effect, Lookup};
 use crate::memo::{Memo, Memos};
 use crate::push::{Change, Push};
@@ -23,6 +23,7 @@ use crate::run::{ActiveRun, bad};
 use crate::shard::Shard;
 use crate::simd::Level;
 use crate::snapshot;
+use crate::table::ShardTable;
 use crate::tokens::{Claims, Verb};
 
 /// How much a [`Store`] may hold and use.
@@ -51,8 +52,9 @@ impl Default for StoreOptions {
 ///   unknown.
 /// * A *push* is checked whole and then applied. A row with a non-finite gradient is skipped, also when it has
 ///   no row; a row that is missing is skipped; neither moves any other row.
-/// * `begin`, `snapshot`, `restore` and `clear` wait for requests that are running and hold up those that come;
-///   `stats` is not held up.
+/// * `begin`, `cut`, `restore` and `clear` wait for requests that are running and hold up those that come; `stats` is not
+///   held up. While a `snapshot` writes, requests go on, and what they change is copied before; what replaces or drops
+///   all rows waits for it.
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
@@ -65,6 +67,8 @@ pub struct Store {
     counters: Mutex<Counters>,
     /// That of `run`, for whoever must not wait for a snapshot.
     epoch: AtomicU64,
+    /// Whether the next snapshot is of a cut that was made. Held while one is written; taken before `run`.
+    cut: Mutex<bool>,
 }
 
 #[derive(Default)]
@@ -105,6 +109,7 @@ impl Store {
             memos: Memos::default(),
             counters: Mutex::default(),
             epoch: AtomicU64::new(0),
+            cut: Mutex::new(false),
         })
     }
 
@@ -184,6 +189,13 @@ impl Store {
         snapshot::load(dir, &files, self.options.snapshot_threads, |rows, path| {
             import(rows, path, &self.schema, &layouts, keep_state, budget).map(&keep)
         })
+    }
+
+    /// Keep all rows as they are now, for the next snapshot.
+    fn freeze(&self) {
+        let _nothing_in_flight = self.run.write();
+        let freeze = |shard: usize| self.shards[shard].lock().tables.iter_mut().for_each(ShardTable::freeze);
+        snapshot::each(VIRTUAL_SHARDS, self.options.snapshot_threads, freeze);
     }
 
     /// Drop all rows; the caller holds the run's lock.
@@ -279,9 +291,11 @@ fn budget(capacity: u64) -> usize {
 
 impl Tables for Store {
     fn begin(&self, run: &Run) -> Result<(), TablesError> {
+        let mut written = run.fresh.then(|| self.cut.lock());
         let mut active = self.run.write();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
-        if run.fresh {
+        if let Some(cut) = &mut written {
+            **cut = false;
             self.empty();
         }
         let layouts = self.fitting(&checked)?;
@@ -337,19 +351,36 @@ impl Tables for Store {
         Ok(report)
     }
 
+    fn cut(&self) -> Result<(), TablesError> {
+        let mut cut = self.cut.lock();
+        self.freeze();
+        *cut = true;
+        Ok(())
+    }
+
     fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
-        let _nothing_in_flight = self.run.write();
+        let mut cut = self.cut.lock();
+        if !std::mem::take(&mut *cut) {
+            self.freeze();
+        }
         let threads = self.options.snapshot_threads;
         let tables: Vec<&str> = self.schema.tables.iter().map(|table| table.name.as_str()).collect();
-        snapshot::save(dir, &tables, self.options.shards.clone(), threads, |shard| self.export_shard(shard))
+        let export = |shard| export_frozen(shard, &self.shards[shard], &self.schema);
+        let saved = snapshot::save(dir, &tables, self.options.shards.clone(), threads, export);
+        if saved.is_err() {
+            self.shards.iter().for_each(|shard| shard.lock().tables.iter_mut().for_each(ShardTable::thaw));
+        }
+        saved
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let mut cut = self.cut.lock();
         let active = self.run.write();
         let run = active.as_ref().ok_or(TablesError::NotBegun)?;
         let mut loaded = self.load(run, dir, files, |shard| shard)?;
         let (layouts, budget) = (run.layouts(), budget(self.options.capacity));
         self.memos.clear();
+        *cut = false;
         for (number, shard) in self.shards.iter().enumerate() {
             *shard.lock() = loaded.remove(&number).unwrap_or_else(|| Shard::new(&layouts, budget));
         }
@@ -384,7 +415,9 @@ impl Tables for Store {
     }
 
     fn clear(&self) -> Result<(), TablesError> {
+        let mut cut = self.cut.lock();
         let _nothing_in_flight = self.run.write();
+        *cut = false;
         self.empty();
         Ok(())
     }

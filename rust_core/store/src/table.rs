@@ -7,13 +7,14 @@
 use persia_types::id::hash_id;
 use persia_types::limits::MAX_ROWS_PER_SLAB;
 
+use crate::frozen::Frozen;
 use crate::index::{Index, NO_SLOT};
 use crate::memory::{OutOfMemory, Region};
 use crate::row::Layout;
 use crate::simd::Lanes;
 
 /// Recency of a free slot, as every id is a legal one.
-const FREE: u32 = 0;
+pub(crate) const FREE: u32 = 0;
 
 /// See the module's documentation.
 pub(crate) struct ShardTable {
@@ -27,9 +28,13 @@ pub(crate) struct ShardTable {
     /// Slots ever used; free ones among them are chained.
     used: u32,
     first_free: u32,
+    /// Slots below this one lie in memory that is settled already.
+    settled: u32,
     len: usize,
     /// Ids without a row that were asked for in training, each with the number of look-ups in place of a slot.
     pub(crate) waiting: Index,
+    /// What a cut holds, while it is written.
+    pub(crate) frozen: Option<Box<Frozen>>,
 }
 
 impl ShardTable {
@@ -43,8 +48,10 @@ impl ShardTable {
             last_used: Region::new(),
             used: 0,
             first_free: NO_SLOT,
+            settled: 0,
             len: 0,
             waiting: Index::new(),
+            frozen: None,
         }
     }
 
@@ -52,7 +59,8 @@ impl ShardTable {
     pub(crate) fn adopt(&mut self, layout: Layout) {
         debug_assert_eq!(self.len, 0);
         let waiting = std::mem::replace(&mut self.waiting, Index::new());
-        *self = Self { waiting, ..Self::new(layout) };
+        let frozen = self.frozen.take();
+        *self = Self { waiting, frozen, ..Self::new(layout) };
     }
 
     /// How rows are kept.
@@ -77,9 +85,15 @@ impl ShardTable {
         size_of::<Self>()
             + self.index.memory_bytes()
             + self.waiting.memory_bytes()
+            + self.frozen.as_ref().map_or(0, |frozen| frozen.memory_bytes())
             + self.rows.resident_bytes(used * self.layout.stride())
             + self.ids.resident_bytes(used)
             + self.last_used.resident_bytes(used)
+    }
+
+    /// Slots that hold a row, or have held one.
+    pub(crate) fn used_slots(&self) -> usize {
+        self.used as usize
     }
 
     /// All rows one after another, for prefetching at `slot * stride`.
@@ -139,6 +153,17 @@ impl ShardTable {
         *last_used = step.max(*last_used);
     }
 
+    /// Make room for `rows` more at once; they will all be added now.
+    pub(crate) fn reserve(&mut self, rows: usize) -> Result<(), OutOfMemory> {
+        let slots = self.used as usize + rows;
+        self.index.reserve_for(self.len + rows)?;
+        self.rows.grow_filled(slots * self.layout.stride())?;
+        self.ids.grow_filled(slots)?;
+        self.last_used.grow_filled(slots)?;
+        self.settled = slots as u32;
+        Ok(())
+    }
+
     /// Add the row of an id that has none, as `fill` writes it. On failure nothing has changed.
     pub(crate) fn insert(
         &mut self,
@@ -160,6 +185,9 @@ impl ShardTable {
     pub(crate) fn remove(&mut self, id: u64) {
         let slot = self.index.remove(id, hash_id(id));
         debug_assert!(self.holds(slot, id));
+        if self.frozen.is_some() {
+            self.keep(slot);
+        }
         self.ids[slot as usize] = u64::from(self.first_free);
         self.last_used[slot as usize] = FREE;
         self.first_free = slot;
@@ -188,9 +216,11 @@ impl ShardTable {
         self.rows.grow((slot + 1) * stride)?;
         self.ids.grow(slot + 1)?;
         self.last_used.grow(slot + 1)?;
-        self.rows.settle(slot * stride, (slot + 1) * stride);
-        self.ids.settle(slot, slot + 1);
-        self.last_used.settle(slot, slot + 1);
+        if slot >= self.settled as usize {
+            self.rows.settle(slot * stride, (slot + 1) * stride);
+            self.ids.settle(slot, slot + 1);
+            self.last_used.settle(slot, slot + 1);
+        }
         self.used += 1;
         Ok(slot as u32)
     }

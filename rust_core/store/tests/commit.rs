@@ -20,6 +20,19 @@ fn staged_dense(dir: &Path) -> Saver {
 }
 
 #[test]
+fn a_save_that_is_left_keeps_its_files_until_the_next_one_which_stages_elsewhere() {
+    let dir = tempfile::tempdir().unwrap();
+    let left = Saver::begin(dir.path()).unwrap();
+    let old = left.staging().to_owned();
+    fs::write(old.join("late"), "by a server that knows nothing of it").unwrap();
+    left.leave();
+    assert!(old.join("late").exists());
+    let next = Saver::begin(dir.path()).unwrap();
+    assert_ne!(next.staging(), old);
+    assert!(!old.exists());
+}
+
+#[test]
 fn a_save_leaves_its_files_and_the_manifest_and_nothing_else() {
     let parent = tempfile::tempdir().unwrap();
     let dir = parent.path().join("a/b/step-1");

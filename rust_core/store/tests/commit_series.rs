@@ -9,7 +9,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
 use commit_sample::{load, names, save};
-use persia_store::checkpoint::{CheckpointError, latest, list, prune, publish_latest};
+use persia_store::checkpoint::{CheckpointError, Saver, latest, list, prune, publish_latest};
 
 fn series(parent: &Path, steps: &[u64]) {
     for step in steps {
@@ -86,6 +86,22 @@ fn pruning_keeps_the_newest_and_every_file_that_is_not_ours() {
     assert_eq!(names(&parent.path().join("step-2")), ["notes.txt"]);
     assert_eq!(load(&parent.path().join("step-4")).unwrap(), 4);
     assert_eq!(prune(parent.path(), keep(2)).unwrap(), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn pruning_removes_what_saves_left_that_were_given_up() {
+    let parent = tempfile::tempdir().unwrap();
+    series(parent.path(), &[1, 2]);
+    let given_up = parent.path().join("step-3");
+    let saver = Saver::begin(&given_up).unwrap();
+    fs::write(saver.staging().join("shard-000.arrow"), "by a server that knows nothing of it").unwrap();
+    prune(parent.path(), keep(5)).unwrap();
+    assert!(saver.staging().join("shard-000.arrow").exists(), "a save under way");
+    saver.leave();
+    prune(parent.path(), keep(5)).unwrap();
+    assert_eq!(names(parent.path()), ["step-1", "step-2"]);
+    drop(Saver::begin(&given_up).unwrap());
+    assert!(!given_up.exists(), "made for a save that failed");
 }
 
 #[test]

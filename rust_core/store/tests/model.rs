@@ -40,6 +40,8 @@ enum Op {
         value: f32,
     },
     Clear,
+    /// Let the next snapshot be of now.
+    Cut,
     /// Snapshot into files and restore from them.
     Restore,
 }
@@ -54,6 +56,7 @@ fn op() -> impl Strategy<Value = Op> {
         1 => (0usize..6).prop_map(|ago| Op::RepeatLookup { ago }),
         8 => push.prop_map(|(ago, keep, bad, value)| Op::Push { ago, keep, bad, value }),
         1 => Just(Op::Clear),
+        1 => Just(Op::Cut),
         1 => Just(Op::Restore),
     ]
 }
@@ -71,6 +74,9 @@ struct Row {
     weights: Vec<f32>,
     velocity: Vec<f32>,
 }
+
+type Rows = BTreeMap<(usize, Id), Row>;
+type Waiting = BTreeMap<(usize, Id), u32>;
 
 #[derive(Clone)]
 struct Sent {
@@ -92,9 +98,9 @@ struct Policy {
 /// What the documentation of the store says, word by word and slowly.
 struct Model {
     policy: Policy,
-    rows: BTreeMap<(usize, Id), Row>,
+    rows: Rows,
     /// Look-ups counted of ids without row.
-    waiting: BTreeMap<(usize, Id), u32>,
+    waiting: Waiting,
     /// The steps at which each missing id would be admitted, if it was asked for often enough.
     drawn: Drawn,
     /// What it would be given.
@@ -102,6 +108,8 @@ struct Model {
     /// Of look-ups that were not answered yet: which ids, by part and position, had or got a row.
     given: BTreeMap<u64, Vec<Vec<bool>>>,
     pushed: BTreeSet<u64>,
+    /// `rows` and `waiting` of the last cut that no snapshot was made of.
+    cut: Option<(Rows, Waiting)>,
 }
 
 impl Model {
@@ -298,7 +306,8 @@ fn replay(ops: &[Op], policy: Policy) {
     let store = store_of(&run, (policy.budget * VIRTUAL_SHARDS) as u64);
     let (drawn, initial) = initial(&run, &universe);
     let (rows, waiting, given) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let mut model = Model { policy, rows, waiting, drawn, initial, given, pushed: BTreeSet::new() };
+    let mut model =
+        Model { policy, rows, waiting, drawn, initial, given, pushed: BTreeSet::new(), cut: None };
     let mut sent: Vec<Sent> = vec![];
     let mut pushes = PushReport::default();
     for (number, op) in ops.iter().enumerate() {
@@ -336,11 +345,19 @@ fn replay(ops: &[Op], policy: Policy) {
                 model.rows.clear();
                 model.waiting.clear();
                 model.given.clear();
+                model.cut = None;
+            }
+            Op::Cut => {
+                store.cut().unwrap();
+                model.cut = Some((model.rows.clone(), model.waiting.clone()));
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
                 let files = store.snapshot(dir.path()).unwrap().files;
                 store.restore(dir.path(), &files).unwrap();
+                if let Some((rows, waiting)) = model.cut.take() {
+                    (model.rows, model.waiting) = (rows, waiting);
+                }
                 model.given.clear();
             }
         }
@@ -382,14 +399,14 @@ fn answer(request: &Sent, keep: usize, bad: Option<usize>, value: f32) -> (Vec<I
     (parts, gradients)
 }
 
-fn rows_of(store: &Store) -> BTreeMap<(usize, Id), Row> {
+fn rows_of(store: &Store) -> Rows {
     all_rows(store)
         .into_iter()
         .map(|(key, (last_used, weights, velocity))| (key, Row { last_used, weights, velocity }))
         .collect()
 }
 
-fn waiting_of(store: &Store) -> BTreeMap<(usize, Id), u32> {
+fn waiting_of(store: &Store) -> Waiting {
     let mut waiting = BTreeMap::new();
     for table in export(store).iter().flat_map(|shard| &shard.tables) {
         let number = store.schema().tables.iter().position(|known| known.name == table.name).unwrap();

@@ -139,21 +139,48 @@ fn split(number: f32) -> (u16, u32) {
 /// Widen a row; both are as long.
 #[inline(always)]
 pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
-    blocks(to.len(), |at, width| {
+    let at = widen_blocks::<L, H, LANES>(from, to, 0);
+    let at = widen_blocks::<L, H, 8>(from, to, at);
+    let at = widen_blocks::<L, H, 4>(from, to, at);
+    widen_blocks::<L, H, 1>(from, to, at);
+}
+
+/// Widen as many whole blocks as there are from element `at` on; where they end. What is copied is of a constant width, and
+/// so single moves. (A closure would be compiled for every processor, and call what should be one instruction.)
+#[inline(always)]
+fn widen_blocks<L: Lanes, H: Half, const WIDTH: usize>(from: &[u16], to: &mut [f32], mut at: usize) -> usize {
+    while at + WIDTH <= to.len() {
         let mut block = [0; LANES];
-        block[..width].copy_from_slice(&from[at..at + width]);
-        to[at..at + width].copy_from_slice(&H::widen::<L>(&block)[..width]);
-    });
+        block[..WIDTH].copy_from_slice(&from[at..at + WIDTH]);
+        to[at..at + WIDTH].copy_from_slice(&H::widen::<L>(&block)[..WIDTH]);
+        at += WIDTH;
+    }
+    at
 }
 
 /// Narrow a row to the nearest numbers; both are as long.
 #[inline(always)]
 pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
-    blocks(from.len(), |at, width| {
+    let at = narrow_blocks::<L, H, LANES>(from, to, 0);
+    let at = narrow_blocks::<L, H, 8>(from, to, at);
+    let at = narrow_blocks::<L, H, 4>(from, to, at);
+    narrow_blocks::<L, H, 1>(from, to, at);
+}
+
+/// As [`widen_blocks`].
+#[inline(always)]
+fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
+    from: &[f32],
+    to: &mut [u16],
+    mut at: usize,
+) -> usize {
+    while at + WIDTH <= from.len() {
         let mut block = [0.0; LANES];
-        block[..width].copy_from_slice(&from[at..at + width]);
-        to[at..at + width].copy_from_slice(&H::narrow::<L>(&block)[..width]);
-    });
+        block[..WIDTH].copy_from_slice(&from[at..at + WIDTH]);
+        to[at..at + WIDTH].copy_from_slice(&H::narrow::<L>(&block)[..WIDTH]);
+        at += WIDTH;
+    }
+    at
 }
 
 /// Narrow a row as drawn: `draw(i)` is for element `i`. Both are as long.
@@ -161,19 +188,6 @@ pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
 pub fn narrow_drawn<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {
         *to = H::narrow_drawn(*from, draw(i as u32));
-    }
-}
-
-/// Call `work` with the start and the width of blocks that cover `len` elements. Inlined with a constant width, so
-/// that what it copies become single moves.
-#[inline(always)]
-fn blocks(len: usize, mut work: impl FnMut(usize, usize)) {
-    let mut at = 0;
-    for width in [LANES, 8, 4, 1] {
-        while at + width <= len {
-            work(at, width);
-            at += width;
-        }
     }
 }
 

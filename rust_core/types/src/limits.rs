@@ -16,6 +16,8 @@ pub const MAX_RANKS: u32 = 4096;
 pub const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// Bytes of ids, rows or gradients in one request or reply.
 pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
+/// Bytes a middleware keeps at a time to pool samples, of all requests together.
+pub const MAX_KEPT_BYTES: u64 = 4 << 30;
 /// Connections one server or middleware serves at a time.
 pub const MAX_CONNECTIONS: usize = 256;
 /// Requests one connection may have in flight.

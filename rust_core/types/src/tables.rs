@@ -194,6 +194,14 @@ pub struct PushReport {
     pub first_nonfinite: Option<(usize, Id)>,
 }
 
+impl PushReport {
+    /// Whether the report says of each of `rows` rows what became of it.
+    pub fn accounts_for(&self, rows: u64) -> bool {
+        let Self { rows_pushed, rows_applied, rows_missing, rows_nonfinite, rows_duplicate, .. } = *self;
+        rows_pushed == rows && rows_applied + rows_missing + rows_nonfinite + rows_duplicate == rows
+    }
+}
+
 impl std::ops::AddAssign for PushReport {
     /// Sums all counts; `first_nonfinite` stays the first there was.
     fn add_assign(&mut self, more: Self) {
@@ -283,7 +291,16 @@ pub trait Tables: Send + Sync {
     /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Write every shard's rows, all of one instant, as files into `dir`, made durable, and say which.
+    /// Let the next [`snapshot`](Self::snapshot) write the rows as they are now. What is asked for meanwhile goes on; rows
+    /// that change are copied before, until they are written. A later cut replaces this one, and so does whatever drops or
+    /// replaces all rows.
+    ///
+    /// # Errors
+    /// `Unreachable`.
+    fn cut(&self) -> Result<(), TablesError>;
+
+    /// Write every shard's rows, all of one instant, as files into `dir`, made durable, and say which. The instant is that of
+    /// the last [`cut`](Self::cut), if none was written since, else now.
     ///
     /// # Errors
     /// `Io`. What was written is no checkpoint until a manifest names it.

@@ -13,6 +13,8 @@ use tonic::transport::{Channel, ClientTlsConfig, Server, ServerTlsConfig};
 pub const MAX_MESSAGE_BYTES: usize = MAX_CHUNK_BYTES + (256 << 10);
 /// HTTP/2 flow control: what may be under way before the receiver has read it.
 const WINDOW_BYTES: u32 = 64 << 20;
+/// As above, of all requests of a connection: one whose receiver does not read leaves room for others.
+const CONNECTION_WINDOW_BYTES: u32 = 4 * WINDOW_BYTES;
 const MAX_FRAME_BYTES: u32 = 256 << 10;
 const MAX_HEADER_BYTES: u32 = 64 << 10;
 /// Time a connection has to come about.
@@ -117,7 +119,7 @@ impl Endpoint {
         };
         let builder = builder
             .initial_stream_window_size(WINDOW_BYTES)
-            .initial_connection_window_size(WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .max_frame_size(MAX_FRAME_BYTES)
             .http2_max_header_list_size(MAX_HEADER_BYTES)
             .tcp_nodelay(true)
@@ -136,7 +138,7 @@ impl Endpoint {
 pub fn server(tls: Option<ServerTlsConfig>) -> Result<Server, tonic::transport::Error> {
     let server = Server::builder()
         .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_frame_size(MAX_FRAME_BYTES)
         .http2_max_header_list_size(MAX_HEADER_BYTES)
         .max_concurrent_streams(MAX_STREAMS_PER_CONNECTION)

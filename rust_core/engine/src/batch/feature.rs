@@ -69,7 +69,9 @@ impl IdFeature {
     /// # Errors
     /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
     pub fn with_weights(mut self, weights: &[f32]) -> Result<Self, Error> {
-        self.weights = Some(Weights::new(&self.name, weights, self.unique.len(), &self.inverse)?);
+        let memory = self.home.upgrade().unwrap_or_default();
+        let weights = Weights::new(&self.name, weights, &self.occurrences, &self.inverse, &memory)?;
+        self.weights = Some(weights);
         Ok(self)
     }
 
@@ -178,7 +180,12 @@ impl Drop for IdFeature {
         if let Some(home) = self.home.upgrade() {
             let (ids, _) = std::mem::take(&mut self.unique).into_parts();
             let [starts, samples] = std::mem::take(&mut self.occurrences).into_parts();
-            home.put([std::mem::take(&mut self.inverse), starts, samples], ids);
+            let weights = self.weights.take().map(Weights::into_parts);
+            home.put(
+                [std::mem::take(&mut self.inverse), starts, samples],
+                ids,
+                weights.into_iter().flatten(),
+            );
         }
     }
 }
@@ -235,14 +242,16 @@ mod tests {
     fn memory_of_dropped_features_leaves_no_trace() {
         let ids: Vec<Id> = (0..20_000).map(|i| i % 7_001).collect();
         let offsets: Vec<usize> = (0..=2_000).map(|i| i * 10).collect();
-        drop(IdFeature::single("before", &(0..20_000).rev().collect::<Vec<_>>()).unwrap());
-        let again = IdFeature::lists("a", &ids, &offsets).unwrap();
-        let fresh = std::thread::scope(|scope| {
-            scope.spawn(|| IdFeature::lists("a", &ids, &offsets).unwrap()).join().unwrap()
-        });
+        let weights: Vec<f32> = (0..20_000).map(|i| i as f32).collect();
+        let make = || IdFeature::lists("a", &ids, &offsets).unwrap().with_weights(&weights).unwrap();
+        let before = IdFeature::single("before", &(0..20_000).rev().collect::<Vec<_>>()).unwrap();
+        drop(before.with_weights(&[-1.0; 20_000]).unwrap());
+        let again = make();
+        let fresh = std::thread::scope(|scope| scope.spawn(make).join().unwrap());
         assert_eq!(again.unique(), fresh.unique());
         assert_eq!(again.inverse(), fresh.inverse());
         assert_eq!(again.occurrences, fresh.occurrences);
+        assert_eq!(again.weights, fresh.weights);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::batch::occurrences::Occurrences;
 use crate::error::Error;
+use crate::memory::FeatureMemory;
 
 /// The weights of one feature, in the two orders they are used in.
 #[derive(Debug, Clone, PartialEq)]
@@ -13,15 +14,16 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
-    /// `inverse` is the feature's: per occurrence the place of its id among `unique`.
+    /// `inverse` is the feature's: per occurrence the place of its id among those that `occurrences` groups by.
     ///
     /// # Errors
     /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
     pub(crate) fn new(
         feature: &str,
         in_order: &[f32],
-        unique: usize,
+        occurrences: &Occurrences,
         inverse: &[u32],
+        memory: &FeatureMemory,
     ) -> Result<Self, Error> {
         let bad = |what: String| Err(Error::BadFeature { feature: feature.into(), what });
         if in_order.len() != inverse.len() {
@@ -34,10 +36,17 @@ impl Weights {
         if let Some(place) = in_order.iter().position(|weight| !weight.is_finite()) {
             return bad(format!("weight {} of id {place} is not finite; clean the data", in_order[place]));
         }
-        // The positions stand where samples do elsewhere, and are grouped like them.
-        let positions = Occurrences::group(unique, inverse, 0..inverse.len() as u32);
-        let grouped = positions.samples().iter().map(|position| in_order[*position as usize]).collect();
-        Ok(Self { in_order: in_order.to_vec(), grouped })
+        let mut cursors = memory.copy_places(occurrences.starts());
+        let mut grouped = memory.weights(in_order.len());
+        for (weight, unique) in in_order.iter().zip(inverse) {
+            let cursor = &mut cursors[*unique as usize];
+            grouped[*cursor as usize] = *weight;
+            *cursor += 1;
+        }
+        memory.put_places(cursors);
+        let mut copy = memory.weights(in_order.len());
+        copy.copy_from_slice(in_order);
+        Ok(Self { in_order: copy, grouped })
     }
 
     pub(crate) fn in_order(&self) -> &[f32] {
@@ -46,5 +55,10 @@ impl Weights {
 
     pub(crate) fn grouped(&self) -> &[f32] {
         &self.grouped
+    }
+
+    /// Both orders, to use their memory again.
+    pub(crate) fn into_parts(self) -> [Vec<f32>; 2] {
+        [self.in_order, self.grouped]
     }
 }

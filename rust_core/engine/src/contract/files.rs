@@ -11,6 +11,7 @@ use super::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("a snapshot comes back, optimizer state included", a_snapshot_comes_back),
+    ("a snapshot is of the last cut, whatever came after it", a_snapshot_is_of_the_last_cut),
     ("restore replaces rows that came later", restore_replaces),
     ("a damaged snapshot changes nothing", a_damaged_snapshot_changes_nothing),
     ("counts add up", counts_add_up),
@@ -52,6 +53,32 @@ fn a_snapshot_comes_back(make: Make<'_>) {
     fixture.push(4, 1, &ids, &telling(1, &ids));
     fresh.push(4, 1, &ids, &telling(1, &ids));
     assert_eq!(fresh.read(1, &ids), fixture.read(1, &ids));
+}
+
+fn a_snapshot_is_of_the_last_cut(make: Make<'_>) {
+    let fixture = begun_with(make, &with_state());
+    let (early, late) = (ids(300), [9_001u64, 9_002]);
+    fixture.train(1, 1, &early);
+    fixture.push(1, 1, &early, &telling(1, &early));
+    let rows = fixture.read(1, &early);
+    fixture.0.cut().unwrap();
+    fixture.train(2, 1, &[&early[..], &late].concat());
+    fixture.push(2, 1, &early[..100], &telling(1, &early[..100]));
+    let (of_cut, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let saved = fixture.0.snapshot(of_cut.path()).unwrap();
+    assert_eq!(saved.rows, [0, 300]);
+    // The cut is written; the next snapshot is of what is there.
+    let later = fixture.read(1, &early);
+    assert_ne!(later, rows);
+    let files = snapshot(&fixture, of_now.path());
+    fixture.0.restore(of_cut.path(), &saved.files).unwrap();
+    assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 300], rows));
+    fixture.0.restore(of_now.path(), &files).unwrap();
+    assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 302], later));
+    // What replaces or drops all rows ends a cut.
+    fixture.0.cut().unwrap();
+    fixture.0.clear().unwrap();
+    assert_eq!(fixture.0.snapshot(tempfile::tempdir().unwrap().path()).unwrap().rows, [0, 0]);
 }
 
 fn restore_replaces(make: Make<'_>) {

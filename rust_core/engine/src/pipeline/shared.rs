@@ -64,6 +64,8 @@ pub(crate) struct State {
     pub(crate) next_line: u64,
     /// The first failure of a worker; everybody is told from then on.
     pub(crate) failed: Option<Error>,
+    /// No look-up begins.
+    pub(crate) held: bool,
     /// The engine is gone: what is queued is still pushed, nothing is accepted.
     pub(crate) stopping: bool,
     pub(crate) stats: EngineStats,
@@ -116,6 +118,7 @@ impl Shared {
             lines: BTreeMap::new(),
             next_line: 0,
             failed: None,
+            held: false,
             stopping: false,
             stats: EngineStats {
                 slots: vec![Default::default(); context.schema.slots.len()],
@@ -166,6 +169,13 @@ impl State {
     /// The sticky error, if a worker failed.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// What a drain waits for: a push, and a look-up where none is to follow.
+    pub(crate) fn on_its_way(&self) -> Option<Wait> {
+        let push = self.permits.oldest_at(Stage::Pushing).map(|step| Wait::Push { step });
+        let looking = || self.permits.oldest_at(Stage::LookingUp).filter(|_| self.held);
+        push.or_else(|| looking().map(|step| Wait::Lookup { step }))
     }
 
     /// What a pipeline's `next` waits for, by name.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use persia_types::kernels::{self, Gradients, SegmentSum, Uses};
-use persia_types::tables::{PushReport, PushRequest, TableGradients};
+use persia_types::tables::{PushReport, PushRequest, TableGradients, TablesError};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
@@ -61,10 +61,13 @@ pub(crate) fn backward(
         .collect();
     let segment_sum = watch.lap();
     let request = PushRequest { token, step: token.seq, lr_factor: options.lr_factor, tables: &requests };
-    let report = context
-        .tables
-        .push(&request)
-        .map_err(|error| Error::Push { step: token.seq, source: error.into() })?;
+    let failed = |error: TablesError| Error::Push { step: token.seq, source: error.into() };
+    let report = context.tables.push(&request).map_err(failed)?;
+    let rows = requests.iter().map(|table| table.ids.len() as u64).sum();
+    if !report.accounts_for(rows) {
+        let what = format!("it was given {rows} rows and reported {report:?}");
+        return Err(failed(TablesError::Incompatible { peer: "the holder of the rows".into(), what }));
+    }
     Ok(Backward { report, segment_sum, push: watch.lap() })
 }
 
@@ -76,7 +79,7 @@ struct Source<'a> {
     /// Per use what its gradient is multiplied by.
     weights: Option<&'a [f32]>,
     /// Per sample what its gradient is multiplied by; `None` is 1.
-    factors: Option<Vec<f32>>,
+    factors: Option<Buffer>,
 }
 
 impl<'a> Source<'a> {
@@ -91,7 +94,7 @@ impl<'a> Source<'a> {
         let slot = &context.schema.slots[plan.slots()[feature]];
         let feature = plan.feature(batch, feature);
         let factors = kernels::divisors(slot, feature.offsets())
-            .map(|divisors| divisors.into_iter().map(|divisor| 1.0 / divisor).collect());
+            .map(|divisors| context.buffers.collect(divisors.map(|divisor| 1.0 / divisor)));
         let dim = context.schema.tables[slot.table].dim;
         Some(Self { gradients, dim, uses: feature.uses(), weights: feature.grouped_weights(), factors })
     }
@@ -99,7 +102,14 @@ impl<'a> Source<'a> {
     fn sum(&self, scale: f32) -> SegmentSum<'_> {
         let Self { gradients, dim, uses, weights, factors } = self;
         let (uses, weights) = (*uses, *weights);
-        SegmentSum { gradients, dim: *dim, uses, factors: factors.as_deref(), weights, scale }
+        SegmentSum {
+            gradients,
+            dim: *dim,
+            uses,
+            factors: factors.as_ref().map(AsRef::as_ref),
+            weights,
+            scale,
+        }
     }
 }
 

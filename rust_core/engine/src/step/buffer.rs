@@ -62,6 +62,13 @@ impl BufferPool {
         Arc::new(Self { free: Mutex::new(FreeList::new(max_free)) })
     }
 
+    /// A buffer of these floats.
+    pub(crate) fn collect(self: &Arc<Self>, values: impl ExactSizeIterator<Item = f32>) -> Buffer {
+        let mut buffer = self.take(values.len());
+        buffer.as_mut().iter_mut().zip(values).for_each(|(place, value)| *place = value);
+        buffer
+    }
+
     /// A buffer of `len` floats with whatever was in it before.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Buffer {
         let memory = self.free.lock().take(len + LANES - 1);

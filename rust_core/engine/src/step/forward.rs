@@ -89,9 +89,11 @@ pub(crate) fn forward(
     let mut watch = Stopwatch::start();
     let dim = |table: usize| context.schema.tables[table].dim;
     let divisors = |(feature, slot): (usize, &usize)| {
-        kernels::divisors(&context.schema.slots[*slot], plan.feature(batch, feature).offsets())
+        let divisors =
+            kernels::divisors(&context.schema.slots[*slot], plan.feature(batch, feature).offsets());
+        divisors.map(|divisors| context.buffers.collect(divisors))
     };
-    let divisors: Vec<Option<Vec<f32>>> = plan.slots().iter().enumerate().map(divisors).collect();
+    let divisors: Vec<Option<Buffer>> = plan.slots().iter().enumerate().map(divisors).collect();
     let tables: Vec<TableIds<'_>> = plan
         .tables()
         .iter()
@@ -120,7 +122,7 @@ pub(crate) fn forward(
         for member in &table.members {
             let (slot, feature) = (slot(member), plan.feature(batch, member.feature));
             let mut buffer = context.buffers.take(feature.samples() * dim);
-            let bags = bags(feature, divisors[member.feature].as_deref());
+            let bags = bags(feature, divisors[member.feature].as_ref().map(AsRef::as_ref));
             pool_member(bags, member, rows.as_ref(), dim, buffer.as_mut());
             let raw = context.schema.slots[slot].sample_fixed_size.map(|places| Raw {
                 places: places as usize,
@@ -140,14 +142,14 @@ fn uses<'a>(
     batch: &'a Batch,
     plan: &'a Plan,
     table: &TablePlan,
-    divisors: &'a [Option<Vec<f32>>],
+    divisors: &'a [Option<Buffer>],
 ) -> Option<SampleUses<'a>> {
     let [Member { feature: index, map: None }] = table.members[..] else { return None };
     let feature = plan.feature(batch, index);
     if feature.offsets().is_none() && feature.weights().is_none() {
         return Some(SampleUses::Each(feature.uses()));
     }
-    let bags = bags(feature, divisors[index].as_deref());
+    let bags = bags(feature, divisors[index].as_ref().map(AsRef::as_ref));
     let (dim, ids) = (context.schema.tables[table.table].dim, feature.unique().len());
     context.tables.pools(dim, ids, &bags).then_some(SampleUses::Pooled(bags))
 }

@@ -6,9 +6,12 @@ use persia_engine::{
     Batch, BatchParts, Drained, Engine, Error, Gradient, IdFeature, Next, Pipeline, PushOptions,
 };
 use persia_types::Mode;
+use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Tables, TablesError};
 
+use crate::plain::PlainTables;
 use crate::support::{
-    LONG, Rigged, SHORT, batch, engine, feed, gradients, one_slot, push, ready, reproducible, with_staleness,
+    LONG, Rigged, SHORT, Wrapped, batch, engine, feed, gradients, one_slot, plain, push, ready, reproducible,
+    tables_by_wrapping, with_staleness,
 };
 
 fn rigged(rig: impl FnOnce(&mut Rigged)) -> (Arc<Rigged>, Engine) {
@@ -203,4 +206,26 @@ fn the_engine_may_be_dropped_by_its_own_push_thread() {
     looked.ticket.unwrap().push(vec![Some(gradient)], PushOptions::default()).unwrap();
     tables.open();
     tables.wait_for_push(1);
+}
+
+#[test]
+fn a_report_that_leaves_rows_out_is_no_acknowledgement() {
+    struct Forgetful(PlainTables);
+    tables_by_wrapping!(Forgetful);
+    impl Wrapped for Forgetful {
+        fn inner(&self) -> &dyn Tables {
+            &self.0
+        }
+        fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+            let report = self.0.push(request)?;
+            Ok(PushReport { rows_applied: report.rows_applied - 1, ..report })
+        }
+    }
+    let tables = Arc::new(Forgetful(plain(&one_slot())));
+    let engine = engine(tables, &one_slot(), with_staleness(2));
+    let pipeline = engine.pipeline().unwrap();
+    feed(&pipeline, batch(&[1, 2, 3], true));
+    push(ready(&pipeline), 1.0);
+    let error = engine.drain(LONG).unwrap_err();
+    assert!(error.to_string().contains("was given 3 rows and reported"), "{error}");
 }

@@ -26,6 +26,7 @@ struct State {
     looked_up: SeenTokens,
     pushed: SeenTokens,
     rows: Vec<BTreeMap<Id, Row>>,
+    cut: Option<Vec<BTreeMap<Id, Row>>>,
     stats: Stats,
 }
 
@@ -263,10 +264,19 @@ impl Tables for PlainTables {
         Ok(report)
     }
 
+    fn cut(&self) -> Result<(), TablesError> {
+        let mut state = self.lock();
+        state.cut = Some(state.rows.clone());
+        Ok(())
+    }
+
     fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         let mut bytes = Vec::new();
-        let rows = self.lock().rows.iter().map(|rows| rows.len() as u64).collect();
-        for rows in &self.lock().rows {
+        let mut state = self.lock();
+        let held = state.cut.take().unwrap_or_else(|| state.rows.clone());
+        drop(state);
+        let rows = held.iter().map(|rows| rows.len() as u64).collect();
+        for rows in &held {
             bytes.extend((rows.len() as u64).to_le_bytes());
             for (id, row) in rows {
                 bytes.extend(id.to_le_bytes());
@@ -303,7 +313,8 @@ impl Tables for PlainTables {
             (0..count).map(row).collect()
         });
         let rows = rows.collect();
-        self.lock().rows = rows;
+        let mut state = self.lock();
+        (state.rows, state.cut) = (rows, None);
         Ok(())
     }
 
@@ -321,7 +332,9 @@ impl Tables for PlainTables {
     }
 
     fn clear(&self) -> Result<(), TablesError> {
-        self.lock().rows.iter_mut().for_each(BTreeMap::clear);
+        let mut state = self.lock();
+        state.rows.iter_mut().for_each(BTreeMap::clear);
+        state.cut = None;
         Ok(())
     }
 }

@@ -129,3 +129,19 @@ fn batches_that_do_not_train_need_no_permit() {
     assert_eq!(engine.step(), 1);
     tables.open();
 }
+
+#[test]
+fn held_nothing_is_looked_up_and_a_drain_leaves_nothing_under_way() {
+    let tables = Arc::new(Rigged::new(&one_slot()));
+    let engine = engine(tables.clone(), &one_slot(), with_staleness(4));
+    let pipeline = engine.pipeline().unwrap();
+    feed(&pipeline, batch(&[1], true));
+    push(ready(&pipeline), 1.0);
+    engine.hold();
+    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    feed(&pipeline, batch(&[2], true));
+    assert!(matches!(pipeline.next(SHORT).unwrap(), Next::Pending(_)));
+    assert_eq!(tables.looked_up(), [1]);
+    engine.go_on();
+    assert_eq!(ready(&pipeline).step, 2);
+}

@@ -136,6 +136,9 @@ macro_rules! tables_by_wrapping {
             fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
                 Wrapped::push(self, request)
             }
+            fn cut(&self) -> Result<(), TablesError> {
+                self.inner().cut()
+            }
             fn snapshot(&self, dir: &std::path::Path) -> Result<persia_types::tables::Snapshot, TablesError> {
                 self.inner().snapshot(dir)
             }

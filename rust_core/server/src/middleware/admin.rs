@@ -78,6 +78,16 @@ impl MiddlewareService {
         Ok(proto::BeginReply {})
     }
 
+    pub(super) async fn serve_cut(
+        &self,
+        request: Request<proto::CutRequest>,
+    ) -> Result<proto::CutReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Cut", self.timeout).await?;
+        let request = request.into_inner();
+        everywhere(&members, "cut", deadline, |mut client| async move { client.cut(request).await }).await?;
+        Ok(proto::CutReply {})
+    }
+
     pub(super) async fn serve_snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,

@@ -13,13 +13,14 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Status};
+use tonic::Status;
 
+use super::inlets::{HeldUp, Inlets};
 use super::pooled::{AllUses, Kept, of_samples};
-use super::{INLET, Member, late, named};
+use super::{INLET, Member, late, named, until};
 
 type Out = mpsc::Sender<Result<proto::LookupReply, Status>>;
-type Inlet = mpsc::Sender<proto::LookupRequest>;
+type ToServers = Inlets<proto::LookupRequest>;
 
 /// See the module's documentation.
 pub(super) struct Lookup {
@@ -39,17 +40,14 @@ impl Lookup {
     ) -> Result<LookupReport, Status> {
         // Dropped with the future: a look-up that ended leaves no call behind.
         let mut calls = JoinSet::new();
-        let mut inlets = Vec::with_capacity(self.members.len());
+        let mut inlets = ToServers::new();
         let (keep, kept) = mpsc::channel(INLET);
-        for (server, member) in self.members.iter().enumerate() {
-            let (inlet, messages) = mpsc::channel(INLET);
+        for server in 0..self.members.len() {
             let head = proto::LookupHead { parts: self.split.parts_of(server), ..self.head.clone() };
-            // There is room for it: the channel is new.
-            let _ = inlet.try_send(proto::LookupRequest { part: Some(lookup_request::Part::Head(head)) });
-            inlets.push(inlet);
-            let (member, split) = (Arc::clone(member), Arc::clone(&self.split));
+            let messages = inlets.open(proto::LookupRequest { part: Some(lookup_request::Part::Head(head)) });
+            let (members, split) = (self.members.clone(), Arc::clone(&self.split));
             let outlet = Outlet { out: out.clone(), keep: keep.clone() };
-            calls.spawn(call(server, member, split, messages, outlet, self.deadline));
+            calls.spawn(call(members, server, split, messages, outlet, inlets.held_up(), self.deadline));
         }
         drop(keep);
         let sum = async {
@@ -61,14 +59,15 @@ impl Lookup {
         };
         let kept = Kept::all(&self.split, kept);
         let ((), kept, report) = tokio::try_join!(self.feed(incoming, inlets), kept, sum)?;
-        kept.send(self.split, self.uses, out.clone()).await?;
+        let sent = timeout_at(self.deadline, kept.send(self.split, self.uses, out)).await;
+        sent.map_err(|_| Status::deadline_exceeded("the caller did not read its samples in time"))??;
         Ok(report)
     }
 
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin,
-        inlets: Vec<Inlet>,
+        inlets: ToServers,
     ) -> Result<(), Status> {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
@@ -78,8 +77,7 @@ impl Lookup {
             };
             for (server, piece) in self.split.ids(chunk)? {
                 let message = proto::LookupRequest { part: Some(lookup_request::Part::Ids(piece)) };
-                // One that takes no more has failed: its call says why.
-                let _ = inlets[server].send(message).await;
+                inlets.send(server, message).await;
             }
         }
         Ok(())
@@ -105,20 +103,20 @@ impl Outlet {
 }
 
 async fn call(
+    members: Vec<Arc<Member>>,
     server: usize,
-    member: Arc<Member>,
     split: Arc<Split>,
     messages: mpsc::Receiver<proto::LookupRequest>,
     outlet: Outlet,
+    held_up: HeldUp,
     deadline: Instant,
 ) -> Result<LookupReport, Status> {
+    let member: &Member = &members[server];
     let called = async {
-        let mut request = Request::new(ReceiverStream::new(messages));
-        request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-        let replies = member.data().lookup(request).await;
-        let mut replies = replies.map_err(|status| named(&member, &status))?.into_inner();
+        let replies = member.data().lookup(until(deadline, ReceiverStream::new(messages))).await;
+        let mut replies = replies.map_err(|status| named(member, &status))?.into_inner();
         let mut report = None;
-        while let Some(reply) = replies.message().await.map_err(|status| named(&member, &status))? {
+        while let Some(reply) = replies.message().await.map_err(|status| named(member, &status))? {
             match reply.part {
                 Some(lookup_reply::Part::Rows(chunk)) => {
                     outlet.send(&split, split.rows(server, chunk)?).await?;
@@ -132,6 +130,6 @@ async fn call(
     };
     match timeout_at(deadline, called).await {
         Ok(report) => report,
-        Err(_) => Err(to_status(&late(&member, "look-up"))),
+        Err(_) => Err(to_status(&late(&members[held_up.by(server)], "look-up"))),
     }
 }

@@ -7,6 +7,7 @@
 
 mod admin;
 mod fleet;
+mod inlets;
 mod lookup;
 mod pooled;
 mod push;
@@ -42,12 +43,13 @@ pub struct MiddlewareService {
     /// What a request may take whose caller does not say.
     timeout: Duration,
     peer: String,
+    room: pooled::Room,
 }
 
 impl MiddlewareService {
     /// Serve what `servers` hold; `peer` is what messages call it.
     pub fn new(servers: Arc<Servers>, timeout: Duration, peer: String) -> Self {
-        Self { servers, timeout, peer }
+        Self { servers, timeout, peer, room: pooled::Room::new() }
     }
 
     async fn start_lookup(
@@ -66,16 +68,20 @@ impl MiddlewareService {
                 Some(proto::lookup_request::Part::Uses(chunk)) => Some(chunk),
                 _ => None,
             };
-            let uses = receive_uses(&mut incoming, Verb::Lookup, split.parts(), chunk).await?;
-            Ok((lookup::Lookup { members, head, split: Arc::new(split), uses, deadline }, incoming))
+            let uses = receive_uses(&mut incoming, Verb::Lookup, split.parts(), chunk);
+            let late = |_| Status::deadline_exceeded("the look-up did not come whole before its deadline");
+            let uses = timeout_at(deadline, uses).await.map_err(late)??;
+            let room = self.room.take(split.parts(), |part, _| part.len(), deadline).await?;
+            Ok((lookup::Lookup { members, head, split: Arc::new(split), uses, deadline }, incoming, room))
         };
-        let (lookup, incoming) = match started.await {
+        let (lookup, incoming, room) = match started.await {
             Ok(started) => started,
             Err(status) => return timer.end(Err(status)),
         };
         let (out, replies) = mpsc::channel(OUTLET);
         let servers = Arc::clone(&self.servers);
         tokio::spawn(async move {
+            let _room = room;
             let result = tokio::select! {
                 result = lookup.run(incoming, &out) => timer.end(result),
                 () = out.closed() => return,
@@ -106,6 +112,7 @@ impl MiddlewareService {
         };
         let uses = receive_uses(&mut incoming, Verb::Push, split.parts(), chunk);
         let uses = timeout_at(deadline, uses).await.map_err(push::late_caller)??;
+        let _room = self.room.take(split.parts(), |_, samples| samples.samples, deadline).await?;
         let push = push::Push { members, head, split: Arc::new(split), uses, deadline };
         let reply = push.run(incoming).await?;
         if push::first_failure(&reply).is_some() {
@@ -141,6 +148,15 @@ fn late(member: &Member, what: &str) -> TablesError {
         peer: member.peer.clone(),
         what: format!("no answer to a {what} before its deadline"),
     }
+}
+
+/// A message that a server serves before `deadline`, or gives up.
+fn until<T>(deadline: Instant, message: T) -> Request<T> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let mut request = Request::new(message);
+    // A little more, because tonic's own end of a call does not say who was waited for.
+    request.set_timeout(left + left / 20 + Duration::from_millis(100));
+    request
 }
 
 /// When servers must have answered: the caller's time, or `otherwise`. A fifth of the caller's time is kept, so that the
@@ -197,6 +213,10 @@ impl Middleware for MiddlewareService {
             None => timer.end(reply),
         };
         reply.map(Response::new)
+    }
+
+    async fn cut(&self, request: Request<proto::CutRequest>) -> Result<Response<proto::CutReply>, Status> {
+        Timer::start("cut").end(self.serve_cut(request).await).map(Response::new)
     }
 
     async fn snapshot(

@@ -5,16 +5,22 @@ use std::sync::Arc;
 
 use persia_types::ShardedIds;
 use persia_types::kernels::Gradients;
+use persia_types::limits::MAX_KEPT_BYTES;
 use persia_wire::chunk::{ChunkError, gradient_chunks, pooled_chunks};
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
-use persia_wire::samples::SentUses;
+use persia_wire::samples::{Samples, SentUses};
 use persia_wire::scatter::Scatter;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use super::INLET;
+use super::inlets::Inlets;
+
+/// Bits of a mebibyte, in which memory is counted.
+const MIB: u32 = 20;
 
 /// The uses of every part of a request; None where rows of ids travel.
 pub(super) type AllUses = Vec<Option<SentUses>>;
@@ -22,6 +28,46 @@ pub(super) type AllUses = Vec<Option<SentUses>>;
 /// Whether vectors of samples travel in the place of what `chunk` belongs to.
 pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
     split.parts().get(chunk.part as usize).is_some_and(|part| part.samples.is_some())
+}
+
+/// Memory for what is kept for samples, of all requests together.
+#[derive(Clone)]
+pub(super) struct Room {
+    free: Arc<Semaphore>,
+    mib: u32,
+}
+
+impl Room {
+    pub(super) fn new() -> Self {
+        Self::of((MAX_KEPT_BYTES >> MIB) as u32)
+    }
+
+    fn of(mib: u32) -> Self {
+        Self { free: Arc::new(Semaphore::new(mib as usize)), mib }
+    }
+
+    /// Wait for room for what a request keeps of the parts that `vectors` counts; it is given back when dropped.
+    pub(super) async fn take(
+        &self,
+        parts: &[Part],
+        vectors: impl Fn(&Part, &Samples) -> usize,
+        deadline: Instant,
+    ) -> Result<OwnedSemaphorePermit, Status> {
+        let floats =
+            |part: &Part| part.samples.as_ref().map_or(0, |samples| vectors(part, samples) * part.format.dim);
+        let floats: usize = parts.iter().map(floats).sum();
+        // A request is smaller than the whole: `Split` has checked it.
+        let share = (floats as u64 * 4).div_ceil(1 << MIB).min(self.mib.into()) as u32;
+        match timeout_at(deadline, Arc::clone(&self.free).acquire_many_owned(share)).await {
+            Ok(Ok(permit)) => Ok(permit),
+            Ok(Err(closed)) => Err(Status::internal(closed.to_string())),
+            Err(_) => Err(Status::unavailable(format!(
+                "no room to pool samples in before the deadline: other requests hold {} of {} MiB; start more middlewares",
+                self.mib as usize - self.free.available_permits(),
+                self.mib
+            ))),
+        }
+    }
 }
 
 /// Rows of the parts whose samples are pooled; empty for others.
@@ -63,25 +109,33 @@ impl Kept {
         self,
         split: Arc<Split>,
         uses: AllUses,
-        out: mpsc::Sender<Result<proto::LookupReply, Status>>,
+        out: &mpsc::Sender<Result<proto::LookupReply, Status>>,
     ) -> Result<(), Status> {
         // Why rows are missing, their server has said before.
         self.whole?;
         if uses.iter().all(Option::is_none) {
             return Ok(());
         }
-        computed(move || {
+        let (made, mut pooled) = mpsc::channel(INLET);
+        let work = computed(move || {
             for (index, ((part, uses), rows)) in split.parts().iter().zip(&uses).zip(&self.rows).enumerate() {
                 let Some(uses) = uses else { continue };
                 for chunk in pooled_chunks(index as u32, part.format, rows, uses.bags()) {
-                    let rows = Some(lookup_reply::Part::Rows(chunk));
-                    let sent = out.blocking_send(Ok(proto::LookupReply { part: rows }));
-                    sent.map_err(|_| Status::cancelled("the caller is gone"))?;
+                    if made.blocking_send(chunk).is_err() {
+                        return; // who stopped listening says why
+                    }
                 }
             }
+        });
+        let pass_on = async {
+            while let Some(chunk) = pooled.recv().await {
+                let rows = Some(lookup_reply::Part::Rows(chunk));
+                let sent = out.send(Ok(proto::LookupReply { part: rows })).await;
+                sent.map_err(|_| Status::cancelled("the caller is gone"))?;
+            }
             Ok(())
-        })
-        .await
+        };
+        tokio::try_join!(work, pass_on).map(drop)
     }
 }
 
@@ -91,9 +145,10 @@ pub(super) async fn send_sums(
     split: &Split,
     uses: AllUses,
     gradients: Vec<Vec<f32>>,
-    inlets: Vec<Option<mpsc::Sender<proto::PushRequest>>>,
+    inlets: Inlets<proto::PushRequest>,
 ) -> Result<(), Status> {
-    if uses.iter().all(Option::is_none) {
+    // Nobody waits for the sums of a push that every server has ended.
+    if uses.iter().all(Option::is_none) || inlets.all_closed() {
         return Ok(());
     }
     // A channel of its own ends the loop when this future is dropped, whatever a server does.
@@ -105,19 +160,20 @@ pub(super) async fn send_sums(
             let sum = uses.sum(rows, part.format.dim);
             let part = part.with_samples(None);
             for chunk in gradient_chunks(index as u32, &part, Gradients::Samples(sum)) {
-                made.blocking_send(chunk).map_err(|_| Status::cancelled("the caller is gone"))?;
+                if made.blocking_send(chunk).is_err() {
+                    return;
+                }
             }
         }
-        Ok(())
     });
     let pass_on = async {
         while let Some(chunk) = sums.recv().await {
             for (server, piece) in split.gradients(chunk)? {
-                if let Some(inlet) = &inlets[server] {
-                    let piece = Some(push_request::Part::Gradients(piece));
-                    // One that takes no more has failed: its call says why.
-                    let _ = inlet.send(proto::PushRequest { part: piece }).await;
-                }
+                let piece = Some(push_request::Part::Gradients(piece));
+                inlets.send(server, proto::PushRequest { part: piece }).await;
+            }
+            if inlets.all_closed() {
+                sums.close();
             }
         }
         Ok(())
@@ -126,9 +182,45 @@ pub(super) async fn send_sums(
 }
 
 /// Run a loop over floats where it does not hold up other requests.
-async fn computed(work: impl FnOnce() -> Result<(), Status> + Send + 'static) -> Result<(), Status> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => Err(Status::internal(format!("adding up samples failed: {error}"))),
+async fn computed(work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|error| Status::internal(format!("adding up samples failed: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use persia_types::Dtype;
+    use persia_wire::floats::RowFormat;
+
+    use super::*;
+
+    /// A part whose samples take `mib` mebibytes.
+    fn part(mib: usize) -> Part {
+        let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
+        let samples = Samples { samples: mib << 8, uses: 1, weights: false, factors: false, scale: 1.0 };
+        Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
+    }
+
+    async fn take(room: &Room, mib: usize) -> Result<OwnedSemaphorePermit, Status> {
+        let deadline = Instant::now() + Duration::from_millis(50);
+        room.take(&[part(mib)], |_, samples| samples.samples, deadline).await
+    }
+
+    #[tokio::test]
+    async fn a_request_waits_for_room_that_others_hold_and_is_told_of_it() {
+        let room = Room::of(4);
+        let held = take(&room, 3).await.unwrap();
+        let refused = take(&room, 2).await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::Unavailable);
+        assert!(refused.message().contains("other requests hold 3 of 4 MiB"), "{refused}");
+        let small = take(&room, 1).await.unwrap();
+        drop((held, small));
+        // What is larger than all there is gets all of it.
+        drop(take(&room, 9).await.unwrap());
+        let rows_of_ids = part(4).with_samples(None);
+        let _all = take(&room, 4).await.unwrap();
+        drop(room.take(&[rows_of_ids], |_, samples| samples.samples, Instant::now()).await.unwrap());
     }
 }

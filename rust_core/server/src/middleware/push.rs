@@ -14,12 +14,13 @@ use tokio::task::JoinSet;
 use tokio::time::error::Elapsed;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{Request, Status};
+use tonic::Status;
 
+use super::inlets::{HeldUp, Inlets};
 use super::pooled::{AllUses, of_samples, send_sums};
-use super::{INLET, Member, error_of, late};
+use super::{Member, error_of, late, until};
 
-type Inlet = mpsc::Sender<proto::PushRequest>;
+type ToServers = Inlets<proto::PushRequest>;
 
 /// See the module's documentation.
 pub(super) struct Push {
@@ -40,20 +41,17 @@ impl Push {
         let asked = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
         // Dropped with the future: calls that have not ended are broken off, and apply nothing.
         let mut calls = JoinSet::new();
-        let mut inlets = Vec::with_capacity(self.members.len());
-        for (server, member) in self.members.iter().enumerate() {
+        let mut inlets = ToServers::new();
+        for server in 0..self.members.len() {
             if !asked(server) {
-                inlets.push(None);
+                inlets.skip();
                 continue;
             }
-            let (inlet, messages) = mpsc::channel(INLET);
             let parts = self.split.parts_of(server);
             let head = proto::PushHead { parts, only: Vec::new(), ..self.head.clone() };
-            // There is room for it: the channel is new.
-            let _ = inlet.try_send(proto::PushRequest { part: Some(push_request::Part::Head(head)) });
-            inlets.push(Some(inlet));
-            let (member, deadline) = (Arc::clone(member), self.deadline);
-            calls.spawn(async move { (server, call(&member, messages, deadline).await) });
+            let messages = inlets.open(proto::PushRequest { part: Some(push_request::Part::Head(head)) });
+            let (members, held_up, deadline) = (self.members.clone(), inlets.held_up(), self.deadline);
+            calls.spawn(async move { (server, call(&members, server, messages, &held_up, deadline).await) });
         }
         let outcomes = async {
             let mut servers = Vec::with_capacity(calls.len());
@@ -85,12 +83,20 @@ impl Push {
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
-        inlets: &[Option<Inlet>],
+        inlets: &ToServers,
     ) -> Result<Vec<Vec<f32>>, Status> {
         let mut gradients = Collect::sample_gradients(self.split.parts());
         loop {
-            let next = timeout_at(self.deadline, receive::next(&mut incoming)).await;
-            let Some(message) = next.map_err(late_caller)?? else { return Ok(gradients.finish()?) };
+            if inlets.all_closed() {
+                return Ok(Vec::new());
+            }
+            let message = match timeout_at(self.deadline, receive::next(&mut incoming)).await {
+                Ok(message) => message?,
+                // Servers let the caller wait, not the caller them: their calls say why.
+                Err(_) if inlets.any_closed() => return Ok(Vec::new()),
+                Err(late) => return Err(late_caller(late)),
+            };
+            let Some(message) = message else { return Ok(gradients.finish()?) };
             let pieces: Vec<_> = match message.part {
                 Some(push_request::Part::Ids(chunk)) => {
                     let pieces = self.split.ids(chunk)?.into_iter();
@@ -110,10 +116,7 @@ impl Push {
                 }
             };
             for (server, piece) in pieces {
-                if let Some(inlet) = &inlets[server] {
-                    // One that takes no more has failed: its call says why.
-                    let _ = inlet.send(proto::PushRequest { part: Some(piece) }).await;
-                }
+                inlets.send(server, proto::PushRequest { part: Some(piece) }).await;
             }
         }
     }
@@ -133,15 +136,17 @@ pub(super) fn first_failure(reply: &proto::PushReply) -> Option<TablesError> {
 }
 
 async fn call(
-    member: &Member,
+    members: &[Arc<Member>],
+    server: usize,
     messages: mpsc::Receiver<proto::PushRequest>,
+    held_up: &HeldUp,
     deadline: Instant,
 ) -> Result<proto::PushReport, TablesError> {
-    let mut request = Request::new(ReceiverStream::new(messages));
-    request.set_timeout(deadline.saturating_duration_since(Instant::now()));
+    let member: &Member = &members[server];
+    let request = until(deadline, ReceiverStream::new(messages));
     let mut client = member.data();
     let Ok(reply) = timeout_at(deadline, client.push(request)).await else {
-        return Err(late(member, "push"));
+        return Err(late(&members[held_up.by(server)], "push"));
     };
     let reply = reply.map_err(|status| error_of(member, &status))?.into_inner();
     match reply.servers.into_iter().next().and_then(|server| server.outcome) {

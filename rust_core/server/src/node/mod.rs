@@ -176,6 +176,16 @@ impl Node {
         Ok(report)
     }
 
+    /// Let the next snapshot be of the rows as they are now.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleEpoch`.
+    pub fn cut(&self, fence: Fence) -> Result<(), TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        self.store.cut()
+    }
+
     /// Write the rows held into `directory`, below the checkpoint root.
     ///
     /// # Errors

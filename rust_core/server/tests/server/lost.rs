@@ -2,33 +2,43 @@
 
 use std::time::Duration;
 
-use persia_types::{Mode, Tables, TablesError};
+use persia_types::kernels::{Gradients, SegmentSum, Uses};
+use persia_types::tables::{PushRequest, TableGradients};
+use persia_types::{Mode, ShardedIds, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::settings::Endpoint;
 
-use crate::running::{PATIENCE, Process, Setting, plan, wait_until};
-use crate::stack::{lookup, push, run_of, token};
+use crate::running::{PATIENCE, Process, Setting, plan, plan_of, wait_until};
+use crate::stack::{Plan, lookup, push, run_of, token};
 
 fn ids() -> Vec<Vec<u64>> {
     vec![(0..200).collect()]
 }
 
-fn impatient(endpoint: Endpoint) -> WireTables {
+fn impatient(endpoint: Endpoint, rpc_timeout_s: u64) -> WireTables {
     let mut options = ClientOptions::new(Targets::Fixed(vec![endpoint]));
-    options.rpc_timeout = Duration::from_secs(4);
+    options.rpc_timeout = Duration::from_secs(rpc_timeout_s);
     WireTables::connect(options).unwrap()
 }
 
 /// Two servers behind a middleware, and a run that has begun.
 fn begun() -> (Setting, [Process; 2], Process, WireTables) {
-    let setting = Setting::new();
+    let (setting, servers, middleware, client) = begun_with(Setting::new(), &plan(), 4);
+    lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
+    (setting, servers, middleware, client)
+}
+
+fn begun_with(
+    setting: Setting,
+    plan: &Plan,
+    rpc_timeout_s: u64,
+) -> (Setting, [Process; 2], Process, WireTables) {
     let servers = [0, 1].map(|index| setting.server(index, 2, &[]));
     let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
     let middleware = setting.middleware(&["--servers", &addresses]);
-    let client = impatient(middleware.endpoint());
+    let client = impatient(middleware.endpoint(), rpc_timeout_s);
     client.wait_ready(PATIENCE).unwrap();
-    client.begin(&run_of(&plan())).unwrap();
-    lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
+    client.begin(&run_of(plan)).unwrap();
     (setting, servers, middleware, client)
 }
 
@@ -96,6 +106,36 @@ fn a_server_that_hangs_is_named_and_the_run_is_lost() {
     drop(stopped);
     wait_until("the server to go on", || client.stats().is_ok());
     lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap();
+}
+
+/// The first server gets its part before the second one, until it takes no more.
+#[test]
+fn a_server_that_takes_no_more_of_a_large_push_is_blamed_and_not_the_one_that_waits_behind_it() {
+    const DIM: usize = 64;
+    const WIDE: &str = "slots_config:\n  a: {dim: 64}\n";
+    let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 16);
+    let _stopped = Stopped::stop(&servers[0]);
+    // More than may be under way to a server that does not read, and so that it gets there within one of four tries.
+    let ids = ShardedIds::group(&(0..700_000).collect::<Vec<u64>>()).unwrap();
+    let rows = vec![0.5; ids.len() * DIM];
+    let of_samples = vec![0.5; 10 * DIM];
+    let starts: Vec<u32> = (0..=ids.len() as u32).collect();
+    let samples: Vec<u32> = starts[1..].iter().map(|use_| use_ % 10).collect();
+    let sum = SegmentSum {
+        gradients: &of_samples,
+        dim: DIM,
+        uses: Uses { starts: &starts, samples: &samples },
+        weights: None,
+        factors: None,
+        scale: 1.0,
+    };
+    for (seq, gradients) in [(1, Gradients::Rows(&rows)), (2, Gradients::Samples(sum))] {
+        let tables = [TableGradients { table: 0, ids: &ids, gradients }];
+        let push = PushRequest { token: token(0, seq), step: seq, lr_factor: 1.0, tables: &tables };
+        let error = client.push(&push).unwrap_err();
+        let named = matches!(&error, TablesError::Lost { peer, .. } if peer.contains("server 0 of 2"));
+        assert!(named, "{error}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 mod auth;
 mod contract;
 mod equal;
+mod hostile;
 mod limits;
 mod lost;
 mod pooled;

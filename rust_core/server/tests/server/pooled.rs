@@ -18,9 +18,9 @@ use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
 };
 use persia_types::{
-    HashStack, Id, Initializer, Optimizer, Pooling, Schema, Slot, Table, Tables, TablesError,
+    Dtype, HashStack, Id, Initializer, Optimizer, Pooling, Schema, Slot, Table, Tables, TablesError,
 };
-use persia_wire::client::{Targets, WireTables};
+use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::settings::Endpoint;
 
 use crate::stack::{JOB, Plan, Stack, run_of};
@@ -186,6 +186,10 @@ impl Tables for Watched {
         self.tables.push(&PushRequest { tables: &tables, ..*request })
     }
 
+    fn cut(&self) -> Result<(), TablesError> {
+        self.tables.cut()
+    }
+
     fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         self.tables.snapshot(dir)
     }
@@ -221,6 +225,19 @@ fn training_on_samples_pooled_elsewhere_gives_the_bits_of_a_store_in_memory() {
         // The first seven features, at every step.
         let pooled = if middleware { 7 * STEPS } else { 0 };
         assert_eq!(tables.pooled.load(Ordering::Relaxed), pooled);
+    }
+}
+
+#[test]
+fn numbers_of_sixteen_bits_give_equal_bits_on_any_number_of_servers() {
+    let reference = in_memory();
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        let [one, three] = [1, 3].map(|servers| {
+            let stack = Stack::start(plan(servers));
+            let tables = WireTables::connect(ClientOptions { wire_dtype: dtype, ..stack.options() }).unwrap();
+            trained(Arc::new(tables), &run(&stack.plan))
+        });
+        assert!(one == three && one != reference, "{dtype:?}");
     }
 }
 

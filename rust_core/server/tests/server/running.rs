@@ -95,6 +95,10 @@ impl Process {
         assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
     }
 
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
@@ -124,8 +128,13 @@ pub(crate) struct Setting {
 
 impl Setting {
     pub(crate) fn new() -> Self {
+        Self::of(EMBEDDING)
+    }
+
+    /// Of another embedding config.
+    pub(crate) fn of(embedding: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        fs::write(dir.path().join("embedding_config.yml"), EMBEDDING).unwrap();
+        fs::write(dir.path().join("embedding_config.yml"), embedding).unwrap();
         Self { dir }
     }
 
@@ -160,7 +169,11 @@ impl Setting {
 
 /// A run of the configuration above.
 pub(crate) fn plan() -> Plan {
-    let parsed = EmbeddingConfig::parse(EMBEDDING, "embedding_config.yml").unwrap();
+    plan_of(EMBEDDING)
+}
+
+pub(crate) fn plan_of(embedding: &str) -> Plan {
+    let parsed = EmbeddingConfig::parse(embedding, "embedding_config.yml").unwrap();
     Plan { schema: parsed.config.schema, ..Plan::new(2) }
 }
 

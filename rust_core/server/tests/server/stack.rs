@@ -193,6 +193,10 @@ impl<T: Send + Sync> Tables for Held<T> {
         self.tables.push(request)
     }
 
+    fn cut(&self) -> Result<(), TablesError> {
+        self.tables.cut()
+    }
+
     fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         self.tables.snapshot(dir)
     }

@@ -1,15 +1,19 @@
-//! B6: saving and loading all rows, against writing and reading as many bytes in a row.
+//! B6: saving and loading all rows, against writing and reading as many bytes in a row; a step while a save is written,
+//! against one otherwise.
+//!
+//! What is read was written by `fsync` and left the system's cache before, so that the disk is read and not memory.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::time::Instant;
 
 use persia_types::tables::FileEntry;
-use persia_types::{Optimizer, Tables};
+use persia_types::{Mode, Optimizer, ShardedIds, Tables};
 
 use crate::Size;
-use crate::batches::Bench;
+use crate::batches::{BATCH, Bench, Random, group};
 use crate::figures::{Samples, print};
 
 const DIM: usize = 64;
@@ -47,6 +51,41 @@ pub(crate) fn measure(size: &Size) {
     let case = |verb: &str| format!("{verb}, dim {DIM}, adagrad, {rows} rows, {} MiB", bytes >> 20);
     print("B6", &case("save"), "s", save.median(), write.median(), 0.5, save.spread());
     print("B6", &case("load"), "s", load.median(), read.median(), 0.5, load.spread());
+    let (alone, meanwhile) = time_steps(&bench, rows, root.path());
+    // The mean: what a save holds up, it may hold up once.
+    let case = case("a step of one thread while saving");
+    print("B6", &case, "ms", meanwhile.mean(), alone.mean(), 1.0 / 1.2, meanwhile.spread());
+}
+
+/// Wall milliseconds of a step of one thread: otherwise, and while a save is written.
+fn time_steps(bench: &Bench, rows: usize, root: &Path) -> (Samples, Samples) {
+    let mut random = Random(9);
+    let batches: Vec<ShardedIds> = (0..8).map(|_| group(&random.distinct(BATCH, rows))).collect();
+    let mut out = vec![0.0; BATCH * DIM];
+    let mut step = |ids: &ShardedIds, times: &mut Samples| {
+        let (seq, start) = (bench.next(), Instant::now());
+        let rows = &mut out[..ids.len() * DIM];
+        bench.lookup(seq, Mode::Train, ids, rows);
+        bench.push(seq, ids, rows);
+        times.add(start.elapsed().as_secs_f64() * 1e3);
+    };
+    let [mut alone, mut meanwhile] = [(); 2].map(|()| Samples::default());
+    for round in 0..3 {
+        batches.iter().chain(&batches).for_each(|ids| step(ids, &mut alone));
+        let dir = root.join(format!("meanwhile-{round}"));
+        fs::create_dir(&dir).expect("room for a checkpoint");
+        std::thread::scope(|threads| {
+            let save = threads.spawn(|| bench.store.snapshot(&dir).expect("a snapshot"));
+            for ids in batches.iter().cycle() {
+                step(ids, &mut meanwhile);
+                if save.is_finished() {
+                    break;
+                }
+            }
+        });
+        fs::remove_dir_all(&dir).expect("a directory of ours");
+    }
+    (alone, meanwhile)
 }
 
 fn write_flat(path: &Path, bytes: usize) -> f64 {
@@ -61,6 +100,7 @@ fn write_flat(path: &Path, bytes: usize) -> f64 {
 }
 
 fn read_all(path: &Path) -> f64 {
+    forget(path);
     let mut block = vec![0; BLOCK];
     let start = Instant::now();
     let mut file = File::open(path).expect("what was written");
@@ -69,7 +109,17 @@ fn read_all(path: &Path) -> f64 {
 }
 
 fn restore(bench: &Bench, dir: &Path, files: &[FileEntry]) -> f64 {
+    files.iter().for_each(|file| forget(&dir.join(&file.name)));
     let start = Instant::now();
     bench.store.restore(dir, files).expect("a good checkpoint");
     start.elapsed().as_secs_f64()
+}
+
+/// Take a file out of the system's cache.
+#[allow(unsafe_code)]
+fn forget(path: &Path) {
+    let file = File::open(path).expect("what was written");
+    // SAFETY: advice about a file that is open; 0 bytes from 0 are all of it.
+    let refused = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    assert_eq!(refused, 0, "advice about {}", path.display());
 }

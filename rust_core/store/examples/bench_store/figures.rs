@@ -13,6 +13,10 @@ impl Samples {
         self.quantile(0.5)
     }
 
+    pub(crate) fn mean(&self) -> f64 {
+        self.0.iter().sum::<f64>() / self.0.len() as f64
+    }
+
     /// Half the distance of the quartiles over the median.
     pub(crate) fn spread(&self) -> f64 {
         (self.quantile(0.75) - self.quantile(0.25)) / 2.0 / self.median()

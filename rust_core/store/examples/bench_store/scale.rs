@@ -17,17 +17,20 @@ const ROW_WISE: Optimizer = Optimizer::Adagrad {
     vectorwise_shared: true,
 };
 
-/// Overhead and look-up cost at every size.
+/// Overhead, memory (against 8 GiB for 10⁸ rows) and look-up cost at every size.
 pub(crate) fn measure(size: &Size) {
     let mut at_a_million = None;
     for rows in size.scales {
         let start = cpu_ns();
-        let bench = Bench::new(DIM, *rows, ROW_WISE);
+        let settings = TableSettings { dtype: Dtype::F16, ..TableSettings::default() };
+        let bench = Bench::of(Table { settings, ..Table::new("bench", DIM) }, *rows, ROW_WISE);
         let insertion = (cpu_ns() - start) / *rows as f64;
         let stats = bench.store.stats().expect("counters in memory");
         let overhead = (stats.memory_bytes - stats.payload_bytes) as f64 / *rows as f64;
-        let case = format!("dim {DIM}, row-wise adagrad, {rows} rows");
+        let case = format!("dim {DIM}, f16, row-wise adagrad, {rows} rows");
         print("B7", &format!("overhead, {case}"), "bytes a row", overhead, 40.0, 1.0, 0.0);
+        let gib = stats.memory_bytes as f64 / f64::from(1 << 30);
+        print("B7", &format!("memory, {case}"), "GiB", gib, 8.0 * *rows as f64 / 1e8, 1.0, 0.0);
         let times = time_lookups(&bench, *rows, size.repetitions);
         let lookup = times.median();
         if *rows == 1_000_000 {
@@ -46,25 +49,6 @@ pub(crate) fn measure(size: &Size) {
             print("B7", &format!("insertion, {case}"), "CPU ns a row", insertion, insertion_then, 0.5, 0.0);
         }
     }
-    measure_halves(size);
-}
-
-/// Bytes of the largest table with rows of sixteen bits, against 8 GiB for 10⁸ rows.
-fn measure_halves(size: &Size) {
-    let rows = size.scales[size.scales.len() - 1];
-    let settings = TableSettings { dtype: Dtype::F16, ..TableSettings::default() };
-    let bench = Bench::of(Table { settings, ..Table::new("bench", DIM) }, rows, ROW_WISE);
-    let gib = bench.store.stats().expect("counters in memory").memory_bytes as f64 / f64::from(1 << 30);
-    let limit = 8.0 * rows as f64 / 1e8;
-    print(
-        "B7",
-        &format!("memory, dim {DIM}, f16, row-wise adagrad, {rows} rows"),
-        "GiB",
-        gib,
-        limit,
-        1.0,
-        0.0,
-    );
 }
 
 fn time_lookups(bench: &Bench, rows: usize, repetitions: usize) -> Samples {

@@ -42,16 +42,16 @@ pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
     check(&path, &mut input, entry, |_| ())
 }
 
-/// The whole of a file, which is what its entry says, and its path. Nothing beyond the file's real size is allocated.
-pub(super) fn read(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Vec<u8>)> {
+/// The whole of a file, which is what its entry says, into `content`; its path. Nothing beyond the file's real size is allocated.
+pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Result<PathBuf> {
     let (path, mut input) = open(dir, entry)?;
-    let mut content = Vec::new();
+    content.clear();
     let size = usize::try_from(entry.bytes).unwrap_or(usize::MAX);
     if content.try_reserve_exact(size).is_err() {
         return Err(CheckpointError::io(&path, std::io::ErrorKind::OutOfMemory.into()));
     }
     check(&path, &mut input, entry, |piece| content.extend_from_slice(piece))?;
-    Ok((path, content))
+    Ok(path)
 }
 
 /// Measure a file that someone else wrote, and make it durable.
@@ -70,6 +70,7 @@ fn open(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Input)> {
         }
         other => other?,
     };
+    input.expect_all();
     let bytes = input.len()?;
     if bytes != entry.bytes {
         let what = format!("has {bytes} bytes, the manifest says {}", entry.bytes);

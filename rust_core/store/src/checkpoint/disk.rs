@@ -10,6 +10,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, FileType, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -97,6 +98,13 @@ impl Input {
             return Err(CheckpointError::corrupt(path, "is no regular file"));
         }
         Ok(Self { file, path: path.into() })
+    }
+
+    /// Let the system read ahead: all of it is wanted.
+    #[allow(unsafe_code)]
+    pub(super) fn expect_all(&self) {
+        // SAFETY: advice about an open file; 0 bytes from 0 are all of it. What it cannot do is done by `read_pieces`.
+        unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_WILLNEED) };
     }
 
     /// The size of the file.

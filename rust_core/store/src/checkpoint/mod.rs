@@ -40,4 +40,4 @@ pub use rows::{ShardRows, TableRows};
 pub use saver::Saver;
 pub use series::{Listed, latest, list, prune, publish_latest};
 pub use shard::write_shard;
-pub use shard_read::read_shard;
+pub use shard_read::{ShardReader, read_shard};

@@ -70,6 +70,9 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
             disk::remove_file(&staging.join(name))?;
         }
         disk::sync_dir(staging)?;
+        if disk::entries(staging)?.iter().any(|(name, _)| name != MARKER) {
+            return Ok(()); // a server still writes for a save that was given up; the next save finds it marked
+        }
         disk::remove_file(&staging.join(MARKER))?;
     }
     if disk::remove_empty_dir(staging)? { disk::sync_dir(&disk::parent(staging)) } else { Ok(()) }

@@ -26,6 +26,10 @@ pub struct Saver {
     previous: BTreeSet<String>,
     /// From the moment the manifest may be in place, the staged files are the checkpoint's.
     published: bool,
+    /// What is staged stays.
+    left: bool,
+    /// The directory is this save's.
+    made: bool,
     _lock: Lock,
 }
 
@@ -37,12 +41,12 @@ impl Saver {
     /// `Busy` while another process saves here; `Corrupt` or `Future` when the checkpoint in `dir` cannot be
     /// read, so that it is not known which files are its own; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
+        let made = !dir.is_dir();
         disk::create_dirs(dir)?;
         let lock = disk::lock(dir)?;
         let (manifest, generation) = recover::settle(dir)?;
         let previous = manifest.into_iter().flat_map(|old| old.files).map(|entry| entry.name).collect();
         let staging = dir.join(names::staging(generation));
-        disk::create_dir(&staging)?;
         let saver = Self {
             dir: dir.into(),
             staging,
@@ -50,8 +54,11 @@ impl Saver {
             files: Vec::new(),
             previous,
             published: false,
+            left: false,
+            made,
             _lock: lock,
         };
+        disk::create_dir(&saver.staging)?;
         saver.stage(MARKER, MARKER_TEXT)?;
         disk::sync_dir(&saver.staging)?;
         Ok(saver)
@@ -126,6 +133,12 @@ impl Saver {
         Ok(manifest)
     }
 
+    /// Give the save up without removing what is staged, because somebody may still be writing there. The next save into the
+    /// directory removes it, and stages elsewhere.
+    pub fn leave(mut self) {
+        self.left = true;
+    }
+
     fn publish(&mut self) -> Result<()> {
         crash_point!("ckpt.before_manifest");
         self.published = true;
@@ -178,9 +191,12 @@ impl Saver {
 
 impl Drop for Saver {
     fn drop(&mut self) {
-        if !self.published {
+        if !self.published && !self.left {
             // An error cannot be returned from here; the next save removes what is left.
             let _ = recover::sweep(&self.staging);
+            if self.made {
+                let _ = disk::remove_empty_dir(&self.dir);
+            }
         }
     }
 }

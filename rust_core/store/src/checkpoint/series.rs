@@ -100,14 +100,16 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
     disk::sync_dir(&parent)
 }
 
-/// Delete all but the `keep_last` newest checkpoints below `parent`. The newest one whose files are all whole is
-/// never deleted, nor is any that cannot be read, nor a file that no manifest names. Returns what was deleted.
+/// Delete all but the `keep_last` newest checkpoints below `parent`, and what saves left that were given up. The newest one
+/// whose files are all whole is never deleted, nor is any that cannot be read, nor a file that no manifest names and no save
+/// has staged. Returns the checkpoints that were deleted.
 ///
 /// # Errors
 /// `Busy` when one is being saved into; `Io`. What was deleted by then is gone.
 pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     finish_removals(parent)?;
     let mut listed = list_surely(parent)?;
+    sweep_unfinished(&listed)?;
     listed.retain(|one| one.manifest.is_ok());
     if listed.len() <= keep_last.get() {
         return Ok(Vec::new());
@@ -121,6 +123,21 @@ pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
         }
     }
     Ok(removed)
+}
+
+/// Remove what is staged in folders that never became a checkpoint, and that nobody saves into.
+fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
+    let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
+    for Listed { path, .. } in listed.iter().filter(unfinished) {
+        let lock = match disk::lock(path) {
+            Err(CheckpointError::Busy { .. }) => continue,
+            other => other?,
+        };
+        recover::settle(path)?;
+        drop(lock);
+        disk::remove_empty_dir(path)?;
+    }
+    Ok(())
 }
 
 /// The first checkpoint whose files are all whole.

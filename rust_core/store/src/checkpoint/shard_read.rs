@@ -32,24 +32,47 @@ const ROW_OVERHEAD: usize = 2 + 8 + 8 + 4 + 4;
 /// # Errors
 /// `Corrupt` naming the file; `Io`.
 pub fn read_shard(dir: &Path, entry: &FileEntry) -> std::result::Result<ShardRows, TablesError> {
-    Ok(read(dir, entry)?)
+    let mut reader = ShardReader::default();
+    reader.read(dir, entry)?;
+    Ok(reader.rows)
 }
 
-fn read(dir: &Path, entry: &FileEntry) -> Result<ShardRows> {
-    let (path, file) = content::read(dir, entry)?;
-    let rows = decode(&file).map_err(|what| CheckpointError::corrupt(&path, what))?;
+/// Reads the files of many shards, one after another, into the same memory.
+#[derive(Debug, Default)]
+pub struct ShardReader {
+    file: Vec<u8>,
+    rows: ShardRows,
+}
+
+impl ShardReader {
+    /// As [`read_shard`].
+    ///
+    /// # Errors
+    /// As [`read_shard`].
+    pub fn read(&mut self, dir: &Path, entry: &FileEntry) -> std::result::Result<&ShardRows, TablesError> {
+        read(dir, entry, &mut self.file, &mut self.rows)?;
+        Ok(&self.rows)
+    }
+}
+
+fn read(dir: &Path, entry: &FileEntry, file: &mut Vec<u8>, rows: &mut ShardRows) -> Result<()> {
+    let path = content::read(dir, entry, file)?;
+    decode(file, rows).map_err(|what| CheckpointError::corrupt(&path, what))?;
     let file_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if names::shard_of_file(file_name) != Some(rows.shard) {
         return Err(CheckpointError::corrupt(&path, format!("holds shard {}", rows.shard)));
     }
-    Ok(rows)
+    Ok(())
 }
 
-fn decode(file: &[u8]) -> std::result::Result<ShardRows, String> {
+fn decode(file: &[u8], into: &mut ShardRows) -> std::result::Result<(), String> {
     let footer = footer(file)?;
     let (shard, heads) = head(footer.schema().ok_or("has no schema")?)?;
     check_heads(&heads, file.len())?;
-    let mut tables: Vec<TableRows> = heads.iter().map(empty_table).collect();
+    into.shard = shard;
+    into.tables.resize_with(heads.len(), TableRows::default);
+    let tables = &mut into.tables;
+    tables.iter_mut().zip(&heads).for_each(|(table, head)| empty(table, head));
     if heads.iter().any(|head| head.rows + head.waiting > 0) {
         check_dictionary(file, &footer, &heads)?;
     }
@@ -81,9 +104,7 @@ fn decode(file: &[u8]) -> std::result::Result<ShardRows, String> {
             }
         }
     }
-    let rows = ShardRows { shard, tables };
-    rows.check()?;
-    Ok(rows)
+    into.check()
 }
 
 fn footer(file: &[u8]) -> std::result::Result<Footer<'_>, String> {
@@ -136,17 +157,21 @@ fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), 
     Ok(())
 }
 
-fn empty_table(head: &TableHead) -> TableRows {
-    TableRows {
-        name: head.name.clone(),
-        dim: head.dim,
-        state_len: head.state_len,
-        ids: Vec::with_capacity(head.rows),
-        last_used: Vec::with_capacity(head.rows),
-        weights: Vec::with_capacity(head.rows * head.dim),
-        state: Vec::with_capacity(head.rows * head.state_len),
-        waiting: Vec::with_capacity(head.waiting),
-    }
+/// Make `table` the one that `head` describes, without rows and with room for them.
+fn empty(table: &mut TableRows, head: &TableHead) {
+    let TableHead { name, dim, state_len, rows, waiting } = head;
+    table.name.clone_from(name);
+    (table.dim, table.state_len) = (*dim, *state_len);
+    room(&mut table.ids, *rows);
+    room(&mut table.last_used, *rows);
+    room(&mut table.weights, rows * dim);
+    room(&mut table.state, rows * state_len);
+    room(&mut table.waiting, *waiting);
+}
+
+fn room<T>(list: &mut Vec<T>, len: usize) {
+    list.clear();
+    list.reserve_exact(len);
 }
 
 /// The names that other readers show must be those of the metadata.
@@ -265,7 +290,7 @@ fn slice(bytes: &[u8], start: i64, length: i64) -> std::result::Result<&[u8], St
 fn numbers<const N: usize, T>(
     bytes: &[u8],
     count: usize,
-    number: fn([u8; N]) -> T,
+    number: impl Fn([u8; N]) -> T,
 ) -> std::result::Result<impl ExactSizeIterator<Item = T>, String> {
     let numbers = bytes.as_chunks::<N>().0;
     let numbers = numbers

@@ -28,7 +28,7 @@ const SERVER_KEYS: &[&str] = &[
     "incremental_channel_capacity",
 ];
 
-const NO_METRICS: &str = "this version has no metrics yet";
+const NO_METRICS: &str = "servers and middlewares always serve metrics, for Prometheus to fetch";
 const NO_SERVING: &str = "this version does not serve yet";
 const NO_WORKER: &str = "batches wait in the trainer; TrainCtx and DataLoader bound them";
 const NO_INCREMENTAL: &str = "this version does not have incremental updates yet";

@@ -35,18 +35,22 @@ pub struct Pool<'a> {
 /// a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
 ///
 /// `offsets` are those of the feature as it is looked up.
-pub fn divisors(slot: &Slot, offsets: Option<&[u32]>) -> Option<Vec<f32>> {
+pub fn divisors<'a>(
+    slot: &Slot,
+    offsets: Option<&'a [u32]>,
+) -> Option<impl ExactSizeIterator<Item = f32> + use<'a>> {
     if slot.pooling == Pooling::Sum && !slot.sqrt_scaling {
         return None;
     }
     let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds);
-    let divisor = |bounds: &[u32]| {
+    let (means, roots) = (slot.pooling == Pooling::Mean, slot.sqrt_scaling);
+    let divisor = move |bounds: &[u32]| {
         let rows = bounds[1] - bounds[0];
-        let mean = if slot.pooling == Pooling::Mean { (rows / rounds).max(1) as f32 } else { 1.0 };
-        let root = if slot.sqrt_scaling { (rows.max(1) as f32).sqrt() } else { 1.0 };
+        let mean = if means { (rows / rounds).max(1) as f32 } else { 1.0 };
+        let root = if roots { (rows.max(1) as f32).sqrt() } else { 1.0 };
         mean * root
     };
-    offsets.map(|offsets| offsets.windows(2).map(divisor).collect())
+    offsets.map(|offsets| offsets.windows(2).map(divisor))
 }
 
 /// Pool rows into `out`, `[samples, dim]`: sums in order of occurrence, then divided. An empty sample is zeros.

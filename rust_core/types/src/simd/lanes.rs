@@ -112,10 +112,10 @@ mod x86 {
             // SAFETY: as above.
             unsafe {
                 let exponent = _mm256_set1_epi32(EXPONENT);
-                let bad = |from: *const f32| {
-                    _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_loadu_si256(from.cast()), exponent), exponent)
-                };
-                let bad = _mm256_or_si256(bad(values.as_ptr()), bad(values.as_ptr().add(8)));
+                let low = _mm256_and_si256(_mm256_loadu_si256(values.as_ptr().cast()), exponent);
+                let high = _mm256_and_si256(_mm256_loadu_si256(values.as_ptr().add(8).cast()), exponent);
+                let bad =
+                    _mm256_or_si256(_mm256_cmpeq_epi32(low, exponent), _mm256_cmpeq_epi32(high, exponent));
                 _mm256_testz_si256(bad, bad) == 1
             }
         }
@@ -125,11 +125,10 @@ mod x86 {
             // SAFETY: as above.
             unsafe {
                 let key = _mm256_set1_epi64x(key.cast_signed());
-                let equal = |from: *const u64| {
-                    let same = _mm256_cmpeq_epi64(_mm256_loadu_si256(from.cast()), key);
-                    _mm256_movemask_pd(_mm256_castsi256_pd(same)).cast_unsigned()
-                };
-                equal(words.as_ptr()) | equal(words.as_ptr().add(4)) << 4
+                let low = _mm256_cmpeq_epi64(_mm256_loadu_si256(words.as_ptr().cast()), key);
+                let high = _mm256_cmpeq_epi64(_mm256_loadu_si256(words.as_ptr().add(4).cast()), key);
+                let [low, high] = [_mm256_castsi256_pd(low), _mm256_castsi256_pd(high)];
+                (_mm256_movemask_pd(low) | _mm256_movemask_pd(high) << 4).cast_unsigned()
             }
         }
 

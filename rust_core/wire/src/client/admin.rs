@@ -90,6 +90,14 @@ impl Inner {
         }
     }
 
+    pub(super) async fn cut(&self) -> Result<(), TablesError> {
+        let request = proto::CutRequest { fence: *self.fence.lock() };
+        self.call("cut", self.admin_patience(), async |remote, each| {
+            ask!(remote, self.admin, cut, within(each, request)).map(|_| ())
+        })
+        .await
+    }
+
     pub(super) async fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         let directory = self.below_root(dir)?;
         self.stats_by_server().await?; // all servers are there: one try is enough

@@ -156,6 +156,10 @@ impl Tables for WireTables {
         self.wait(self.inner.push(request))
     }
 
+    fn cut(&self) -> Result<(), TablesError> {
+        self.wait(self.inner.cut())
+    }
+
     fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
         self.wait(self.inner.snapshot(dir))
     }

@@ -244,6 +244,14 @@ pub struct BeginRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginReply {}
+/// The next snapshot is of the rows as they are now.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CutRequest {
+    #[prost(message, optional, tag = "1")]
+    pub fence: ::core::option::Option<Fence>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CutReply {}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct SnapshotRequest {
     #[prost(message, optional, tag = "1")]
@@ -533,6 +541,27 @@ pub mod embedding_server_client {
                 .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Push"));
             self.inner.client_streaming(req, path, codec).await
         }
+        pub async fn cut(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CutRequest>,
+        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/persia.v1.EmbeddingServer/Cut",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Cut"));
+            self.inner.unary(req, path, codec).await
+        }
         pub async fn snapshot(
             &mut self,
             request: impl tonic::IntoRequest<super::SnapshotRequest>,
@@ -650,6 +679,10 @@ pub mod embedding_server_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::PushRequest>>,
         ) -> std::result::Result<tonic::Response<super::PushReply>, tonic::Status>;
+        async fn cut(
+            &self,
+            request: tonic::Request<super::CutRequest>,
+        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status>;
         async fn snapshot(
             &self,
             request: tonic::Request<super::SnapshotRequest>,
@@ -876,6 +909,50 @@ pub mod embedding_server_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.client_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/persia.v1.EmbeddingServer/Cut" => {
+                    #[allow(non_camel_case_types)]
+                    struct CutSvc<T: EmbeddingServer>(pub Arc<T>);
+                    impl<
+                        T: EmbeddingServer,
+                    > tonic::server::UnaryService<super::CutRequest> for CutSvc<T> {
+                        type Response = super::CutReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CutRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as EmbeddingServer>::cut(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CutSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)
@@ -1254,6 +1331,24 @@ pub mod middleware_client {
             req.extensions_mut().insert(GrpcMethod::new("persia.v1.Middleware", "Push"));
             self.inner.client_streaming(req, path, codec).await
         }
+        pub async fn cut(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CutRequest>,
+        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/persia.v1.Middleware/Cut");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("persia.v1.Middleware", "Cut"));
+            self.inner.unary(req, path, codec).await
+        }
         pub async fn snapshot(
             &mut self,
             request: impl tonic::IntoRequest<super::SnapshotRequest>,
@@ -1371,6 +1466,10 @@ pub mod middleware_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::PushRequest>>,
         ) -> std::result::Result<tonic::Response<super::PushReply>, tonic::Status>;
+        async fn cut(
+            &self,
+            request: tonic::Request<super::CutRequest>,
+        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status>;
         async fn snapshot(
             &self,
             request: tonic::Request<super::SnapshotRequest>,
@@ -1596,6 +1695,49 @@ pub mod middleware_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.client_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/persia.v1.Middleware/Cut" => {
+                    #[allow(non_camel_case_types)]
+                    struct CutSvc<T: Middleware>(pub Arc<T>);
+                    impl<T: Middleware> tonic::server::UnaryService<super::CutRequest>
+                    for CutSvc<T> {
+                        type Response = super::CutReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CutRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Middleware>::cut(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CutSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

@@ -289,6 +289,12 @@ impl Middleware for Mock {
         Ok(Response::new(proto::BeginReply {}))
     }
 
+    async fn cut(&self, request: Request<proto::CutRequest>) -> Result<Response<proto::CutReply>, Status> {
+        require(request.extensions(), "Cut", &[])?;
+        self.next("cut").await?;
+        Ok(Response::new(proto::CutReply {}))
+    }
+
     async fn snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,

@@ -1,0 +1,252 @@
+"""The checkpoints of a run: saved as it goes on, by all ranks at one step, and gone on from after a restart."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from persia import checkpoint, env, job
+from persia.errors import CheckpointError, ConfigError, StorageError, UnreachableError, UsageError
+from persia.logger import get_logger
+from persia_core import checkpoint as _core
+
+if TYPE_CHECKING:
+    from persia.common import CommonContext
+    from persia.ctx.train import TrainCtx
+
+_logger = get_logger("checkpoint")
+
+RETRY_S = (1.0, 2.0, 4.0)
+"""Seconds after which the run is saved again when the disk refused a save, or it broke off."""
+
+STATE = "state.pt"
+"""The file of a checkpoint that holds the states of :class:`Checkpoints`'s ``state``."""
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """What a checkpoint can keep, by torch's convention: a learning-rate scheduler, a counter of one's own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes: tensors, numbers, strings, lists and dicts."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go on from there."""
+        ...
+
+
+class Checkpoints:
+    """Saves a run every so many steps, and goes on from the newest save when the run is started again.
+
+    For ``TrainCtx(checkpoints=...)``, on every rank. Each save is one consistent cut: all ranks stand behind the same
+    step, the pushes of all are applied and none is on its way. It holds what :meth:`TrainCtx.dump_checkpoint` saves,
+    and the random state of every rank. Training stands still for the cut alone: files are written while it goes on.
+
+    A save comes between two steps, after the body of the loop over a :class:`persia.data.DataLoader`, so that what the
+    body does behind ``backward`` (a scheduler's step) is part of it. The end of the loop is saved, too, and written
+    before anything behind it. SIGTERM in the loop lets all ranks save behind the step they are at, and leave with exit
+    code 75.
+
+    Args:
+        folder: Holds a folder ``step-N`` for each save, and ``LATEST``, which names the newest. A relative one is below
+            ``PERSIA_CKPT_DIR``, where that is set. None, in a job, is a folder of the run's own: a run that was
+            interrupted goes on in it, one that is started after the end of another has a new one.
+        every: Steps from save to save.
+        keep_last: Saves that are kept; older ones are deleted, but never the newest whole one.
+        state: What else belongs to the run, by name, each with ``state_dict`` and ``load_state_dict``. All ranks get
+            what rank 0 saved.
+        allow_previous: Where the newest save is damaged, go on from the newest whole one; a warning names both.
+
+    Raises:
+        UsageError: A number below 1, or something in ``state`` without the two methods.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 1000,
+        keep_last: int = 3,
+        state: Mapping[str, HasState] | None = None,
+        allow_previous: bool = False,
+    ) -> None:
+        for name, value in (("every", every), ("keep_last", keep_last)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"Checkpoints({name}={value!r}): want a whole number from 1 on")
+        for name, each in (state or {}).items():
+            if not isinstance(each, HasState):
+                raise UsageError(
+                    f"Checkpoints(state={{{name!r}: ...}}): {type(each).__name__} has no state_dict and load_state_dict"
+                )
+        if folder is None and env.nats_url() is None:
+            raise UsageError("Checkpoints(): give a folder; only a job has one of its own")
+        self._given = folder
+        self._state = dict(state or {})
+        self.every = every
+        self.keep_last = keep_last
+        self.allow_previous = allow_previous
+        self._saved = 0
+        self._tries = 0
+        self._again_at: float | None = None  # by the clock, where a save failed
+        self.failed = 0
+        """Saves that were given up; other ranks than the first learn of it at the next one."""
+
+    def load(self, context: "TrainCtx") -> None:
+        """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
+
+        Raises:
+            CheckpointError: The newest save is damaged, or of another configuration.
+        """
+        folder = self._folder(context)
+        newest = _core.latest(folder)
+        if newest is None:
+            _logger.info("no checkpoint in %s: training begins", folder)
+            return
+        try:
+            loaded = checkpoint.Load(newest)
+        except CheckpointError as error:
+            loaded = self._previous(folder, Path(newest), error)
+        state = loaded.state(STATE) if STATE in loaded.names else {}
+        self._check_state(state)
+        context.go_on_from(loaded)
+        self.load_state(state)
+        self.goes_on_behind(loaded.step)
+        _logger.info("training goes on behind step %d, from %s", loaded.step, loaded.path)
+
+    def _previous(self, folder: Path, damaged: Path, error: CheckpointError) -> checkpoint.Load:
+        """Return the newest save that is whole, for a damaged one."""
+        whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
+        if whole is None:
+            raise error
+        if not self.allow_previous:
+            raise CheckpointError(
+                f"{error}\n{whole} is whole: to go on from there, give Checkpoints(allow_previous=True), or remove "
+                f"{damaged}"
+            )
+        _logger.warning("going on from %s, because the newer one is damaged: %s", whole, error)
+        return checkpoint.Load(whole)
+
+    def save_if_due(self, context: "TrainCtx", step: int, *, last: bool = False) -> None:
+        """Save the run if that is due behind ``step``; where nothing comes behind it, return when it is written.
+
+        Raises:
+            PersiaError: A push of a rank is not applied, or a rank is gone.
+        """
+        if step != self._saved and (last or step % self.every == 0):
+            self.save(context, step)
+        while last and context.common.gather("checkpoint written", self._settled(context.common))[0] is False:
+            self.save(context, step)
+
+    def save(self, context: "TrainCtx", step: int) -> None:
+        """Save the run behind ``step``; every rank calls this, and all go on as soon as the cut is made.
+
+        Raises:
+            PersiaError: A push of a rank is not applied, or a rank is gone.
+        """
+        self._saved = step
+        common = context.common
+        with common.still():
+            self.failed = common.gather("checkpoint", self.failed)[0]
+            random = common.collect(context.random_state())
+            if random is not None:
+                self._cut(context, step, random)
+            common.gather("checkpoint cut", None)
+
+    def due_again(self) -> bool:
+        """Whether the last save failed and is to be tried again now; only rank 0 knows."""
+        return self._again_at is not None and time.monotonic() >= self._again_at
+
+    def _cut(self, context: "TrainCtx", step: int, random: list[dict[str, Any]]) -> None:
+        """On rank 0: begin a save when the last one is written; it is written in the background."""
+        started = time.monotonic()
+        context.common.wait_written()
+        if (waited := time.monotonic() - started) > 1.0:
+            _logger.warning("training waited %.1f s at step %d until the checkpoint before was written", waited, step)
+        self._again_at = None
+        path = self._folder(context) / f"step-{step}"
+        states = {checkpoint.rank_state(rank): each for rank, each in enumerate(random) if rank > 0}
+        if self._state:
+            states[STATE] = self.state_dict()
+        cut_at = time.monotonic()
+        try:
+            save = context.begin_checkpoint(path, states)
+        except (StorageError, UnreachableError) as error:
+            self._try_again(step, error)
+            return
+        stood = time.monotonic() - cut_at
+        context.common.writing = checkpoint.Writing(lambda: self._write(save, path, step, stood))
+
+    def _write(self, save: checkpoint.Save, path: Path, step: int, stood: float) -> None:
+        """Write it, on a thread of its own."""
+        started = time.monotonic()
+        try:
+            save.write()
+            _core.publish_latest(path)
+            removed = _core.prune(path.parent, self.keep_last)
+        except (StorageError, UnreachableError) as error:  # a middleware may have died under it
+            self._try_again(step, error)
+            return
+        self._tries = 0
+        _logger.info(
+            "checkpoint %s written in %.1f s, training stood still for %.2f s, %d older removed",
+            path,
+            time.monotonic() - started,
+            stood,
+            len(removed),
+        )
+
+    def _try_again(self, step: int, error: Exception) -> None:
+        if self._tries == len(RETRY_S):
+            self._tries = 0
+            self.failed += 1
+            _logger.error("checkpoint of step %d given up, training goes on: %s", step, error)
+            return
+        wait = RETRY_S[self._tries]
+        self._tries += 1
+        _logger.warning("checkpoint of step %d failed, the run is saved again in %g s: %s", step, wait, error)
+        self._again_at = time.monotonic() + wait
+
+    def _settled(self, common: "CommonContext") -> bool | None:
+        """On rank 0: whether the last save is written or given up; if not, it is to be tried again now."""
+        if not common.writes:
+            return None
+        common.wait_written()
+        if self._again_at is None:
+            return True
+        time.sleep(max(0.0, self._again_at - time.monotonic()))
+        return False
+
+    def goes_on_behind(self, step: int) -> None:
+        """Note that the run was loaded from its save of ``step``; every rank does."""
+        self._saved = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of what was given as ``state``, by name."""
+        return {name: each.state_dict() for name, each in self._state.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Give what was given as ``state`` what :meth:`state_dict` returned.
+
+        Raises:
+            CheckpointError: It has other names.
+        """
+        self._check_state(state)
+        for name, each in self._state.items():
+            each.load_state_dict(state[name])
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if state.keys() != self._state.keys():
+            raise CheckpointError(
+                f"the checkpoint has the states {', '.join(state) or 'none'}, Checkpoints(state=...) has "
+                f"{', '.join(self._state) or 'none'}; give the same"
+            )
+
+    def _folder(self, context: "TrainCtx") -> Path:
+        folder = context.common.checkpoint_dir(job.run_name() if self._given is None else self._given)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"checkpoints: {folder}: {error.strerror}") from error
+        return folder

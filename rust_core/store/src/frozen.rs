@@ -1,0 +1,166 @@
+//! [`Frozen`]: the rows of one table of a shard as they were at a cut, while training goes on and files are written.
+//!
+//! A cut copies recency and nothing else. From then on a row is copied before the first time it changes or leaves, unless it
+//! was written to its file before. What came after the cut, or was not touched since, costs nothing.
+
+use crate::checkpoint::TableRows;
+use crate::row::Layout;
+use crate::simd::Portable;
+use crate::table::{FREE, ShardTable};
+
+/// In [`Frozen::place`]: the row stands where it stood.
+const UNTOUCHED: u32 = 0;
+/// In [`Frozen::place`]: the row is written, or on its way.
+const WRITTEN: u32 = u32::MAX;
+
+/// See the module's documentation.
+pub(crate) struct Frozen {
+    layout: Layout,
+    len: usize,
+    /// Of each slot that was in use; [`FREE`] of those that held no row.
+    last_used: Vec<u32>,
+    /// Of each of those: [`UNTOUCHED`], [`WRITTEN`], or 1 + its row's number among `ids` and `rows`.
+    place: Vec<u32>,
+    ids: Vec<u64>,
+    rows: Vec<f32>,
+    /// Those of the cut, once they are to change.
+    waiting: Option<Vec<(u64, u32)>>,
+}
+
+/// A row of a cut: the id comes first, so that they sort by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Entry {
+    id: u64,
+    slot: u32,
+    last_used: u32,
+}
+
+impl Frozen {
+    /// Bytes taken.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let waiting = self.waiting.as_ref().map_or(0, Vec::capacity);
+        (self.last_used.capacity() + self.place.capacity() + self.rows.capacity()) * size_of::<u32>()
+            + self.ids.capacity() * size_of::<u64>()
+            + waiting * size_of::<(u64, u32)>()
+    }
+
+    fn kept(&self, slot: u32) -> Option<usize> {
+        match self.place[slot as usize] {
+            UNTOUCHED | WRITTEN => None,
+            place => Some(place as usize - 1),
+        }
+    }
+}
+
+impl ShardTable {
+    /// Keep what is held now, until it is [thawed](Self::thaw).
+    pub(crate) fn freeze(&mut self) {
+        let used = &self.last_used()[..self.used_slots()];
+        self.frozen = (self.len() + self.waiting.len() > 0).then(|| {
+            Box::new(Frozen {
+                layout: self.layout(),
+                len: self.len(),
+                last_used: used.to_vec(),
+                place: vec![UNTOUCHED; used.len()],
+                ids: Vec::new(),
+                rows: Vec::new(),
+                waiting: None,
+            })
+        });
+    }
+
+    /// Forget the cut.
+    pub(crate) fn thaw(&mut self) {
+        self.frozen = None;
+    }
+
+    /// Copy the row in `slot`, which is about to change or leave, if a cut needs it as it is.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn keep(&mut self, slot: u32) {
+        let Some(mut frozen) = self.frozen.take() else { return };
+        let at = slot as usize;
+        if frozen.place.get(at) == Some(&UNTOUCHED) && frozen.last_used[at] != FREE {
+            frozen.ids.push(self.ids()[at]);
+            frozen.rows.extend_from_slice(self.row(slot));
+            frozen.place[at] = frozen.ids.len() as u32;
+        }
+        self.frozen = Some(frozen);
+    }
+
+    /// Copy the counts of ids without row, which are about to change, if a cut needs them as they are.
+    pub(crate) fn keep_waiting(&mut self) {
+        if let Some(frozen) = &mut self.frozen {
+            frozen.waiting.get_or_insert_with(|| self.waiting.entries().collect());
+        }
+    }
+
+    /// The rows of the cut, and room for them with the counts of the cut; None where it holds neither.
+    pub(crate) fn frozen_entries(&self, name: &str) -> Option<(Vec<Entry>, TableRows)> {
+        let frozen = self.frozen.as_deref()?;
+        let held = (0..).zip(&frozen.last_used).filter(|(_, last_used)| **last_used != FREE);
+        let entries = held.map(|(slot, last_used)| {
+            let id = frozen.kept(slot).map_or_else(|| self.ids()[slot as usize], |kept| frozen.ids[kept]);
+            Entry { id, slot, last_used: *last_used }
+        });
+        let mut list = Vec::with_capacity(frozen.len);
+        list.extend(entries);
+        let mut waiting = frozen.waiting.clone().unwrap_or_else(|| self.waiting.entries().collect());
+        waiting.sort_unstable();
+        Some((list, TableRows { waiting, ..room(name, frozen.layout, frozen.len) }))
+    }
+
+    /// Append rows of the cut to `to`; they may change from now on.
+    pub(crate) fn take_frozen(&mut self, entries: &[Entry], to: &mut TableRows) {
+        let Some(mut frozen) = self.frozen.take() else { return };
+        for entry in entries {
+            let row = match frozen.kept(entry.slot) {
+                Some(kept) => &frozen.rows[kept * frozen.layout.stride()..][..frozen.layout.stride()],
+                None => self.row(entry.slot),
+            };
+            append(to, frozen.layout, *entry, row);
+            frozen.place[entry.slot as usize] = WRITTEN;
+        }
+        self.frozen = Some(frozen);
+    }
+
+    /// Every row as it is now, sorted by id, and the counts of ids without row; None without either.
+    pub(crate) fn export(&self, name: &str) -> Option<TableRows> {
+        if self.len() + self.waiting.len() == 0 {
+            return None;
+        }
+        let mut entries: Vec<Entry> =
+            self.entries().map(|(slot, id, last_used)| Entry { id, slot, last_used }).collect();
+        entries.sort_unstable();
+        let mut rows = room(name, self.layout(), entries.len());
+        rows.waiting = self.waiting.entries().collect();
+        rows.waiting.sort_unstable();
+        for entry in entries {
+            append(&mut rows, self.layout(), entry, self.row(entry.slot));
+        }
+        Some(rows)
+    }
+}
+
+fn room(name: &str, layout: Layout, rows: usize) -> TableRows {
+    let Layout { dim, state_len, .. } = layout;
+    TableRows {
+        name: name.to_owned(),
+        dim,
+        state_len,
+        ids: Vec::with_capacity(rows),
+        last_used: Vec::with_capacity(rows),
+        weights: Vec::with_capacity(rows * dim),
+        state: Vec::with_capacity(rows * state_len),
+        waiting: Vec::new(),
+    }
+}
+
+fn append(to: &mut TableRows, layout: Layout, entry: Entry, row: &[f32]) {
+    let end = to.weights.len();
+    to.ids.push(entry.id);
+    to.last_used.push(u64::from(entry.last_used));
+    to.weights.resize(end + layout.dim, 0.0);
+    layout.read::<Portable>(row, &mut to.weights[end..]);
+    to.state.extend_from_slice(&row[layout.weight_words()..]);
+}

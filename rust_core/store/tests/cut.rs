@@ -1,0 +1,100 @@
+//! A snapshot is of its cut, whatever is trained, evicted and counted while it is written.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+
+mod sample;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use persia_store::Store;
+use persia_store::checkpoint::read_shard;
+use persia_types::id::hash_id;
+use persia_types::tables::Run;
+use persia_types::{Dtype, Id, Initializer, Mode, Optimizer, Tables};
+use sample::{export, grouped, run, store_of, token, try_lookup, try_push};
+
+const DIMS: [usize; 2] = [8, 5];
+const IDS: u64 = 60_000;
+const CAPACITY: u64 = 40_000;
+
+fn settings() -> Run {
+    let optimizer = Optimizer::Adagrad {
+        lr: 0.1,
+        weight_decay: 0.0,
+        initial_accumulator_value: 0.1,
+        g_square_momentum: 1.0,
+        eps: 1e-10,
+        vectorwise_shared: false,
+    };
+    let initializer = Initializer::Normal { mean: 0.0, std: 1.0 };
+    let mut run = Run { optimizer: Some(optimizer), initializer, admit_min_count: 2, ..run(&DIMS) };
+    run.schema.tables[1].settings.dtype = Dtype::F16;
+    run.schema.tables[1].settings.ttl = Some(40);
+    run
+}
+
+/// One step of a rank: ids of both tables, looked up and pushed.
+fn step(store: &Store, rank: u32, seq: u64) {
+    let random = |of: u64| hash_id(of ^ seq << 20 ^ u64::from(rank) << 50) % IDS;
+    let parts = [0, 1].map(|table| {
+        let ids: Vec<Id> = (0..600).map(|at| random(at + 1_000 * table as u64)).collect();
+        let unique = ids.iter().copied().collect::<std::collections::BTreeSet<_>>();
+        (table, grouped(&unique.into_iter().collect::<Vec<_>>()))
+    });
+    let (token, ids) = (token(rank, seq), |part: usize| parts[part].1.len());
+    try_lookup(store, token, seq, Mode::Train, &parts).unwrap();
+    let gradients = [0, 1].map(|part| vec![0.25 + seq as f32 / 64.0; ids(part) * DIMS[part]]);
+    try_push(store, token, seq, &parts, &gradients).unwrap();
+}
+
+#[test]
+fn what_is_trained_while_files_are_written_is_not_in_them() {
+    let store = store_of(&settings(), CAPACITY);
+    let steps = [AtomicU64::new(0), AtomicU64::new(0)];
+    let next = |rank: usize| step(&store, rank as u32, steps[rank].fetch_add(1, Ordering::Relaxed) + 1);
+    (0..150).for_each(|at| next(at % 2));
+    for round in 0..6 {
+        let expected = export(&store);
+        assert!(expected.iter().flat_map(|shard| &shard.tables).any(|table| !table.waiting.is_empty()));
+        store.cut().unwrap();
+        // Also before the first shard is written, which a quick disk would not leave time for.
+        (0..10 * round).for_each(|at| next(at % 2));
+        let dir = tempfile::tempdir().unwrap();
+        let written = AtomicBool::new(false);
+        let before = steps.each_ref().map(|steps| steps.load(Ordering::Relaxed));
+        let files = std::thread::scope(|threads| {
+            for rank in 0..2 {
+                let (written, next) = (&written, &next);
+                threads.spawn(move || {
+                    while !written.load(Ordering::Relaxed) {
+                        next(rank);
+                    }
+                });
+            }
+            let files = store.snapshot(dir.path());
+            written.store(true, Ordering::Relaxed);
+            files.unwrap()
+        });
+        assert!(steps.iter().zip(before).any(|(steps, before)| steps.load(Ordering::Relaxed) > before));
+        let found: Vec<_> = files.files.iter().map(|file| read_shard(dir.path(), file).unwrap()).collect();
+        assert_eq!(found, expected, "round {round}");
+        assert_ne!(export(&store), expected);
+    }
+    assert!(store.stats().unwrap().lookups.evicted > 0 && store.stats().unwrap().lookups.expired > 0);
+}
+
+#[test]
+fn memory_kept_for_a_cut_is_given_back() {
+    let store = store_of(&settings(), CAPACITY);
+    (1..=100).for_each(|seq| step(&store, 0, seq));
+    let before = store.stats().unwrap().memory_bytes;
+    store.cut().unwrap();
+    let cut = store.stats().unwrap().memory_bytes;
+    (101..=110).for_each(|seq| step(&store, 0, seq));
+    let trained = store.stats().unwrap().memory_bytes;
+    assert!(before < cut && cut < trained, "{before} {cut} {trained}");
+    let dir = tempfile::tempdir().unwrap();
+    store.snapshot(dir.path()).unwrap();
+    let after = store.stats().unwrap().memory_bytes;
+    assert!(after < trained, "{after} {trained}");
+}

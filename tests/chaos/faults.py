@@ -1,0 +1,358 @@
+"""The faults by name: each does one thing to a running ledger job, at a step that a seed chooses.
+
+``run("F3", 7, new_stack)`` starts a job, does it, lets the job come to its end and returns what the ledger says. Steps
+and victims follow from the seed; where in a step the fault falls is up to the machine.
+"""
+
+import errno
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import torch
+from stack import Stack
+from supervisor import STACK, Job, Ledger
+
+from persia_core import checkpoint
+
+SILENT = "silent for"
+STORM_S = 60.0
+"""How long a storm lasts if nothing else is said."""
+STORM_STEPS = 60
+"""Steps of the run for each second of its storm."""
+PLAN: dict[str, Any] = {"steps": 400, "every": 50}
+"""What the ledger's plan is if a fault says nothing else."""
+SAVING: dict[str, Any] = {"steps": 120, "every": 4}
+"""What it is where a save is to be hit."""
+DISK = 24 << 20
+"""Bytes of the disk that is filled."""
+TRY_S = 3
+"""Seconds one try of a look-up or push may take over links: a quarter of PERSIA_RPC_TIMEOUT."""
+
+NewStack = Callable[..., Stack]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run through a fault came to; ``runs/chaos.json`` is a list of these."""
+
+    fault: str
+    seed: int
+    injected: int
+    recovered: int
+    longest_pause_s: float
+    rows_checked: int
+    rows_wrong: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and the job it is done to.
+
+    Attributes:
+        what: What it is, for the table.
+        inject: Does it.
+        goes_on: Training must go on: the trainers are not started again, and the epoch is the first one.
+        plan: What the ledger's plan has besides :data:`PLAN`.
+        job: What :class:`supervisor.Job` gets.
+    """
+
+    what: str
+    inject: Callable[[Job, random.Random], None]
+    goes_on: bool = False
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+
+def some_step(job: Job, rng: random.Random, low: float = 0.1, high: float = 0.4) -> None:
+    """Wait for a step in this part of the run."""
+    steps = job.plan["steps"]
+    job.reach(rng.randrange(int(steps * low), int(steps * high)))
+
+
+def a_save(job: Job) -> None:
+    """Wait for the moment in which a save begins."""
+    before = set(staging(job))
+    job.wait("a save", lambda: set(staging(job)) - before)
+
+
+def staging(job: Job) -> list[Path]:
+    """Return where saves are being written."""
+    return list(job.checkpoints.glob("*/step-*/.saving-*"))
+
+
+def further(job: Job, steps: int) -> None:
+    """Wait until so many more steps are done."""
+    job.reach(job.furthest + steps)
+
+
+def server(job: Job, rng: random.Random) -> None:
+    some_step(job, rng)
+    job.kill(f"server-{rng.randrange(2)}")
+
+
+def server_in_save(job: Job, rng: random.Random) -> None:
+    some_step(job, rng)
+    victim = f"server-{rng.randrange(2)}"
+    a_save(job)
+    job.kill(victim)
+
+
+def middleware_in_save(job: Job, rng: random.Random) -> None:
+    """Whichever rank 0 saves through; several times, because it may be done when the kill comes."""
+    some_step(job, rng)
+    for number in range(5):
+        a_save(job)
+        job.kill(f"middleware-{number % 2}")
+        job.recover()
+
+
+def middleware(job: Job, rng: random.Random) -> None:
+    for part in range(3):
+        some_step(job, rng, 0.1 + part / 4, 0.2 + part / 4)
+        job.kill(f"middleware-{rng.randrange(2)}")
+        job.recover()
+
+
+def nats(job: Job, rng: random.Random) -> None:
+    """It keeps nothing on disk: what comes back knows nobody."""
+    some_step(job, rng)
+    job.take_away("nats")
+    further(job, 150)
+    job.bring_back("nats")
+    further(job, 50)
+
+
+def rank(job: Job, rng: random.Random) -> None:
+    some_step(job, rng)
+    job.kill_rank(rng.randrange(2))
+
+
+def hang(job: Job, rng: random.Random) -> None:
+    """A rank and its launcher stand still, as on a frozen host; another one takes its place; then they wake up."""
+    some_step(job, rng)
+    process = job.rank(1)
+    job.note_fault()
+    process.suspend()
+    job.stack.parts["trainer-1"].process.signal(signal.SIGSTOP)
+    job.wait("the other rank to miss it", lambda: job.said(SILENT))
+    old = job.replace("trainer-1")
+    job.recover()
+    old.process.signal(signal.SIGCONT)
+    process.resume()
+    job.wait("the old rank to end", lambda: not old.process.running)
+    assert old.process.code != 0, old.output
+    assert "is of another run" in old.output, old.output
+
+
+def data(job: Job, rng: random.Random) -> None:
+    some_step(job, rng)
+    job.kill("data-0")
+
+
+def partition(job: Job, rng: random.Random) -> None:
+    """What a middleware or a server is sent, or what it answers, is held up for longer than one try may take.
+
+    What was held arrives later, when it was long sent again.
+    """
+    for name in (f"middleware-{rng.randrange(2)}", f"server-{rng.randrange(2)}"):
+        further(job, rng.randrange(30, 120))
+        job.note_fault()
+        job.links[name].hold(rng.choice(("requests", "replies")))
+        job.let_pass(float(TRY_S) * rng.uniform(1.2, 1.6))
+        job.links[name].heal()
+        job.recover()
+
+
+def slow(job: Job, rng: random.Random) -> None:
+    some_step(job, rng)
+    job.note_fault()
+    for link in job.links.values():
+        link.delay_s = 0.1  # 200 ms there and back
+    further(job, 20)
+    for link in job.links.values():
+        link.delay_s = 0.0
+
+
+def reset(job: Job, rng: random.Random) -> None:
+    for _ in range(5):
+        further(job, rng.randrange(20, 70))
+        job.note_fault()
+        rng.choice(sorted(job.links.items()))[1].reset()
+        job.recover()
+
+
+def disk_full(job: Job, rng: random.Random) -> None:
+    some_step(job, rng)
+    filler = job.checkpoints / "filler"
+    job.note_fault()
+    fill(filler)
+    job.wait("a save to be given up", lambda: job.said("given up, training goes on"))
+    assert job.said("the run is saved again in"), "no warning"
+    newest = newest_save(job)
+    problems = {Path(each["path"]): each["problem"] for each in checkpoint.listing(newest.parent)}
+    assert problems[newest] is None, problems
+    filler.unlink()
+    job.wait("the next save", lambda: newest_save(job) != newest)
+
+
+def kills(job: Job, rng: random.Random) -> list[Callable[[], None]]:
+    """Return a kill of each kind."""
+    return [
+        lambda: job.kill("nats"),
+        lambda: job.kill(f"server-{rng.randrange(2)}"),
+        lambda: job.kill(f"middleware-{rng.randrange(2)}"),
+        lambda: job.kill("data-0"),
+        lambda: job.kill_rank(rng.randrange(2)),
+    ]
+
+
+def everything(job: Job, rng: random.Random) -> None:
+    each = kills(job, rng)
+    rng.shuffle(each)
+    for kill in each:
+        further(job, rng.randrange(10, job.plan["steps"] // 8))
+        kill()
+        job.recover()
+
+
+def storm(job: Job, rng: random.Random) -> None:
+    """Kill -9 what comes, at intervals of three times the longest pause so far in the mean, the start among them."""
+    until = time.monotonic() + job.plan["storm_s"]
+    victims = kills(job, rng)
+    job.reach(1)
+    while True:
+        job.let_pass(
+            min(rng.expovariate(1 / (3 * max(job.first_step_s, job.longest_pause_s))), until - time.monotonic())
+        )
+        if job.finished or time.monotonic() >= until:
+            return
+        rng.choice(victims)()
+
+
+FAULTS: dict[str, Fault] = {
+    "F1": Fault("server killed while a checkpoint is saved", server_in_save, plan=SAVING),
+    "F2": Fault("server killed in mid-training", server),
+    "F1m": Fault(
+        "middleware killed while a checkpoint is saved, five times", middleware_in_save, goes_on=True, plan=SAVING
+    ),
+    "F3": Fault("middleware killed, three times", middleware, goes_on=True),
+    "F4": Fault("NATS killed, and back with nothing", nats, goes_on=True),
+    "F6": Fault("rank killed", rank),
+    "F7": Fault("rank stopped, replaced, and woken", hang, plan={"silence_s": 8.0}, job={"replicas": 2}),
+    "F8": Fault("data-compose killed", data, goes_on=True),
+    "F9": Fault("link held up in one direction", partition, goes_on=True, job={"links": True}),
+    "F10": Fault("200 ms latency on every link", slow, goes_on=True, job={"links": True}),
+    "F12": Fault("checkpoint disk full", disk_full, goes_on=True, job={"disk": DISK}),
+    "F26": Fault("storm: anything killed at any time", storm),
+    "reset": Fault("connections reset, five times", reset, goes_on=True, job={"links": True}),
+    "equal": Fault("five parts killed, reproducible run", everything, plan={"bits": True, "reproducible": True}),
+}
+
+
+def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> tuple[Record, str | None]:
+    """Run a job through a fault.
+
+    Args:
+        name: One of :data:`FAULTS`.
+        seed: Decides steps and victims.
+        new_stack: Makes a stack that is not started, of the given options of :class:`stack.Stack`.
+        seconds: How long a storm lasts.
+
+    Returns:
+        What it came to, and what is wrong with it: None if nothing is.
+    """
+    fault = FAULTS[name]
+    plan = {**PLAN, **fault.plan}
+    if name == "F26":
+        plan |= {"storm_s": seconds, "steps": int(seconds * STORM_STEPS)}
+    job = new_job(fault, plan, new_stack)
+    checked = wrong = 0
+    problem: str | None = None
+    try:
+        job.start()
+        fault.inject(job, random.Random(seed))
+        ledger = job.finish(seconds + 120)
+        checked, wrong = ledger.rows_checked, ledger.rows_wrong
+        check(job, fault, ledger)
+        if plan.get("bits"):
+            checked, wrong, problem = compare_bits(job, fault, plan, new_stack)
+    except AssertionError as error:
+        problem = str(error)
+    finally:
+        job.close()
+    record = Record(name, seed, job.injected, job.recovered, round(job.longest_pause_s, 2), checked, wrong)
+    return record, problem
+
+
+def new_job(fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> Job:
+    """Return the job of a fault, not started."""
+    options = {**STACK, "tcp": True, "env": {"PERSIA_RPC_TIMEOUT": str(4 * TRY_S)}} if "links" in fault.job else STACK
+    return Job(new_stack(**options), plan, **fault.job)
+
+
+def check(job: Job, fault: Fault, ledger: Ledger) -> None:
+    """Check what must hold at the end of every run."""
+    assert not ledger.rows_wrong, f"{ledger.rows_wrong} rows are wrong: {ledger.wrong}\n{job.logs()}"
+    assert ledger.steps == job.plan["steps"], f"{ledger.steps} steps, want {job.plan['steps']}"
+    if not job.plan.get("bits"):
+        assert ledger.dense == -ledger.steps, f"dense weight {ledger.dense}, want {-ledger.steps}"
+    assert not staging(job), f"left behind: {staging(job)}"
+    assert job.injected, "nothing was done to the run"
+    assert job.recovered == job.injected, f"{job.injected} faults, {job.recovered} recoveries"
+    if fault.goes_on:
+        assert job.trainer_starts == 1, f"the trainers were started {job.trainer_starts} times\n{job.logs()}"
+        assert job.epoch == 1, f"epoch {job.epoch}, want 1"
+
+
+def compare_bits(job: Job, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:
+    """Compare the last save with that of a run that nothing was done to: rows, those that differ, what is wrong."""
+    twin = new_job(fault, plan, new_stack)
+    try:
+        twin.start().finish()
+        ours, theirs = newest_save(job), newest_save(twin)
+        assert ours.name == theirs.name == f"step-{plan['steps']}", (ours, theirs)
+        shards = sorted(path.name for path in theirs.glob("shard-*.arrow"))
+        assert shards == sorted(path.name for path in ours.glob("shard-*.arrow"))
+        pairs = [pair for name in shards for pair in zip_longest(rows(ours / name), rows(theirs / name))]
+        different = sum(one != other for one, other in pairs)
+        files = [name for name in shards if (ours / name).read_bytes() != (theirs / name).read_bytes()]
+        one, other = (torch.load(folder / "dense.pt", weights_only=True) for folder in (ours, theirs))
+        assert one.keys() == other.keys()
+        files += [f"{name} in dense.pt" for name in one if not torch.equal(one[name], other[name])]
+        return len(pairs), different, f"different: {', '.join(files)}" if files else None
+    finally:
+        twin.close()
+
+
+def newest_save(job: Job) -> Path:
+    """Return the newest whole save of a run."""
+    folder = job.saves()
+    newest = None if folder is None else checkpoint.latest(folder)
+    assert newest is not None, "no save"
+    return Path(newest)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a shard file."""
+    with pyarrow.ipc.open_file(path) as file:
+        content: list[dict[str, Any]] = file.read_all().to_pylist()
+    return content
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise

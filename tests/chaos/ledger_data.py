@@ -1,0 +1,52 @@
+"""The data of a ledger run, and what it takes from each row. Run as a script, it is the data-compose that sends it."""
+
+import json
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from persia.ctx import DataCtx
+from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
+
+DIM = 4
+SAMPLES = 16
+SLOTS = {"one": 300, "many": 200}
+"""Slots, and how many ids each has."""
+
+
+def ids(number: int) -> tuple[npt.NDArray[np.uint64], list[npt.NDArray[np.uint64]]]:
+    """Return the ids of batch ``number``: one per sample, and up to four per sample, some twice."""
+    rng = np.random.default_rng([3, number])
+    one = rng.integers(0, SLOTS["one"], SAMPLES, dtype=np.uint64)
+    many = [rng.integers(0, SLOTS["many"], rng.integers(0, 5), dtype=np.uint64) for _ in range(SAMPLES)]
+    return one, many
+
+
+def batches(count: int, twice: int | None = None) -> Iterator[PersiaBatch]:
+    """Yield the batches of a run; batch ``twice`` comes in place of the one behind it as well, which is a mistake."""
+    dense, label = np.zeros((SAMPLES, 1), np.float32), np.zeros((SAMPLES, 1), np.float32)
+    for number in range(count):
+        one, many = ids(number - (twice is not None and number == twice + 1))
+        yield PersiaBatch(
+            [IDTypeFeatureWithSingleID("one", one), IDTypeFeature("many", many)],
+            [NonIDTypeFeature(dense)],
+            [Label(label)],
+        )
+
+
+def expected(count: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Return how often each id of each slot occurs in the first ``count`` batches."""
+    counts = {slot: np.zeros(size, np.int64) for slot, size in SLOTS.items()}
+    for number in range(count):
+        one, many = ids(number)
+        np.add.at(counts["one"], one.astype(np.int64), 1)
+        np.add.at(counts["many"], np.concatenate(many).astype(np.int64), 1)
+    return counts
+
+
+if __name__ == "__main__":
+    with DataCtx() as ctx:
+        for batch in batches(**json.loads(sys.argv[1])):
+            ctx.send_data(batch)

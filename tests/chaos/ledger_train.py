@@ -1,0 +1,109 @@
+"""One rank of a ledger run: every occurrence of an id in the data takes exactly 1 from its row.
+
+SGD with rate 1, rows that begin at zero, a loss that is the sum of all rows, gradients of ranks added up: whatever
+happens on the way, ``row == -occurrences`` of the id at the end. A lost update leaves it too high, a doubled one too
+low. Rank 0 compares all rows and writes ``ledger.json`` into the folder given; a JSON text in the second argument
+changes the run.
+
+With ``bits`` the run is one whose every bit depends on the order of what happens: random rows, Adam, a loss that is not
+linear. Its rows are not compared here.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ledger_data import DIM, expected
+from torch.utils.dlpack import from_dlpack
+
+from persia import distributed, env, peers
+from persia.ctx import Checkpoints, TrainCtx
+from persia.data import DataLoader, StreamingDataset
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
+from persia.embedding.optim import SGD, Adam
+
+FOLDER = Path(sys.argv[1])
+PLAN: dict[str, Any] = {
+    "steps": 100,
+    "every": 20,
+    "reproducible": False,
+    "bits": False,
+    "silence_s": peers.SILENCE_S,
+    **json.loads(sys.argv[2]),
+}
+
+
+class Sum(torch.nn.Module):
+    """Adds all embeddings up; its one weight counts the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return ``[1]``."""
+        total = self.steps.sum()
+        for tensor in embedding_tensors:
+            total = total + tensor.sum()
+        return total.reshape(1)
+
+
+def compare(ctx: TrainCtx, batches: int) -> tuple[int, list[str]]:
+    """Compare every row with what the data says; return how many there are, and what is wrong."""
+    wrong, checked = [], 0
+    counts = expected(batches)
+    ids = np.arange(max(map(len, counts.values())), dtype=np.uint64)
+    batch = PersiaBatch([IDTypeFeatureWithSingleID(slot, ids) for slot in counts], requires_grad=False)
+    for (slot, counted), rows in zip(counts.items(), ctx.get_embedding_from_data(batch).embeddings(), strict=True):
+        found = from_dlpack(rows).numpy()[: len(counted)]
+        checked += len(counted)
+        wrong += [
+            f"{slot} id {place}: {found[place].tolist()}, want {-count}"
+            for place, count in enumerate(counted.tolist())
+            if not np.array_equal(found[place], np.full(DIM, -count, np.float32))
+        ]
+    return checked, wrong
+
+
+def write(ctx: TrainCtx, checked: int, wrong: list[str]) -> None:
+    """Write ``ledger.json``."""
+    assert isinstance(ctx.model, torch.nn.Module)
+    dense = sum(float(parameter.detach()) for parameter in ctx.model.parameters())
+    ledger = {"rows_checked": checked, "rows_wrong": len(wrong), "wrong": wrong[:10], "steps": ctx.step, "dense": dense}
+    (FOLDER / "ledger.json").write_text(json.dumps(ledger))
+
+
+def main() -> None:
+    """Train, and compare."""
+    torch.manual_seed(0)
+    bits, peers.SILENCE_S = PLAN["bits"], PLAN["silence_s"]
+    model = Sum()
+    with TrainCtx(
+        Adam(0.01) if bits else SGD(1.0),
+        torch.optim.Adam(model.parameters(), lr=0.01) if bits else torch.optim.SGD(model.parameters(), lr=1.0),
+        mixed_precision=False,
+        model=model,
+        embedding_config=EmbeddingConfig() if bits else EmbeddingConfig((0.0, 0.0), weight_bound=0.0),
+        embedding_gradient_scale="none",
+        checkpoints=Checkpoints(every=PLAN["every"]),
+    ) as ctx:
+        loader = DataLoader(StreamingDataset(), reproducible=PLAN["reproducible"])
+        for batch in loader:
+            output, _ = ctx.forward(batch)
+            ctx.backward((output - 1).square().sum() if bits else output.sum())
+            if env.get_rank() == 0:
+                sys.stderr.write(f"step {ctx.step} done\n")
+        distributed.agree(True)  # the pushes of all ranks are applied
+        if PLAN.get("leave_behind_loop"):
+            raise SystemExit(75)
+        if env.get_rank() == 0:
+            write(ctx, *((0, []) if bits else compare(ctx, PLAN["steps"] * env.get_world_size())))
+        distributed.agree(True)  # nobody leaves before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A TCP proxy between two parts of a job, which a fault can slow down, hold up or reset."""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+from typing import Literal
+
+Way = Literal["requests", "replies"]
+_CHUNK = 1 << 16
+_CHUNKS = 64
+"""Chunks that may be under way in one direction of one connection; whoever sends more waits."""
+
+Chunks = queue.Queue[tuple[float, bytes] | None]
+
+
+class Link:
+    """Passes bytes on from ``near``, where it listens, to ``far``, and back.
+
+    Attributes:
+        delay_s: How long each byte is under way, in either direction.
+    """
+
+    def __init__(self, near: tuple[str, int], far: tuple[str, int]) -> None:
+        self.delay_s = 0.0
+        self._far = far
+        self._listener = socket.create_server(near)
+        self._open: list[socket.socket] = []
+        self._held: set[Way] = set()
+        self._changed = threading.Condition()
+        threading.Thread(target=self._accept, name=f"link {near[1]}", daemon=True).start()
+
+    def hold(self, *ways: Way) -> None:
+        """Pass nothing on in these directions until :meth:`heal`, and tell nobody."""
+        with self._changed:
+            self._held |= set(ways)
+
+    def heal(self) -> None:
+        """Pass on again, first what was held."""
+        with self._changed:
+            self._held.clear()
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """End every connection there is now by RST."""
+        with self._changed:
+            for each in self._open:
+                with contextlib.suppress(OSError):  # it has ended by itself
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    each.shutdown(socket.SHUT_RD)  # wakes its reader, which would keep it open, and sends no FIN
+                each.close()
+            self._open.clear()
+
+    def close(self) -> None:
+        """Listen no more, and end every connection."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.heal()
+        self.reset()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            try:
+                far = socket.create_connection(self._far)
+            except OSError:  # nobody listens there now
+                near.close()
+                continue
+            for each in (near, far):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._changed:
+                self._open += [near, far]
+            self._carry(near, far, "requests")
+            self._carry(far, near, "replies")
+
+    def _carry(self, source: socket.socket, sink: socket.socket, way: Way) -> None:
+        chunks: Chunks = queue.Queue(_CHUNKS)
+        threading.Thread(target=self._read, args=(source, chunks), daemon=True).start()
+        threading.Thread(target=self._write, args=(sink, chunks, way), daemon=True).start()
+
+    def _read(self, source: socket.socket, chunks: Chunks) -> None:
+        with contextlib.suppress(OSError):  # reset; the other side learns of it by the end
+            while data := source.recv(_CHUNK):
+                chunks.put((time.monotonic() + self.delay_s, data))
+        chunks.put(None)
+
+    def _write(self, sink: socket.socket, chunks: Chunks, way: Way) -> None:
+        gone = False
+        while (chunk := chunks.get()) is not None:
+            due, data = chunk
+            time.sleep(max(0.0, due - time.monotonic()))
+            with self._changed:
+                self._changed.wait_for(lambda: way not in self._held)
+            if not gone:
+                try:
+                    sink.sendall(data)
+                except OSError:
+                    gone = True  # the rest is taken and dropped, so that the reader does not wait for room
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)

@@ -1,0 +1,57 @@
+"""Run one fault, or all of them: ``make chaos F=F3 SEED=7``. Results are added to the list in ``runs/chaos.json``."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import faults
+from stack import Stack, missing
+
+RUNS = Path(__file__).resolve().parents[2] / "runs" / "chaos.json"
+
+
+def append(record: faults.Record) -> None:
+    """Add a record to the list."""
+    records: list[Any] = json.loads(RUNS.read_text()) if RUNS.exists() else []
+    RUNS.parent.mkdir(exist_ok=True)
+    lines = ",\n".join(json.dumps(each) for each in [*records, dataclasses.asdict(record)])
+    RUNS.write_text(f"[\n{lines}\n]\n")
+
+
+def one(name: str, seed: int, seconds: float) -> bool:
+    """Run a fault; return whether all is well."""
+    with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
+
+        def new_stack(**options: Any) -> Stack:
+            return Stack(Path(tempfile.mkdtemp(dir=folder)), **options)
+
+        record, problem = faults.run(name, seed, new_stack, seconds)
+    append(record)
+    sys.stdout.write(f"{json.dumps(dataclasses.asdict(record))}\n")
+    if problem is not None:
+        sys.stdout.write(f"{problem}\nmake chaos F={name} SEED={seed}\n")
+    sys.stdout.flush()
+    return problem is None
+
+
+def main() -> int:
+    """Return 0 if every row was right and every job recovered."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("fault", choices=[*faults.FAULTS, "all"])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=faults.STORM_S, help="how long a storm lasts")
+    arguments = parser.parse_args()
+    if reason := missing():
+        sys.stderr.write(f"{reason}\n")
+        return 2
+    names = list(faults.FAULTS) if arguments.fault == "all" else [arguments.fault]
+    results = [one(name, arguments.seed, arguments.seconds) for name in names]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

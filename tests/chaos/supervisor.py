@@ -1,0 +1,342 @@
+"""A ledger run with everything it needs, kept alive the way a container engine does it.
+
+``Job`` starts NATS, servers, middlewares, a data-compose and the trainers. What was killed is started again, and so is
+a trainer or a data-compose that ends with 75; any other end fails. Who waits for something waits with
+:meth:`Job.wait`, which looks after the parts meanwhile.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from links import Link
+from stack import TESTS, Part, Stack
+from waiting import wait_until
+
+from persia import job as job_files
+from persia.launch.local import Kind
+
+CHAOS = Path(__file__).parent
+TRAIN, DATA = CHAOS / "ledger_train.py", CHAOS / "ledger_data.py"
+STACK: dict[str, Any] = {"servers": 2, "middlewares": 2, "slots": "one: {dim: 4}\nmany: {dim: 4}"}
+"""What a stack for :class:`Job` is made with."""
+RANKS = 2
+
+KILLED = {-signal.SIGKILL}
+AGAIN = {75, *KILLED}
+"""How trainers and data-compose may end to be started again."""
+BEHIND = "127.0.0.2"
+"""The address that parts behind a link announce; they listen on 127.0.0.1."""
+UNDER_WAY = 10
+"""Steps that may still be done after a part is lost, from look-ups made ahead."""
+TICK = 0.005
+"""Seconds between two looks at the parts."""
+
+_STEP = re.compile(r"step (\d+) done")
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What the run itself found when it compared its rows."""
+
+    rows_checked: int
+    rows_wrong: int
+    wrong: list[str]
+    steps: int
+    dense: float
+
+
+class Job:
+    """A ledger run.
+
+    Args:
+        stack: Not started, made with :data:`STACK`; by TCP for ``links``.
+        plan: What ``ledger_train.py`` gets.
+        replicas: Trainer replicas that share the ranks.
+        links: Put a :class:`Link` in front of every server and middleware.
+        disk: Bytes of a file system of its own for the checkpoints; 0 leaves them where they are. Needs root.
+        twice: A batch that data-compose sends in place of the one behind it as well.
+
+    Attributes:
+        step: The last step of rank 0.
+        furthest: The highest step of rank 0.
+        injected: Faults so far.
+        recovered: Those after which training has come further than before.
+        longest_pause_s: The longest time between two steps of rank 0.
+        first_step_s: The time from the start of the trainers to the first step.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        plan: Mapping[str, Any],
+        *,
+        replicas: int = 1,
+        links: bool = False,
+        disk: int = 0,
+        twice: int | None = None,
+    ) -> None:
+        self.stack, self.plan = stack, dict(plan)
+        self.links: dict[str, Link] = {}
+        self.step = self.furthest = self.injected = self.recovered = 0
+        self.longest_pause_s = self.first_step_s = 0.0
+        self._replicas = replicas
+        self._with_links = links
+        self._twice = twice
+        self._away: set[str] = set()
+        self._past: list[Part] = []
+        self._read = 0
+        self._step_at: float | None = None
+        self._marks: list[int] = []
+        self._mounted: Path | None = None
+        self._folder = stack.folder / "ledger"
+        self._folder.mkdir()
+        self._env = {"PYTHONPATH": os.pathsep.join([str(CHAOS), TESTS, os.environ.get("PYTHONPATH", "")])}
+        self._starts: dict[str, Callable[[], object]] = {"nats": stack.start_nats}
+        for kind, index in self._served():
+            self._starts[f"{kind}-{index}"] = partial(self._start_part, kind, index)
+        self._starts["data-0"] = self._start_data
+        for node in range(replicas):
+            self._starts[f"trainer-{node}"] = partial(self._start_trainer, node)
+        if disk:
+            self._mount(disk)
+
+    # --- its parts
+
+    def start(self) -> "Job":
+        """Start everything."""
+        if self._with_links:
+            for kind, index in self._served():
+                host, _, port = self.stack.job.address(kind, index).rpartition(":")
+                self.links[f"{kind}-{index}"] = Link((BEHIND, int(port)), (host, int(port)))
+        for start in self._starts.values():
+            start()
+        self._started = time.monotonic()
+        return self
+
+    def _served(self) -> list[tuple[Kind, int]]:
+        servers: list[tuple[Kind, int]] = [("server", index) for index in range(self.stack.job.servers)]
+        return [*servers, *(("middleware", index) for index in range(self.stack.job.middlewares))]
+
+    def _start_part(self, kind: Kind, index: int) -> None:
+        self.stack.start_part(kind, index, env={"PERSIA_ADVERTISE": BEHIND} if self._with_links else {})
+
+    def _start_data(self) -> None:
+        count = self.plan["steps"] * RANKS
+        self.stack.data(DATA, json.dumps({"count": count, "twice": self._twice}), env=self._env)
+
+    def _start_trainer(self, node: int) -> None:
+        if node == 0:
+            self._read = 0
+        ranks = RANKS // self._replicas
+        arguments = (str(self._folder), json.dumps(self.plan))
+        self.stack.trainer(TRAIN, *arguments, ranks=ranks, node=node, nodes=self._replicas, env=self._env)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its parts."""
+        return list(self._starts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every trainer has come to its end."""
+        trainers = [self.stack.parts[name] for name in self._starts if name.startswith("trainer")]
+        return all(not part.process.running and part.process.code == 0 for part in trainers)
+
+    @property
+    def trainer_starts(self) -> int:
+        """How often the replica of rank 0 was started."""
+        return 1 + sum(part.process.name == "trainer-0" for part in self._past)
+
+    def rank(self, rank: int) -> psutil.Process:
+        """Return the process of a rank."""
+
+        def found() -> psutil.Process | None:
+            for name in [name for name in self._starts if name.startswith("trainer")]:
+                for child in _children(self.stack.parts[name].process.pid):
+                    if _is_rank(child, rank):
+                        return child
+            return None
+
+        return self.wait(f"a process of rank {rank}", found)
+
+    def look_after(self) -> None:
+        """Start again what ended and is to run; note the steps that were done."""
+        for name, start in self._starts.items():
+            if name in self._away:
+                continue
+            part = self.stack.parts[name]
+            running = part.process.running
+            if name == "trainer-0":
+                self._read_steps(part)
+            if running:
+                continue
+            code, kind = part.process.code, name.partition("-")[0]
+            if kind == "trainer" and code == 0:
+                continue
+            assert code in (AGAIN if kind in {"trainer", "data"} else KILLED), (
+                f"{name} {part.process.how()}\n{self.logs()}"
+            )
+            self._past.append(part)
+            start()
+
+    def _read_steps(self, part: Part) -> None:
+        lines = part.lines[self._read :]
+        self._read += len(lines)
+        now = time.monotonic()
+        for line in lines:
+            if not (match := _STEP.search(line)):
+                continue
+            if self._step_at is None:
+                self.first_step_s = now - self._started
+            else:
+                self.longest_pause_s = max(self.longest_pause_s, now - self._step_at)
+            self._step_at = now
+            self.step = int(match[1])
+            self.furthest = max(self.furthest, self.step)
+            over = [mark for mark in self._marks if self.step > mark + UNDER_WAY]
+            self._marks = [mark for mark in self._marks if mark not in over]
+            self.recovered += len(over)
+
+    # --- waiting
+
+    def wait(self, what: str, condition: Callable[[], Found | None], timeout: float = 60.0) -> Found:
+        """Return what ``condition`` finds, and look after the parts until then."""
+
+        def look() -> Found | None:
+            ended = self.finished
+            self.look_after()
+            found = condition()
+            assert found or not ended, f"the run ended before {what}\n{self.logs()}"
+            return found
+
+        return wait_until(what, look, timeout, evidence=self.logs, interval=TICK)
+
+    def reach(self, step: int, timeout: float = 60.0) -> None:
+        """Wait until rank 0 has done ``step``, or a later one."""
+        self.wait(f"step {step}", lambda: self.furthest >= step, timeout)
+
+    def recover(self, timeout: float = 60.0) -> None:
+        """Wait until training is further than it was at any fault."""
+        self.wait("training to go on", lambda: not self._marks, timeout)
+
+    def let_pass(self, seconds: float) -> None:
+        """Look after the parts for so long, or until the run has ended."""
+        until = time.monotonic() + seconds
+        self.wait("time to pass", lambda: self.finished or time.monotonic() >= until, seconds + 60)
+
+    def said(self, text: str, name: str = "trainer-0") -> list[str]:
+        """Return the lines with ``text`` that a part has written, in all its lives."""
+        parts = [part for part in [*self._past, self.stack.parts[name]] if part.process.name == name]
+        return [line for part in parts for line in list(part.lines) if text in line]
+
+    # --- faults
+
+    def note_fault(self) -> None:
+        """Count a fault; it is recovered from when training has come further."""
+        self.look_after()
+        self.injected += 1
+        self._marks.append(self.furthest)
+
+    def kill(self, name: str) -> None:
+        """Kill -9 a part; it is started again."""
+        self.note_fault()
+        self.stack.kill(name)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill -9 a rank; its launcher ends with 75 and is started again."""
+        process = self.rank(rank)
+        self.note_fault()
+        process.kill()
+
+    def take_away(self, name: str) -> None:
+        """Kill -9 a part that stays away until :meth:`bring_back`."""
+        self._away.add(name)
+        self.kill(name)
+
+    def bring_back(self, name: str) -> None:
+        """Start a part again that was taken away."""
+        self._away.discard(name)
+
+    def replace(self, name: str) -> Part:
+        """Start another process in a part's place, without ending the old one, which is returned."""
+        old = self.stack.parts[name]
+        self._past.append(old)
+        self._starts[name]()
+        return old
+
+    # --- the end
+
+    def finish(self, timeout: float = 90.0) -> Ledger:
+        """Wait for the end of the run and return what it found."""
+        self.wait("the end of the run", lambda: self.finished, timeout)
+        self.recovered += len(self._marks)
+        self._marks = []
+        return Ledger(**json.loads((self._folder / "ledger.json").read_text()))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the run came to its end."""
+        summary = job_files.finished_summary(self.stack.folder / "run")
+        assert summary is not None, "no summary"
+        return int(summary["epoch"])
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where servers and trainers keep them."""
+        return Path(self.stack.settings["PERSIA_CKPT_DIR"])
+
+    def saves(self) -> Path | None:
+        """Return the folder of the run's saves, once there is one."""
+        return next(self.checkpoints.glob("*/"), None)
+
+    def logs(self) -> str:
+        """Return what every part wrote, but for the steps."""
+        parts = [*self._past, *self.stack.parts.values()]
+        return "\n".join(
+            line
+            for part in parts
+            for line in (f"--- {part.process.name}", *(line for line in list(part.lines) if not _STEP.search(line)))
+        )
+
+    def close(self) -> None:
+        """End everything."""
+        for part in self._past:
+            if part.process.running:
+                part.process.signal(signal.SIGKILL)
+                part.wait()
+        self.stack.close()
+        for link in self.links.values():
+            link.close()
+        if self._mounted is not None:
+            subprocess.run(["umount", self._mounted], check=True)
+
+    def _mount(self, size: int) -> None:
+        folder = self.checkpoints
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+        self._mounted = folder
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_rank(process: psutil.Process, rank: int) -> bool:
+    try:
+        return "persia.launch.rank" in process.cmdline() and process.environ().get("RANK") == str(rank)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,35 @@
+"""Faults with a fixed seed, each judged by the ledger; ``make chaos-all`` does the long ones too, with other seeds."""
+
+import os
+from typing import Any
+
+import faults
+import pytest
+from stack import MakeStack, Stack
+from supervisor import STACK, Job
+
+SEED = 1
+LONG = {"F7", "F26"}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [name for name in faults.FAULTS if name not in LONG])
+def test_every_row_is_right_after(name: str, make_stack: MakeStack) -> None:
+    if "disk" in faults.FAULTS[name].job and os.geteuid() != 0:
+        pytest.skip("a disk to fill needs root")
+
+    def new_stack(**options: Any) -> Stack:
+        return make_stack(start=False, **options)
+
+    record, problem = faults.run(name, SEED, new_stack)
+    assert problem is None, f"{problem}\nmake chaos F={name} SEED={SEED}"
+    assert record.rows_checked > 0
+    assert record.rows_wrong == 0
+
+
+def test_the_ledger_finds_a_batch_that_was_trained_on_twice(make_stack: MakeStack) -> None:
+    job = Job(make_stack(start=False, **STACK), {"steps": 60, "every": 20}, twice=17)
+    ledger = job.start().finish()
+    assert ledger.steps == 60
+    assert 0 < ledger.rows_wrong < ledger.rows_checked
+    assert any("want" in line for line in ledger.wrong)

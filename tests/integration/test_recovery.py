@@ -1,0 +1,136 @@
+"""Runs of several ranks that are interrupted and go on from their newest save, judged by the ledger of tests/chaos."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from stack import TESTS, MakeStack, Part, Stack
+
+CHAOS = ROOT / "tests" / "chaos"
+STEPS = 60
+
+
+@pytest.fixture
+def ledger(make_stack: MakeStack) -> Stack:
+    """Return a stack with the ledger's slots, and its data."""
+    stack = make_stack(servers=2, slots="one: {dim: 4}\nmany: {dim: 4}")
+    stack.data(CHAOS / "ledger_data.py", json.dumps({"count": 2 * STEPS}), env=paths())
+    return stack
+
+
+def paths() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(CHAOS), TESTS])}
+
+
+def nodes(stack: Stack, **plan: Any) -> list[Part]:
+    """Start two trainer replicas with a rank each."""
+    text = json.dumps({"steps": STEPS, "every": 1000, **plan})
+    return [
+        stack.trainer(CHAOS / "ledger_train.py", str(stack.folder), text, node=node, nodes=2, env=paths())
+        for node in range(2)
+    ]
+
+
+def exact(stack: Stack) -> None:
+    """Every occurrence of an id counts once, and every step once on the dense side."""
+    found = json.loads((stack.folder / "ledger.json").read_text())
+    assert found["rows_wrong"] == 0, found
+    assert (found["rows_checked"], found["steps"], found["dense"]) == (500, STEPS, -STEPS)
+
+
+def saves(stack: Stack) -> list[str]:
+    return sorted(path.name for path in (stack.folder / "checkpoints").glob("*/step-*"))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim: int) -> None:
+    parts = nodes(ledger)
+    parts[0].says("step 10 done")
+    parts[victim].process.signal(signal.SIGTERM)
+    assert [part.wait() for part in parts] == [75, 75], parts[0].output
+    (saved,) = saves(ledger)
+    assert 10 <= int(saved.removeprefix("step-")) < STEPS
+    parts = nodes(ledger)
+    assert [part.wait() for part in parts] == [0, 0], parts[0].output
+    parts[0].says(f"training goes on behind step {saved.removeprefix('step-')}")
+    exact(ledger)
+
+
+def test_ranks_that_end_behind_their_loop_go_on_there(ledger: Stack) -> None:
+    assert {part.wait() for part in nodes(ledger, leave_behind_loop=True)} == {75}
+    parts = nodes(ledger)
+    assert [part.wait() for part in parts] == [0, 0], parts[1].output
+    assert saves(ledger) == [f"step-{STEPS}"]
+    exact(ledger)
+
+
+def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger: Stack) -> None:
+    parts = nodes(ledger, every=8)
+    parts[0].says("step 30 done")
+    for name in ("trainer-0", "server-0", "trainer-1", "server-1", "middleware-0", "nats"):
+        ledger.kill(name)
+    ledger.start()
+    assert [part.wait(90) for part in nodes(ledger, every=8)] == [0, 0]
+    exact(ledger)
+    (ledger.folder / "run" / "summary.json").unlink()  # as the launcher says, to train again
+    (ledger.folder / "ledger.json").unlink()
+    first, second = nodes(ledger, every=8)
+    assert [first.wait(90), second.wait(90)] == [0, 0]
+    first.says("training begins")
+    exact(ledger)
+
+
+ANY_NUMBER = """
+import sys
+
+import torch
+from conftest import Batches, TinyModel
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.optim import Adam
+
+load, save = sys.argv[1:]
+torch.manual_seed(1)
+model = TinyModel()
+with TrainCtx(Adam(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
+    if load:
+        ctx.load_checkpoint(load)
+    else:
+        for batch in DataLoader(Batches(10, ids=5000)):
+            output, labels = ctx.forward(batch)
+            ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+    ctx.dump_checkpoint(save)
+"""
+
+
+def test_a_checkpoint_of_two_servers_loads_on_any_number(make_stack: MakeStack, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ANY_NUMBER)
+
+    def run(servers: int, load: str, save: str, given: Path | None = None) -> Path:
+        stack = make_stack(servers=servers)
+        folder = stack.folder / "checkpoints"
+        if given is not None:
+            shutil.copytree(given, folder / load)
+        trainer = stack.trainer(script, load, save)
+        assert trainer.wait() == 0, trainer.output
+        stack.close()
+        return folder / save
+
+    first = run(2, "", "first")
+    expected = shards(first)
+    assert len(expected) > 200
+    for servers in (1, 3, 5):
+        assert shards(run(servers, "first", "again", first)) == expected, f"{servers} servers"
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """Return the hash of every file of rows, by its name."""
+    files = json.loads((folder / "MANIFEST.json").read_text())["files"]
+    return {file["name"].split("/")[-1]: file["blake3"] for file in files if file["name"].endswith(".arrow")}

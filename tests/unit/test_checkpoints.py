@@ -1,0 +1,318 @@
+"""Runs that save themselves as they go on, and go on from there: here in the embedded mode."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Batches, Configure
+from test_training import SLOTS, everything, loss_fn, make, train
+from waiting import wait_until
+
+from persia.checkpoint import Save
+from persia.ctx import Checkpoints, TrainCtx
+from persia.data import DataLoader
+from persia.embedding.data import PersiaBatch
+from persia.errors import CheckpointError, PersiaError, StorageError, UnreachableError, UsageError
+
+STEPS = 25
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def whole(configure: Configure, folder: Path, steps: int = STEPS, **options: object) -> bytes:
+    """Train up to ``steps`` with a save after every tenth."""
+    configure(SLOTS)
+    with make(checkpoints=Checkpoints(folder, every=10, **options)) as ctx:  # type: ignore[arg-type]
+        train(ctx, DataLoader(Batches(STEPS), reproducible=True), steps - ctx.step)
+        return everything(ctx)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_goes_on_behind_its_newest_save_with_equal_bits(configure: Configure, tmp_path: Path) -> None:
+    expected = whole(configure, tmp_path / "undisturbed")
+    whole(configure, tmp_path / "run", steps=23)
+    assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
+    torch.manual_seed(99)  # what the new process begins with does not matter
+    configure(SLOTS)
+    with make(seed=5, checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
+        assert ctx.step == 20
+        assert len(train(ctx, DataLoader(Batches(STEPS), reproducible=True))) == STEPS - 20
+        assert everything(ctx) == expected
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
+    config = tmp_path / "embedding_config.yml"
+    config.write_text("slots_config:\n  a: {dim: 4}\n  b: {dim: 4}\n")
+    script = f"""
+import os
+import signal
+import sys
+from pathlib import Path
+import test_checkpoints as test
+from conftest import Batches
+from persia.ctx import Checkpoints
+from persia.data import DataLoader
+from persia.embedding.data import PersiaBatch
+
+last, folder = int(sys.argv[1]), sys.argv[2]
+with test.make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+    test.train(ctx, DataLoader(Batches({STEPS}), reproducible=True), last - ctx.step)
+    if last < {STEPS}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Path(folder, "rows").write_bytes(test.everything(ctx))
+"""
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+
+    def run(last: int, folder: str) -> int:
+        env = {**os.environ, "PYTHONPATH": path, "PERSIA_EMBEDDING_CONFIG": str(config)}
+        words = [sys.executable, "-c", script, str(last), folder]
+        return subprocess.run(words, cwd=tmp_path, env=env, check=False).returncode
+
+    assert run(STEPS, "undisturbed") == 0
+    assert [run(last, "run") for last in (4, 23, STEPS)] == [*[-signal.SIGKILL] * 2, 0]
+    assert (tmp_path / "run" / "rows").read_bytes() == (tmp_path / "undisturbed" / "rows").read_bytes()
+
+
+def test_old_saves_are_removed(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=5, keep_last=2)) as ctx:
+        train(ctx, DataLoader(Batches(STEPS)))
+    assert names(tmp_path / "run") == ["LATEST", "step-20", "step-25"]
+    assert (tmp_path / "run" / "LATEST").read_text() == "step-25\n"
+
+
+def test_a_schedulers_state_belongs_to_the_run(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+
+    def ctx_and_scheduler() -> tuple[TrainCtx, torch.optim.lr_scheduler.StepLR]:
+        bare = make()
+        scheduler = torch.optim.lr_scheduler.StepLR(bare.dense_optimizer, step_size=3, gamma=0.5)
+        checkpoints = Checkpoints(tmp_path / "run", every=4, state={"decay": scheduler})
+        return TrainCtx(
+            bare.embedding_optimizer,
+            bare.dense_optimizer,
+            mixed_precision=False,
+            model=bare.model,
+            checkpoints=checkpoints,
+        ), scheduler
+
+    ctx, scheduler = ctx_and_scheduler()
+    with ctx:
+        for batch in DataLoader(Batches(8)):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+            scheduler.step()
+    again, restored = ctx_and_scheduler()
+    with again:
+        assert restored.state_dict() == scheduler.state_dict()
+        assert restored.last_epoch == 8
+    with pytest.raises(CheckpointError, match=r"has the states decay.*has none"):
+        make(checkpoints=Checkpoints(tmp_path / "run")).__enter__()
+
+
+def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    whole(configure, folder)
+    flip(next((folder / "step-20").glob("shard-*.arrow")))
+    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is whole: to go on from there"):
+        whole(configure, folder)
+    with make(checkpoints=Checkpoints(folder, every=10, allow_previous=True)) as ctx:
+        assert ctx.step == 10
+    flip(next((folder / "step-10").glob("shard-*.arrow")))
+    with pytest.raises(CheckpointError, match="step-20"):
+        whole(configure, folder, allow_previous=True)
+
+
+@pytest.mark.parametrize("in_the_background", [True, False])
+@pytest.mark.parametrize("failure", [StorageError, UnreachableError])
+def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
+    failure: type[Exception],
+    in_the_background: bool,
+    configure: Configure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = whole(configure, tmp_path / "undisturbed")
+    refusals = itertools.chain([True] * 5, itertools.repeat(False))
+    write, begin = Save._write, TrainCtx.begin_checkpoint
+
+    def refuse_to_write(self: Save) -> None:
+        if in_the_background and next(refusals):
+            raise failure("no space left on the device")
+        write(self)
+
+    def refuse_to_begin(self: TrainCtx, directory: Path, more: dict[str, dict[str, Any]]) -> Save:
+        if not in_the_background and next(refusals):
+            raise failure("no space left on the device")
+        return begin(self, directory, more)
+
+    monkeypatch.setattr(Save, "_write", refuse_to_write)
+    monkeypatch.setattr(TrainCtx, "begin_checkpoint", refuse_to_begin)
+    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
+    checkpoints = Checkpoints(tmp_path / "run", every=10)
+    configure(SLOTS)
+    with make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(Batches(STEPS), reproducible=True):
+            if ctx.common.writing is not None:
+                ctx.common.writing.wait()
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+        assert everything(ctx) == expected
+    assert checkpoints.failed == 1
+    # Of step 10, or of one soon after: a save that failed is made again behind the step that is trained by then.
+    assert re.search(r"checkpoint of step 1\d given up, training goes on: no space left", caplog.text)
+    latest, saved, end = names(tmp_path / "run")
+    assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
+
+
+def test_training_goes_on_while_a_save_is_written(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written is the cut, whatever is trained meanwhile; the next save waits for it."""
+    expected = whole(configure, tmp_path / "undisturbed")
+    write, trained = Save._write, threading.Event()
+
+    def write_late(self: Save) -> None:
+        assert trained.wait(30)
+        write(self)
+
+    configure(SLOTS)
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
+        monkeypatch.setattr(Save, "_write", write_late)
+        for batch in DataLoader(Batches(STEPS), reproducible=True):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+            if ctx.step == 19:  # nothing of step 10's save is written by now
+                trained.set()
+        assert everything(ctx) == expected
+    for step in (10, 20):
+        folder = tmp_path / f"from-{step}"
+        folder.mkdir()
+        shutil.copytree(tmp_path / "run" / f"step-{step}", folder / f"step-{step}")
+        assert whole(configure, folder) == expected
+
+
+def test_a_dump_that_does_not_block(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(5), reproducible=True))
+        expected = everything(ctx)
+        write, trained = Save._write, threading.Event()
+
+        def write_late(self: Save) -> None:
+            assert trained.wait(30)
+            write(self)
+
+        def refuse(self: Save) -> None:
+            raise StorageError("no space left on the device")
+
+        monkeypatch.setattr(Save, "_write", write_late)
+        ctx.dump_checkpoint(tmp_path / "run", blocking=False)
+        assert names(tmp_path / "run") == [".saving-1"]
+        trained.set()
+        ctx.wait_for_dump_embedding()
+        ctx.load_checkpoint(tmp_path / "run")
+        assert everything(ctx) == expected
+        monkeypatch.setattr(Save, "_write", refuse)
+        for ask in (ctx.wait_for_dump_embedding, ctx.clear_embeddings, lambda: ctx.load_checkpoint(tmp_path / "run")):
+            ctx.dump_embedding(tmp_path / "rows", blocking=False)
+            with pytest.raises(StorageError, match="no space left"):
+                ask()
+        assert everything(ctx) == expected  # nothing was cleared
+        ctx.clear_embeddings()  # it was told
+
+
+def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    for options, named in (
+        ({"every": 0}, "every=0"),
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"every": 2.5}, r"every=2\.5"),
+        ({"state": {"loss": 3.0}}, "float has no state_dict"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            Checkpoints(tmp_path, **options)
+    with pytest.raises(UsageError, match="give a folder"):
+        Checkpoints()
+    with pytest.raises(UsageError, match=r"want persia\.ctx\.Checkpoints, got str"):
+        make(checkpoints="run")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PersiaError, match="file"), make(checkpoints=Checkpoints(tmp_path / "file")):
+        pass
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_sigterm_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, waiting: bool) -> None:
+    """In the body of the loop, and while it waits for a batch that does not come."""
+
+    class Slow(Batches):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            for number, batch in enumerate(super().__iter__()):
+                if waiting and number == 7:
+                    wait_until("every batch before this one to be trained on", lambda: ctx.step == 7, 30)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    released.wait()
+                yield batch
+
+    expected = whole(configure, tmp_path / "undisturbed")
+    configure(SLOTS)
+    released = threading.Event()
+    with (
+        pytest.raises(SystemExit) as left,
+        make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx,
+    ):
+        try:
+            for batch in DataLoader(Slow(STEPS), reproducible=True):
+                output, labels = ctx.forward(batch)
+                ctx.backward(loss_fn(output, labels[0]))
+                if not waiting and ctx.step == 7:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            released.set()
+    assert left.value.code == 75
+    assert names(tmp_path / "run") == ["LATEST", "step-7"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert whole(configure, tmp_path / "run") == expected
+
+
+def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> None:
+    """What comes after it, an evaluation say, may be interrupted and started again: nothing is trained twice."""
+    configure(SLOTS)
+    for trained in (STEPS, 0):
+        with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
+            assert len(train(ctx, DataLoader(Batches(STEPS)))) == trained
+            assert ctx.step == STEPS
+
+
+def test_sigterm_in_a_loop_that_is_left_ends_the_next_one(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    with pytest.raises(SystemExit), make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
+        loader = DataLoader(Batches(STEPS), reproducible=True)
+        for batch in loader:
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]))
+            if ctx.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                break
+        train(ctx, loader)
+    assert names(tmp_path / "run") == ["LATEST", "step-3"]

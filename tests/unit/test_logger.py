@@ -1,0 +1,73 @@
+"""Logs: levels as the servers name them, and lines as the servers write them."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from persia.errors import ConfigError
+from persia.logger import setLogger
+
+NAME = "persia_test_logger"
+
+
+@pytest.fixture(autouse=True)
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("LOG_LEVEL", "LOG_FORMAT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    logger = logging.getLogger(NAME)
+    logger.handlers.clear()
+    logger.propagate = True  # pytest has handlers of its own on loggers that do not
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [("trace", 10), ("debug", 10), ("info", 20), ("", 20), ("warn", 30), ("error", 40), ("CRITICAL", 50)],
+)
+def test_levels_that_servers_take_are_levels_here(monkeypatch: pytest.MonkeyPatch, text: str, level: int) -> None:
+    monkeypatch.setenv("LOG_LEVEL", text)
+    assert setLogger(NAME).level == level
+
+
+def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="LOG_LEVEL='loud': want one of .*INFO.*TRACE"):
+        setLogger(NAME)
+    monkeypatch.setenv("LOG_LEVEL", "info")
+    monkeypatch.setenv("LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="LOG_FORMAT='xml': want json or text"):
+        setLogger(NAME)
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, ("persia", 0)),
+        ({"RANK": "3", "REPLICA_INDEX": "1"}, ("persia-trainer", 3)),
+        ({"PERSIA_LAUNCHER_SERVED": "note", "REPLICA_INDEX": "1"}, ("persia-data", 1)),
+    ],
+)
+def test_a_json_line_has_the_keys_of_the_servers(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    env: dict[str, str],
+    place: tuple[str, int],
+) -> None:
+    for name, value in {"LOG_FORMAT": "json", **env}.items():
+        monkeypatch.setenv(name, value)
+    logger = setLogger(NAME)
+    monkeypatch.setattr(logger.handlers[0], "stream", sys.stderr)
+    logger.warning("a %s\nline", "long")
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logger.exception("failed")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first.pop("time").endswith("Z")
+    assert list(first) == ["level", "service", "replica", "message", "target"]
+    assert (first["service"], first["replica"]) == place
+    assert (first["level"], first["message"], first["target"]) == ("warn", "a long\nline", NAME)
+    assert second["level"] == "error" and second["exception"].endswith("ValueError: bad")

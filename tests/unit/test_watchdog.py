@@ -1,0 +1,71 @@
+"""A training loop that hangs says where, and ends; one that waits for data does not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import threading
+
+import numpy as np
+import torch
+
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, IterableDataset
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.embedding.optim import SGD
+
+
+class Slow(IterableDataset):
+    def __iter__(self):
+        for number in range(4):
+            if number == 2:
+                threading.Event().wait(8.0)
+            ids = np.arange(8, dtype=np.uint64)
+            yield PersiaBatch([IDTypeFeatureWithSingleID("a", ids)], [], [Label(np.ones((8, 1), np.float32))])
+
+
+def a_call_that_never_returns():
+    threading.Event().wait()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, dense, embeddings):
+        return self.layer(embeddings[0])
+
+
+model = Model()
+with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), lr=0.1), mixed_precision=False, model=model) as ctx:
+    for batch in DataLoader(Slow(buffer_size=1)):
+        output, labels = ctx.forward(batch)
+        ctx.backward(output.sum())
+        if ctx.step == 4 and sys.argv[1] == "hang":
+            a_call_that_never_returns()
+print("trained", ctx.step if ctx.common_context else 4)
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("hang", 70), ("go on", 0)])
+def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_goes_on(what: str, code: int, tmp_path: Path) -> None:
+    (tmp_path / "embedding_config.yml").write_text("slots_config:\n  a: {dim: 4}\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "PERSIA_EMBEDDING_CONFIG": str(tmp_path / "embedding_config.yml"),
+        "PERSIA_HANG_TIMEOUT": "5",
+    }
+    done = subprocess.run(
+        [sys.executable, tmp_path / "train.py", what], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    said = "makes no progress behind step 4" in done.stderr and "in a_call_that_never_returns" in done.stderr
+    assert said == (what == "hang"), done.stderr
+    assert ("trained 4" in done.stdout) == (what == "go on")
