@@ -18,6 +18,9 @@ Result = subprocess.CompletedProcess[str]
 BUILD = 2400.0
 """Seconds that building all images may take: PyTorch is downloaded, the engine compiled."""
 
+# The other limits only end what hangs: `import torch` takes more than a minute where a container reads its gigabytes for
+# the first time from a slow disk.
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
@@ -29,10 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "compose" in item.path.parts:
             item.add_marker("docker")
-            item.add_marker(pytest.mark.timeout(600, func_only=True))
+            item.add_marker(pytest.mark.timeout(900, func_only=True))
 
 
-def docker(*arguments: str, timeout: float = 60.0, check: bool = True, env: Mapping[str, str] | None = None) -> Result:
+def docker(*arguments: str, timeout: float = 300.0, check: bool = True, env: Mapping[str, str] | None = None) -> Result:
     """Run the docker command in the root of the clone, with ``env`` in place of what this shell chose for the stack."""
     chosen = re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if name not in chosen}
@@ -63,7 +66,7 @@ class Project:
         }
 
     def __call__(
-        self, *arguments: str, timeout: float = 120.0, check: bool = True, env: Mapping[str, str] | None = None
+        self, *arguments: str, timeout: float = 300.0, check: bool = True, env: Mapping[str, str] | None = None
     ) -> Result:
         """Run ``docker compose ARGUMENTS``; ``env`` comes on top of the project's variables."""
         return docker("compose", *arguments, timeout=timeout, check=check, env=self.variables | dict(env or {}))
@@ -77,11 +80,11 @@ class Project:
         """Start services in the background, without those they depend on."""
         self("up", "--detach", "--no-build", "--no-deps", *options)
 
-    def train(self, *, timeout: float = 300.0, env: Mapping[str, str] | None = None) -> Result:
+    def train(self, *, timeout: float = 600.0, env: Mapping[str, str] | None = None) -> Result:
         """Run the whole stack until the trainers end; the exit code is theirs."""
         return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, env=env)
 
-    def run(self, *command: str, timeout: float = 120.0, check: bool = True) -> Result:
+    def run(self, *command: str, timeout: float = 300.0, check: bool = True) -> Result:
         """Run a command in a container of the trainer, with nothing else started."""
         return self("run", "--rm", "--no-deps", "--no-TTY", "trainer", *command, timeout=timeout, check=check)
 
@@ -98,7 +101,7 @@ class Project:
         ]
         return [(status, int(code)) for status, code in answers]
 
-    def healthy(self, service: str, *, timeout: float = 60.0) -> None:
+    def healthy(self, service: str, *, timeout: float = 180.0) -> None:
         """Wait until each of a service's containers is ready to serve."""
 
         def states() -> set[str]:
@@ -112,15 +115,15 @@ class Project:
         result = self("logs", "--no-color", *services, check=False)
         return result.stdout + result.stderr
 
-    def wait(self, what: str, condition: Callable[[], object], *, timeout: float = 90.0) -> None:
+    def wait(self, what: str, condition: Callable[[], object], *, timeout: float = 180.0) -> None:
         """Wait until the condition holds."""
         wait_until(what, condition, timeout, evidence=self.logs, interval=0.2)
 
-    def says(self, service: str, text: str, *, times: int = 1, timeout: float = 90.0) -> None:
+    def says(self, service: str, text: str, *, times: int = 1, timeout: float = 180.0) -> None:
         """Wait until a service has written ``text``."""
         self.wait(f"{service} to say {text!r}", lambda: self.logs(service).count(text) >= times, timeout=timeout)
 
-    def ended(self, service: str, *, timeout: float = 300.0) -> list[int]:
+    def ended(self, service: str, *, timeout: float = 600.0) -> list[int]:
         """Wait for all containers of a service to end and return their exit codes."""
         self.wait(
             f"{service} to end", lambda: all(state == "exited" for state, _ in self.states(service)), timeout=timeout

@@ -38,7 +38,7 @@ def probe(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.row("S0-06")
 def test_proxy_and_network_of_the_host_reach_the_build_but_not_the_image(probe: dict[str, str]) -> None:
-    docker("compose", "build", "emb_server", timeout=120, env=probe | {"HTTP_PROXY": "http://x"})
+    docker("compose", "build", "emb_server", env=probe | {"HTTP_PROXY": "http://x"})
     image = f"{probe['PERSIA_IMAGE']}/server:dev"
     seen = docker("run", "--rm", image, "cat", "/proxy", "/interfaces").stdout.split()
     assert hashlib.sha256(b"http://x").hexdigest() in seen
@@ -77,7 +77,7 @@ def test_a_change_of_the_sources_does_not_install_pytorch_again(tmp_path: Path) 
     names = {"PERSIA_IMAGE": f"persia-probe-{os.getpid()}", "COMPOSE_PROJECT_NAME": f"persia-probe-{os.getpid()}"}
     image = f"{names['PERSIA_IMAGE']}/runtime:dev"
     try:
-        docker("compose", "--project-directory", str(context), "build", "trainer", timeout=400, env=names)
+        docker("compose", "--project-directory", str(context), "build", "trainer", timeout=800, env=names)
         before, after = layers("persia/runtime:dev"), layers(image)
         assert before != after
         shared = sum(1 for one, other in zip(before, after, strict=True) if one == other)

@@ -30,14 +30,14 @@ def finished(project: Project) -> dict[str, Any]:
 @pytest.mark.row("S0-10", "S0-11", "S0-17", "S0-18")
 def test_the_example_trains_once(stacks: Stacks) -> None:
     project = stacks(EXAMPLE)
-    first = project.train(timeout=480)
+    first = project.train()
     assert first.returncode == 0, first.stdout + first.stderr
     summary = finished(project)
     assert summary["world_size"] == 2
     assert abs(summary["result"]["auc"] - EMBEDDED_AUC) <= TOLERANCE
     assert f"{summary['result']['auc']:.4f}" in first.stdout  # rank 0 shows it
 
-    second = project.train(timeout=120)
+    second = project.train()
     assert second.returncode == 0, second.stdout + second.stderr
     assert "this run is finished" in second.stdout
     assert finished(project) == summary
@@ -160,7 +160,9 @@ def test_pytest_passes_in_the_trainer(stacks: Stacks) -> None:
     project = stacks(EXAMPLE, SERVER_REPLICA="2", MIDDLEWARE_REPLICA="1")
     project.up("persia_nats_service", "emb_server", "middleware")
     # Without those that start a stack of their own: they run on the host, and would take this long again.
-    result = project.run("pytest", "-m", "live or not integration", timeout=900, check=False)
+    result = project.run(
+        "pytest", "-m", "live or not integration", "-n", "3", "--dist", "worksteal", timeout=900, check=False
+    )
     assert result.returncode == 0, result.stdout[-6000:]
     assert re.search(r"^[1-9]\d+ ran, \d+ skipped", result.stdout, re.MULTILINE)
 
