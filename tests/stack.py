@@ -89,6 +89,7 @@ class Stack:
         slots: str = SLOTS,
         groups: str = "",
         capacity: int = 100_000,
+        log: str | None = None,
         job: str = "test",
         tcp: bool = False,
         env: Mapping[str, str] | None = None,
@@ -101,7 +102,8 @@ class Stack:
         if groups:
             text += f"feature_groups:\n{textwrap.indent(textwrap.dedent(groups).strip(), '  ')}\n"
         embedding.write_text(text)
-        general.write_text(f"embedding_parameter_server_config:\n  capacity: {capacity}\n")
+        server = f"capacity: {capacity}" if log is None else f"capacity: {capacity}, durability: log, log_sync: {log}"
+        general.write_text(f"embedding_parameter_server_config: {{{server}}}\n")
         self.job = LocalJob(
             name=job,
             servers=servers,

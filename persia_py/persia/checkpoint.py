@@ -23,8 +23,11 @@ from typing_extensions import Self
 
 from persia.embedding.optim import Optimizer
 from persia.errors import CheckpointError, StorageError, UsageError
+from persia.logger import get_logger
 from persia_core import checkpoint as _core
 from persia_core.engine import Engine
+
+_logger = get_logger("checkpoint")
 
 
 class Save:
@@ -95,7 +98,9 @@ class Save:
             except OSError as error:
                 raise StorageError(f"{path}: {error.strerror}") from error
             self._saver.add_file(name)
-        self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        untold = self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        if untold is not None:
+            _logger.warning("the checkpoint is written, but servers with a log were not told: %s", untold)
 
 
 class Writing:

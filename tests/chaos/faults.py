@@ -62,6 +62,7 @@ class Fault:
         goes_on: Training must go on: the trainers are not started again, and the epoch is the first one.
         plan: What the ledger's plan has besides :data:`PLAN`.
         job: What :class:`supervisor.Job` gets.
+        stack: What its :class:`stack.Stack` gets.
     """
 
     what: str
@@ -69,6 +70,7 @@ class Fault:
     goes_on: bool = False
     plan: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
+    stack: Mapping[str, Any] = field(default_factory=dict)
 
 
 def some_step(job: Job, rng: random.Random, low: float = 0.1, high: float = 0.4) -> None:
@@ -103,6 +105,16 @@ def server_in_save(job: Job, rng: random.Random) -> None:
     victim = f"server-{rng.randrange(2)}"
     a_save(job)
     job.kill(victim)
+
+
+def servers(job: Job, rng: random.Random) -> None:
+    """Three times; the first time whatever is being saved."""
+    some_step(job, rng)
+    a_save(job)
+    for _ in range(3):
+        job.kill(f"server-{rng.randrange(2)}")
+        job.recover()
+        further(job, rng.randrange(30, 60))
 
 
 def middleware_in_save(job: Job, rng: random.Random) -> None:
@@ -240,6 +252,7 @@ def storm(job: Job, rng: random.Random) -> None:
 FAULTS: dict[str, Fault] = {
     "F1": Fault("server killed while a checkpoint is saved", server_in_save, plan=SAVING),
     "F2": Fault("server killed in mid-training", server),
+    "F2l": Fault("server with a log killed, three times", servers, goes_on=True, stack={"log": "always"}),
     "F1m": Fault(
         "middleware killed while a checkpoint is saved, five times", middleware_in_save, goes_on=True, plan=SAVING
     ),
@@ -252,8 +265,15 @@ FAULTS: dict[str, Fault] = {
     "F10": Fault("200 ms latency on every link", slow, goes_on=True, job={"links": True}),
     "F12": Fault("checkpoint disk full", disk_full, goes_on=True, job={"disk": DISK}),
     "F26": Fault("storm: anything killed at any time", storm),
+    "F26l": Fault("the same storm, servers with logs", storm, stack={"log": "every_second"}),
     "reset": Fault("connections reset, five times", reset, goes_on=True, job={"links": True}),
     "equal": Fault("five parts killed, reproducible run", everything, plan={"bits": True, "reproducible": True}),
+    "equall": Fault(
+        "the same, servers with logs",
+        everything,
+        plan={"bits": True, "reproducible": True},
+        stack={"log": "every_second"},
+    ),
 }
 
 
@@ -271,7 +291,7 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
     """
     fault = FAULTS[name]
     plan = {**PLAN, **fault.plan}
-    if name == "F26":
+    if fault.inject is storm:
         plan |= {"storm_s": seconds, "steps": int(seconds * STORM_STEPS)}
     job = new_job(fault, plan, new_stack)
     checked = wrong = 0
@@ -295,7 +315,7 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
 def new_job(fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> Job:
     """Return the job of a fault, not started."""
     options = {**STACK, "tcp": True, "env": {"PERSIA_RPC_TIMEOUT": str(4 * TRY_S)}} if "links" in fault.job else STACK
-    return Job(new_stack(**options), plan, **fault.job)
+    return Job(new_stack(**options, **fault.stack), plan, **fault.job)
 
 
 def check(job: Job, fault: Fault, ledger: Ledger) -> None:

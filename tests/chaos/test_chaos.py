@@ -9,7 +9,7 @@ from stack import MakeStack, Stack
 from supervisor import STACK, Job
 
 SEED = 1
-LONG = {"F7", "F26"}
+LONG = {"F7", "F26", "F26l", "equal"}
 
 
 @pytest.mark.timeout(240)

@@ -226,22 +226,38 @@ class BeginReply(_message.Message):
     def __init__(self) -> None: ...
 
 class CutRequest(_message.Message):
-    __slots__ = ("fence",)
+    __slots__ = ("fence", "cut")
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
+    cut: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., cut: _Optional[int] = ...) -> None: ...
 
 class CutReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class UncutRequest(_message.Message):
+    __slots__ = ("fence", "cut")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
+    fence: Fence
+    cut: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., cut: _Optional[int] = ...) -> None: ...
+
+class UncutReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SnapshotRequest(_message.Message):
-    __slots__ = ("fence", "directory")
+    __slots__ = ("fence", "directory", "cut")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
     directory: str
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ...) -> None: ...
+    cut: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., cut: _Optional[int] = ...) -> None: ...
 
 class File(_message.Message):
     __slots__ = ("name", "bytes", "blake3")
@@ -260,6 +276,20 @@ class SnapshotReply(_message.Message):
     files: _containers.RepeatedCompositeFieldContainer[File]
     rows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SavedRequest(_message.Message):
+    __slots__ = ("fence", "directory", "files")
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    fence: Fence
+    directory: str
+    files: _containers.RepeatedCompositeFieldContainer[File]
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ...) -> None: ...
+
+class SavedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("fence", "directory", "files", "check_only")

@@ -54,10 +54,20 @@ class EmbeddingServerStub:
                 request_serializer=persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.CutReply.FromString,
                 _registered_method=True)
+        self.Uncut = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/Uncut',
+                request_serializer=persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/persia.v1.EmbeddingServer/Snapshot',
                 request_serializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+                _registered_method=True)
+        self.Saved = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/Saved',
+                request_serializer=persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/persia.v1.EmbeddingServer/Restore',
@@ -103,7 +113,19 @@ class EmbeddingServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Uncut(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Saved(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,10 +172,20 @@ def add_EmbeddingServerServicer_to_server(servicer, server):
                     request_deserializer=persia_dot_proto_dot_tables__pb2.CutRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.CutReply.SerializeToString,
             ),
+            'Uncut': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncut,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.UncutRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.UncutReply.SerializeToString,
+            ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Saved': grpc.unary_unary_rpc_method_handler(
+                    servicer.Saved,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.SavedRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.SavedReply.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -290,6 +322,33 @@ class EmbeddingServer:
             _registered_method=True)
 
     @staticmethod
+    def Uncut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/persia.v1.EmbeddingServer/Uncut',
+            persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Snapshot(request,
             target,
             options=(),
@@ -306,6 +365,33 @@ class EmbeddingServer:
             '/persia.v1.EmbeddingServer/Snapshot',
             persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
             persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Saved(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/persia.v1.EmbeddingServer/Saved',
+            persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -427,10 +513,20 @@ class MiddlewareStub:
                 request_serializer=persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.CutReply.FromString,
                 _registered_method=True)
+        self.Uncut = channel.unary_unary(
+                '/persia.v1.Middleware/Uncut',
+                request_serializer=persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/persia.v1.Middleware/Snapshot',
                 request_serializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+                _registered_method=True)
+        self.Saved = channel.unary_unary(
+                '/persia.v1.Middleware/Saved',
+                request_serializer=persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/persia.v1.Middleware/Restore',
@@ -476,7 +572,19 @@ class MiddlewareServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Uncut(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Saved(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -523,10 +631,20 @@ def add_MiddlewareServicer_to_server(servicer, server):
                     request_deserializer=persia_dot_proto_dot_tables__pb2.CutRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.CutReply.SerializeToString,
             ),
+            'Uncut': grpc.unary_unary_rpc_method_handler(
+                    servicer.Uncut,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.UncutRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.UncutReply.SerializeToString,
+            ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Saved': grpc.unary_unary_rpc_method_handler(
+                    servicer.Saved,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.SavedRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.SavedReply.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -663,6 +781,33 @@ class Middleware:
             _registered_method=True)
 
     @staticmethod
+    def Uncut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/persia.v1.Middleware/Uncut',
+            persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Snapshot(request,
             target,
             options=(),
@@ -679,6 +824,33 @@ class Middleware:
             '/persia.v1.Middleware/Snapshot',
             persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
             persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Saved(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/persia.v1.Middleware/Saved',
+            persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
             options,
             channel_credentials,
             insecure,

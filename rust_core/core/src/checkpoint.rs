@@ -5,6 +5,8 @@ use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
 use persia_types::schema::HashStack;
@@ -24,6 +26,9 @@ const CURSOR: &str = "loader";
 pub(crate) struct Saver {
     saver: Option<files::Saver>,
     tables: Arc<dyn Tables>,
+    /// While it is not written.
+    cut: Option<u64>,
+    directory: PathBuf,
     head: Head,
 }
 
@@ -38,10 +43,15 @@ impl Saver {
         let tables = engine.tables();
         let begun = py.detach(|| -> Result<_, TablesError> {
             let saver = files::Saver::begin(&directory)?;
-            tables.cut()?;
-            Ok(saver)
+            let cut = number_of_cut();
+            if let Err(error) = tables.cut(cut) {
+                // Of several servers some may hold it. One that cannot be told forgets it at the next cut.
+                let _ = tables.uncut(cut);
+                return Err(error);
+            }
+            Ok((saver, cut))
         });
-        let saver = begun.map_err(|error| errors::tables(py, &error))?;
+        let (saver, cut) = begun.map_err(|error| errors::tables(py, &error))?;
         let head = Head {
             step,
             world_size: run.world_size,
@@ -52,17 +62,22 @@ impl Saver {
             created_at: String::new(),
             run,
         };
-        Ok(Self { saver: Some(saver), tables, head })
+        Ok(Self { saver: Some(saver), tables, cut: Some(cut), directory, head })
     }
 
     /// Write the rows of the cut. One save writes at a time: with servers, the next cut waits for this.
     fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
-        let tables = &self.tables;
+        let (tables, cut) = (&self.tables, self.cut.take());
         let written = py.detach(|| -> Result<_, TablesError> {
-            let snapshot = match tables.snapshot(saver.staging()) {
+            let snapshot = match tables.snapshot(saver.staging(), cut) {
                 // Servers that the answer did not come from may still be writing.
-                Err(error @ (TablesError::Unreachable { .. } | TablesError::Timeout { .. })) => {
+                Err(
+                    error @ (TablesError::Unreachable { .. }
+                    | TablesError::Lost { .. }
+                    | TablesError::Timeout { .. }),
+                ) => {
+                    let _ = cut.map(|cut| tables.uncut(cut));
                     saver.leave();
                     return Err(error);
                 }
@@ -92,20 +107,43 @@ impl Saver {
         py.detach(|| saver.add_file(name)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest: from now on `directory` holds this checkpoint.
-    fn commit(&mut self, py: Python<'_>, cursor: String, created_at: String) -> PyResult<()> {
+    /// Publish the manifest: from now on `directory` holds this checkpoint. Returns why servers were not told so, if they
+    /// were not: their logs then go on from the checkpoint before.
+    fn commit(&mut self, py: Python<'_>, cursor: String, created_at: String) -> PyResult<Option<String>> {
         let saver = self.saver.take().ok_or_else(|| ended(py))?;
         let raw = RawValue::from_string(cursor)
             .map_err(|error| errors::raise(py, "UsageError", format!("the cursor is no JSON: {error}")))?;
         let mut head = self.head.clone();
         head.cursors.insert(CURSOR.into(), raw);
         head.created_at = created_at;
-        py.detach(|| saver.commit(head)).map(drop).map_err(|error| raise(py, &error))
+        let (tables, directory) = (&self.tables, &self.directory);
+        let committed = py.detach(|| {
+            let shards = saver.commit(head)?.shards();
+            Ok(tables.saved(directory, &shards).err())
+        });
+        committed.map(|told| told.map(|error| error.to_string())).map_err(|error| raise(py, &error))
     }
 
-    /// Remove what was staged.
-    fn abort(&mut self) {
-        self.saver = None;
+    /// Remove what was staged, and let the rows of the cut go.
+    fn abort(&mut self, py: Python<'_>) {
+        let Self { saver, tables, cut, .. } = self;
+        py.detach(|| {
+            *saver = None;
+            if let Some(cut) = cut.take() {
+                // A holder that cannot be told forgets it at the next cut.
+                let _ = tables.uncut(cut);
+            }
+        });
+    }
+}
+
+/// Above that of every cut before, whichever process made it: microseconds since 1970, and never the same twice.
+fn number_of_cut() -> u64 {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
+    let after = |last: u64| Some(now.max(last + 1));
+    match LAST.fetch_update(Ordering::Relaxed, Ordering::Relaxed, after) {
+        Ok(last) | Err(last) => now.max(last + 1),
     }
 }
 

@@ -86,7 +86,8 @@ pub struct ServerArgs {
     /// What both binaries are told
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Where the epoch is kept; without it a restarted server forgets which runs were before
+    /// Where the epoch is kept, and the log of `durability: log`; without it a restarted server forgets which runs were
+    /// before
     #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
     /// The directory below which checkpoints are written and read; without it both are refused

@@ -30,6 +30,7 @@ const EPOCH: &str = "persia_epoch";
 const ROWS: &str = "persia_rows";
 const PAYLOAD: &str = "persia_payload_bytes";
 const MEMORY: &str = "persia_memory_bytes";
+const JOURNAL: &str = "persia_journal_bytes";
 /// From a fraction of a loopback call to a checkpoint of a large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -57,6 +58,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_gauge!(EPOCH, "Epoch of the run that began last");
     metrics::describe_gauge!(ROWS, "Rows held now, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state held now");
+    metrics::describe_gauge!(JOURNAL, metrics::Unit::Bytes, "Log of what came behind the last checkpoint");
     metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory taken for rows and their indexes");
     Ok(handle)
 }
@@ -157,6 +159,9 @@ pub fn set_gauges(node: &Node) {
     gauge!(EPOCH).set(stats.epoch as f64);
     gauge!(PAYLOAD).set(stats.payload_bytes as f64);
     gauge!(MEMORY).set(stats.memory_bytes as f64);
+    if let Some(bytes) = node.journal_bytes() {
+        gauge!(JOURNAL).set(bytes as f64);
+    }
     for (table, rows) in node.options().schema.tables.iter().zip(&stats.rows) {
         gauge!(ROWS, "table" => table.name.clone()).set(*rows as f64);
     }

@@ -125,10 +125,20 @@ impl EmbeddingService {
 
     async fn serve_cut(&self, request: Request<proto::CutRequest>) -> Result<proto::CutReply, Status> {
         admin(request.extensions(), "Cut")?;
-        let fence = fence(request.into_inner().fence)?;
+        let proto::CutRequest { fence: of, cut } = request.into_inner();
+        let fence = fence(of)?;
         let node = Arc::clone(&self.node);
-        blocking(move || node.cut(fence)).await?;
+        blocking(move || node.cut(fence, cut)).await?;
         Ok(proto::CutReply {})
+    }
+
+    async fn serve_uncut(&self, request: Request<proto::UncutRequest>) -> Result<proto::UncutReply, Status> {
+        admin(request.extensions(), "Uncut")?;
+        let proto::UncutRequest { fence: of, cut } = request.into_inner();
+        let fence = fence(of)?;
+        let node = Arc::clone(&self.node);
+        blocking(move || node.uncut(fence, cut)).await?;
+        Ok(proto::UncutReply {})
     }
 
     async fn serve_snapshot(
@@ -139,7 +149,17 @@ impl EmbeddingService {
         let request = request.into_inner();
         let fence = fence(request.fence)?;
         let node = Arc::clone(&self.node);
-        Ok(blocking(move || node.snapshot(fence, &request.directory)).await?.into())
+        Ok(blocking(move || node.snapshot(fence, &request.directory, request.cut)).await?.into())
+    }
+
+    async fn serve_saved(&self, request: Request<proto::SavedRequest>) -> Result<proto::SavedReply, Status> {
+        admin(request.extensions(), "Saved")?;
+        let request = request.into_inner();
+        let fence = fence(request.fence)?;
+        let node = Arc::clone(&self.node);
+        let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
+        blocking(move || node.saved(fence, &request.directory, &files)).await?;
+        Ok(proto::SavedReply {})
     }
 
     async fn serve_restore(
@@ -203,11 +223,25 @@ impl EmbeddingServer for EmbeddingService {
         Timer::start("cut").end(self.serve_cut(request).await).map(Response::new)
     }
 
+    async fn uncut(
+        &self,
+        request: Request<proto::UncutRequest>,
+    ) -> Result<Response<proto::UncutReply>, Status> {
+        Timer::start("uncut").end(self.serve_uncut(request).await).map(Response::new)
+    }
+
     async fn snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,
     ) -> Result<Response<proto::SnapshotReply>, Status> {
         Timer::start("snapshot").end(self.serve_snapshot(request).await).map(Response::new)
+    }
+
+    async fn saved(
+        &self,
+        request: Request<proto::SavedRequest>,
+    ) -> Result<Response<proto::SavedReply>, Status> {
+        Timer::start("saved").end(self.serve_saved(request).await).map(Response::new)
     }
 
     async fn restore(

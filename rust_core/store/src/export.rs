@@ -10,7 +10,7 @@ use crate::row::Layout;
 use crate::shard::{Shard, no_memory};
 use crate::simd::Portable;
 
-/// Rows that are copied while their shard is locked: a request waits no longer for them than for another's.
+/// Rows that are copied at once, while their shard is locked. Only what is kept of each slot is read as a whole.
 const SLICE: usize = 1 << 11;
 
 /// All that a shard holds, sorted by id; tables without rows and counted ids are left out.
@@ -28,10 +28,12 @@ pub(crate) fn export_frozen(number: usize, shard: &Mutex<Shard>, schema: &Schema
         let frozen = shard.lock().tables[table].frozen_entries(&named.name);
         let (mut entries, mut rows) = frozen?;
         entries.sort_unstable();
+        rows.waiting.sort_unstable();
         for slice in entries.chunks(SLICE) {
             shard.lock().tables[table].take_frozen(slice, &mut rows);
         }
-        shard.lock().tables[table].thaw();
+        let kept = shard.lock().tables[table].thaw();
+        drop(kept); // whoever waits for the shard does not wait for this
         Some(rows)
     };
     ShardRows { shard: number, tables: schema.tables.iter().enumerate().filter_map(table).collect() }

@@ -1,7 +1,7 @@
 //! [`Frozen`]: the rows of one table of a shard as they were at a cut, while training goes on and files are written.
 //!
 //! A cut copies recency and nothing else. From then on a row is copied before the first time it changes or leaves, unless it
-//! was written to its file before. What came after the cut, or was not touched since, costs nothing.
+//! was written to its file before. What came after the cut, or was not touched since, is not copied.
 
 use crate::checkpoint::TableRows;
 use crate::row::Layout;
@@ -69,9 +69,9 @@ impl ShardTable {
         });
     }
 
-    /// Forget the cut.
-    pub(crate) fn thaw(&mut self) {
-        self.frozen = None;
+    /// Forget the cut; what was kept of it is to be dropped where nobody waits.
+    pub(crate) fn thaw(&mut self) -> Option<Box<Frozen>> {
+        self.frozen.take()
     }
 
     /// Copy the row in `slot`, which is about to change or leave, if a cut needs it as it is.
@@ -95,7 +95,7 @@ impl ShardTable {
         }
     }
 
-    /// The rows of the cut, and room for them with the counts of the cut; None where it holds neither.
+    /// The rows of the cut, and room for them with the counts of the cut, neither sorted; None where it holds neither.
     pub(crate) fn frozen_entries(&self, name: &str) -> Option<(Vec<Entry>, TableRows)> {
         let frozen = self.frozen.as_deref()?;
         let held = (0..).zip(&frozen.last_used).filter(|(_, last_used)| **last_used != FREE);
@@ -105,8 +105,7 @@ impl ShardTable {
         });
         let mut list = Vec::with_capacity(frozen.len);
         list.extend(entries);
-        let mut waiting = frozen.waiting.clone().unwrap_or_else(|| self.waiting.entries().collect());
-        waiting.sort_unstable();
+        let waiting = frozen.waiting.clone().unwrap_or_else(|| self.waiting.entries().collect());
         Some((list, TableRows { waiting, ..room(name, frozen.layout, frozen.len) }))
     }
 

@@ -35,4 +35,4 @@ mod table;
 mod tokens;
 
 use persia_types::simd;
-pub use store::{Store, StoreOptions};
+pub use store::{Progress, Store, StoreOptions};

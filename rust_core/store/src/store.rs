@@ -10,7 +10,10 @@ use persia_types::limits::MAX_DIM;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
+use persia_types::token::SeenTokens;
 use persia_types::{Mode, Schema, ShardedIds, Table, Tables, TablesError, VIRTUAL_SHARDS};
+
+use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};
 use crate::export::{export, export_frozen, import};
@@ -67,14 +70,30 @@ pub struct Store {
     counters: Mutex<Counters>,
     /// That of `run`, for whoever must not wait for a snapshot.
     epoch: AtomicU64,
-    /// Whether the next snapshot is of a cut that was made. Held while one is written; taken before `run`.
-    cut: Mutex<bool>,
+    /// Locked while a snapshot is written, and before `run`.
+    cut: Mutex<LastCut>,
 }
 
-#[derive(Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Counters {
     lookups: LookupReport,
     pushes: PushReport,
+}
+
+/// The cut that was made last.
+#[derive(Default)]
+struct LastCut {
+    number: u64,
+    /// Whether its rows are kept.
+    held: bool,
+}
+
+/// Where a run stands in a [`Store`], besides its rows: what was applied, and the counters of [`Stats`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    lookups: SeenTokens,
+    pushes: SeenTokens,
+    counters: Counters,
 }
 
 impl Store {
@@ -109,7 +128,7 @@ impl Store {
             memos: Memos::default(),
             counters: Mutex::default(),
             epoch: AtomicU64::new(0),
-            cut: Mutex::new(false),
+            cut: Mutex::default(),
         })
     }
 
@@ -151,6 +170,18 @@ impl Store {
             }
         }
         Ok(layouts)
+    }
+
+    /// Where the run stands. While no look-up and no push is being applied, this belongs to the rows.
+    pub fn progress(&self) -> Progress {
+        let (lookups, pushes) = self.claims.applied();
+        Progress { lookups, pushes, counters: *self.counters.lock() }
+    }
+
+    /// Go on behind what [`Self::progress`] returned; the rows are of the same instant.
+    pub fn resume(&self, progress: Progress) {
+        self.claims.resume(progress.lookups, progress.pushes);
+        *self.counters.lock() = progress.counters;
     }
 
     /// What [`Tables::begin`] would answer, without its effect: of several stores all begin, or none.
@@ -196,6 +227,16 @@ impl Store {
         let _nothing_in_flight = self.run.write();
         let freeze = |shard: usize| self.shards[shard].lock().tables.iter_mut().for_each(ShardTable::freeze);
         snapshot::each(VIRTUAL_SHARDS, self.options.snapshot_threads, freeze);
+    }
+
+    /// Forget what was kept.
+    fn thaw(&self) {
+        for shard in &self.shards {
+            for table in 0..self.schema.tables.len() {
+                let kept = shard.lock().tables[table].thaw();
+                drop(kept); // whoever waits for the shard does not wait for this
+            }
+        }
     }
 
     /// Drop all rows; the caller holds the run's lock.
@@ -295,7 +336,7 @@ impl Tables for Store {
         let mut active = self.run.write();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
         if let Some(cut) = &mut written {
-            **cut = false;
+            cut.held = false;
             self.empty();
         }
         let layouts = self.fitting(&checked)?;
@@ -351,24 +392,48 @@ impl Tables for Store {
         Ok(report)
     }
 
-    fn cut(&self) -> Result<(), TablesError> {
+    fn cut(&self, number: u64) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
-        self.freeze();
-        *cut = true;
+        if number < cut.number || number == cut.number && !cut.held {
+            return malformed(format!(
+                "cut {number} comes late: the last one was {}, save again",
+                cut.number
+            ));
+        }
+        if number > cut.number {
+            self.freeze();
+            *cut = LastCut { number, held: true };
+        }
         Ok(())
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
+    fn uncut(&self, number: u64) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
-        if !std::mem::take(&mut *cut) {
-            self.freeze();
+        if cut.held && cut.number == number {
+            cut.held = false;
+            self.thaw();
+        }
+        Ok(())
+    }
+
+    fn snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        let mut cut = self.cut.lock();
+        let held = std::mem::take(&mut cut.held);
+        match number {
+            None => self.freeze(),
+            Some(number) if held && cut.number == number => {}
+            Some(number) => {
+                self.thaw();
+                let last = cut.number;
+                return malformed(format!("cut {number} is not held: the last one was {last}; save again"));
+            }
         }
         let threads = self.options.snapshot_threads;
         let tables: Vec<&str> = self.schema.tables.iter().map(|table| table.name.as_str()).collect();
         let export = |shard| export_frozen(shard, &self.shards[shard], &self.schema);
         let saved = snapshot::save(dir, &tables, self.options.shards.clone(), threads, export);
         if saved.is_err() {
-            self.shards.iter().for_each(|shard| shard.lock().tables.iter_mut().for_each(ShardTable::thaw));
+            self.thaw();
         }
         saved
     }
@@ -380,7 +445,7 @@ impl Tables for Store {
         let mut loaded = self.load(run, dir, files, |shard| shard)?;
         let (layouts, budget) = (run.layouts(), budget(self.options.capacity));
         self.memos.clear();
-        *cut = false;
+        cut.held = false;
         for (number, shard) in self.shards.iter().enumerate() {
             *shard.lock() = loaded.remove(&number).unwrap_or_else(|| Shard::new(&layouts, budget));
         }
@@ -417,7 +482,7 @@ impl Tables for Store {
     fn clear(&self) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
         let _nothing_in_flight = self.run.write();
-        *cut = false;
+        cut.held = false;
         self.empty();
         Ok(())
     }

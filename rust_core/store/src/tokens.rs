@@ -61,6 +61,18 @@ impl Claims {
         }
     }
 
+    /// Look-ups and pushes that were applied. Nothing is in flight.
+    pub(crate) fn applied(&self) -> (SeenTokens, SeenTokens) {
+        let state = self.state.lock();
+        (state.lookups.clone(), state.pushes.clone())
+    }
+
+    /// Go on behind what [`Self::applied`] returned.
+    pub(crate) fn resume(&self, lookups: SeenTokens, pushes: SeenTokens) {
+        let mut state = self.state.lock();
+        (state.lookups, state.pushes) = (lookups, pushes);
+    }
+
     /// The highest push of every rank.
     pub(crate) fn highest_pushes(&self) -> BTreeMap<u32, u64> {
         self.state.lock().pushes.highest()

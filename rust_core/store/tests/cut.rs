@@ -56,7 +56,7 @@ fn what_is_trained_while_files_are_written_is_not_in_them() {
     for round in 0..6 {
         let expected = export(&store);
         assert!(expected.iter().flat_map(|shard| &shard.tables).any(|table| !table.waiting.is_empty()));
-        store.cut().unwrap();
+        store.cut(round + 1).unwrap();
         // Also before the first shard is written, which a quick disk would not leave time for.
         (0..10 * round).for_each(|at| next(at % 2));
         let dir = tempfile::tempdir().unwrap();
@@ -71,7 +71,7 @@ fn what_is_trained_while_files_are_written_is_not_in_them() {
                     }
                 });
             }
-            let files = store.snapshot(dir.path());
+            let files = store.snapshot(dir.path(), Some(round + 1));
             written.store(true, Ordering::Relaxed);
             files.unwrap()
         });
@@ -88,13 +88,53 @@ fn memory_kept_for_a_cut_is_given_back() {
     let store = store_of(&settings(), CAPACITY);
     (1..=100).for_each(|seq| step(&store, 0, seq));
     let before = store.stats().unwrap().memory_bytes;
-    store.cut().unwrap();
+    store.cut(1).unwrap();
     let cut = store.stats().unwrap().memory_bytes;
     (101..=110).for_each(|seq| step(&store, 0, seq));
     let trained = store.stats().unwrap().memory_bytes;
     assert!(before < cut && cut < trained, "{before} {cut} {trained}");
     let dir = tempfile::tempdir().unwrap();
-    store.snapshot(dir.path()).unwrap();
+    store.snapshot(dir.path(), Some(1)).unwrap();
     let after = store.stats().unwrap().memory_bytes;
     assert!(after < trained, "{after} {trained}");
+    // The same where it is given up, or its files can't be written.
+    let given_up = |store: &Store| store.uncut(2).unwrap();
+    let failed = |store: &Store| drop(store.snapshot(&dir.path().join("absent"), Some(3)).unwrap_err());
+    for (cut, end) in [(2, &given_up as &dyn Fn(&Store)), (3, &failed)] {
+        store.cut(cut).unwrap();
+        (111..=120).for_each(|seq| step(&store, 0, seq + 10 * cut));
+        let trained = store.stats().unwrap().memory_bytes;
+        end(&store);
+        let after = store.stats().unwrap().memory_bytes;
+        assert!(after < trained, "{after} {trained}");
+    }
+}
+
+#[test]
+fn a_snapshot_is_of_the_cut_it_names_or_of_none() {
+    let store = store_of(&settings(), CAPACITY);
+    let dir = tempfile::tempdir().unwrap();
+    let save = |cut| store.snapshot(dir.path(), cut).map(drop).map_err(|error| error.to_string());
+    let late = |result: Result<(), String>| {
+        let error = result.unwrap_err();
+        assert!(error.contains("cut"), "{error}");
+    };
+    step(&store, 0, 1);
+    late(save(Some(1)));
+    store.cut(5).unwrap();
+    store.cut(5).unwrap();
+    // One that comes late changes nothing.
+    late(store.cut(4).map_err(|error| error.to_string()));
+    store.uncut(4).unwrap();
+    save(Some(5)).unwrap();
+    late(store.cut(5).map_err(|error| error.to_string()));
+    late(save(Some(5)));
+    store.cut(6).unwrap();
+    late(save(Some(5)));
+    // Whoever asked for it has to save again.
+    late(save(Some(6)));
+    store.cut(7).unwrap();
+    store.clear().unwrap();
+    late(save(Some(7)));
+    save(None).unwrap();
 }

@@ -310,6 +310,7 @@ fn replay(ops: &[Op], policy: Policy) {
         Model { policy, rows, waiting, drawn, initial, given, pushed: BTreeSet::new(), cut: None };
     let mut sent: Vec<Sent> = vec![];
     let mut pushes = PushReport::default();
+    let mut cut = 0;
     for (number, op) in ops.iter().enumerate() {
         let (seq, step) = (number as u64 + 1, BEFORE + number as u64 + 1);
         match op {
@@ -348,12 +349,13 @@ fn replay(ops: &[Op], policy: Policy) {
                 model.cut = None;
             }
             Op::Cut => {
-                store.cut().unwrap();
+                cut += 1;
+                store.cut(cut).unwrap();
                 model.cut = Some((model.rows.clone(), model.waiting.clone()));
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
-                let files = store.snapshot(dir.path()).unwrap().files;
+                let files = store.snapshot(dir.path(), model.cut.as_ref().map(|_| cut)).unwrap().files;
                 store.restore(dir.path(), &files).unwrap();
                 if let Some((rows, waiting)) = model.cut.take() {
                     (model.rows, model.waiting) = (rows, waiting);

@@ -291,20 +291,36 @@ pub trait Tables: Send + Sync {
     /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Let the next [`snapshot`](Self::snapshot) write the rows as they are now. What is asked for meanwhile goes on; rows
-    /// that change are copied before, until they are written. A later cut replaces this one, and so does whatever drops or
-    /// replaces all rows.
+    /// Keep the rows as they are now, for a [`snapshot`](Self::snapshot) of this `cut`: a number above that of every cut
+    /// before; the last one again changes nothing. What is asked for meanwhile goes on; rows that change are copied before,
+    /// until they are written, so that up to all of them are held twice. The next cut replaces this one, and so does
+    /// whatever drops or replaces all rows.
+    ///
+    /// # Errors
+    /// `BadShape` for a number that is not above that of a cut that is held no more; `Io` while a snapshot is being written; `Unreachable`.
+    fn cut(&self, cut: u64) -> Result<(), TablesError>;
+
+    /// Forget this `cut`, if it is held.
     ///
     /// # Errors
     /// `Unreachable`.
-    fn cut(&self) -> Result<(), TablesError>;
+    fn uncut(&self, cut: u64) -> Result<(), TablesError>;
 
     /// Write every shard's rows, all of one instant, as files into `dir`, made durable, and say which. The instant is that of
-    /// the last [`cut`](Self::cut), if none was written since, else now.
+    /// the `cut`, or now. Afterwards no cut is held, also where it failed.
     ///
     /// # Errors
-    /// `Io`. What was written is no checkpoint until a manifest names it.
-    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError>;
+    /// `BadShape` for a cut that is not held; `Io`. What was written is no checkpoint until a manifest names it.
+    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError>;
+
+    /// The last snapshot is part of a checkpoint now: `files` in `dir`. A holder that keeps a journal forgets what led to it.
+    ///
+    /// # Errors
+    /// `Unreachable`; `Io`: the journal stays as long as it was.
+    fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let _ = (dir, files);
+        Ok(())
+    }
 
     /// Replace all rows by those of `files` in `dir`. Every file is read and checked before a row changes.
     ///

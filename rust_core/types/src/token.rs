@@ -48,7 +48,7 @@ struct Window {
 }
 
 /// Which tokens of one epoch were already applied. Anything that fell out of the window counts as seen.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
     epoch: u64,

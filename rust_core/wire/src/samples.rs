@@ -69,7 +69,7 @@ impl Samples {
     }
 
     /// Words that describe the uses.
-    pub(crate) fn words(&self, verb: Verb, ids: usize) -> usize {
+    pub fn words(&self, verb: Verb, ids: usize) -> usize {
         let Self { samples, uses, weights, factors, .. } = *self;
         let lists = if verb == Verb::Lookup { samples } else { ids };
         uses + lists + 1 + if weights { uses } else { 0 } + if factors { samples } else { 0 }

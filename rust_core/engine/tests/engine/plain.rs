@@ -26,7 +26,8 @@ struct State {
     looked_up: SeenTokens,
     pushed: SeenTokens,
     rows: Vec<BTreeMap<Id, Row>>,
-    cut: Option<Vec<BTreeMap<Id, Row>>>,
+    cut: Option<(u64, Vec<BTreeMap<Id, Row>>)>,
+    last_cut: u64,
     stats: Stats,
 }
 
@@ -264,16 +265,31 @@ impl Tables for PlainTables {
         Ok(report)
     }
 
-    fn cut(&self) -> Result<(), TablesError> {
+    fn cut(&self, cut: u64) -> Result<(), TablesError> {
         let mut state = self.lock();
-        state.cut = Some(state.rows.clone());
+        let held = state.cut.as_ref().is_some_and(|(number, _)| *number == cut);
+        if cut <= state.last_cut && !held {
+            return Err(TablesError::BadShape { what: format!("cut {cut} comes late") });
+        }
+        if !held {
+            (state.last_cut, state.cut) = (cut, Some((cut, state.rows.clone())));
+        }
         Ok(())
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
+    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
+        self.lock().cut.take_if(|(number, _)| *number == cut);
+        Ok(())
+    }
+
+    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
         let mut bytes = Vec::new();
         let mut state = self.lock();
-        let held = state.cut.take().unwrap_or_else(|| state.rows.clone());
+        let held = match (cut, state.cut.take()) {
+            (None, _) => state.rows.clone(),
+            (Some(cut), Some((number, rows))) if cut == number => rows,
+            _ => return Err(TablesError::BadShape { what: "no such cut is held".into() }),
+        };
         drop(state);
         let rows = held.iter().map(|rows| rows.len() as u64).collect();
         for rows in &held {

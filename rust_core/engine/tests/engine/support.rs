@@ -136,11 +136,18 @@ macro_rules! tables_by_wrapping {
             fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
                 Wrapped::push(self, request)
             }
-            fn cut(&self) -> Result<(), TablesError> {
-                self.inner().cut()
+            fn cut(&self, cut: u64) -> Result<(), TablesError> {
+                self.inner().cut(cut)
             }
-            fn snapshot(&self, dir: &std::path::Path) -> Result<persia_types::tables::Snapshot, TablesError> {
-                self.inner().snapshot(dir)
+            fn uncut(&self, cut: u64) -> Result<(), TablesError> {
+                self.inner().uncut(cut)
+            }
+            fn snapshot(
+                &self,
+                dir: &std::path::Path,
+                cut: Option<u64>,
+            ) -> Result<persia_types::tables::Snapshot, TablesError> {
+                self.inner().snapshot(dir, cut)
             }
             fn restore(
                 &self,

@@ -1,5 +1,6 @@
 //! An embedding server; see [`persia_server`].
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use persia_server::node::{CheckpointRoot, EpochFile, Node, NodeOptions};
 use persia_server::process::{self, Kind, Process};
 use persia_server::serve::{HealthService, serve};
 use persia_server::service::EmbeddingService;
+use persia_types::config::LogSync;
 use persia_wire::bounded;
 use persia_wire::discovery::Service;
 use persia_wire::proto::embedding_server_server::EmbeddingServerServer;
@@ -19,6 +21,18 @@ const KIND: Kind = Kind { service: Service::Server, grpc: "persia.v1.EmbeddingSe
 
 fn main() -> ExitCode {
     process::run(KIND, |args: &ServerArgs| &args.common, run)
+}
+
+/// Where the journal is, if one is to be kept.
+fn journal(log: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<(PathBuf, LogSync)>, Exit> {
+    match (log, data_dir) {
+        (None, _) => Ok(None),
+        (Some(sync), Some(dir)) => Ok(Some((dir.join("journal"), sync))),
+        (Some(_), None) => Err(Exit::Usage(
+            "durability: log needs a directory that outlives this process: set PERSIA_DATA_DIR or --data-dir"
+                .into(),
+        )),
+    }
 }
 
 async fn run(process: Process, health: HealthService, args: ServerArgs) -> Result<(), Exit> {
@@ -34,10 +48,12 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         // Less than a middleware leaves of one try of a trainer, so that it hears who is missing.
         turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,
         address: process.listener.endpoint().to_string(),
+        journal: journal(process.global.log, args.data_dir.as_deref())?,
     };
     let epoch = EpochFile::open(args.data_dir.as_deref())?;
-    let node = Node::new(options, epoch).map_err(|error| Exit::Usage(error.to_string()))?;
-    let node = Arc::new(node);
+    // It may read a long journal.
+    let node = tokio::task::spawn_blocking(|| Node::new(options, epoch)).await;
+    let node = Arc::new(node.map_err(|error| Exit::Again(format!("the start failed: {error}")))??);
     let gauges = Arc::clone(&node);
     let metrics = process.serve_metrics(move || metrics::set_gauges(&gauges)).await?;
     let announced = process.announce(metrics, std::future::ready(()))?;

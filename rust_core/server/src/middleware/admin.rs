@@ -88,6 +88,17 @@ impl MiddlewareService {
         Ok(proto::CutReply {})
     }
 
+    pub(super) async fn serve_uncut(
+        &self,
+        request: Request<proto::UncutRequest>,
+    ) -> Result<proto::UncutReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Uncut", self.timeout).await?;
+        let request = request.into_inner();
+        let uncut = |mut client: Client| async move { client.uncut(request).await };
+        everywhere(&members, "end of a cut", deadline, uncut).await?;
+        Ok(proto::UncutReply {})
+    }
+
     pub(super) async fn serve_snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,
@@ -107,6 +118,20 @@ impl MiddlewareService {
             whole.rows.iter_mut().zip(part.rows).for_each(|(sum, rows)| *sum += rows);
         }
         Ok(whole.into())
+    }
+
+    pub(super) async fn serve_saved(
+        &self,
+        request: Request<proto::SavedRequest>,
+    ) -> Result<proto::SavedReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "Saved", self.timeout).await?;
+        let request = request.into_inner();
+        everywhere(&members, "note of a checkpoint", deadline, |mut client| {
+            let request = request.clone();
+            async move { client.saved(request).await }
+        })
+        .await?;
+        Ok(proto::SavedReply {})
     }
 
     /// Every server reads and checks its files before the first one replaces its rows.

@@ -68,10 +68,10 @@ impl MiddlewareService {
                 Some(proto::lookup_request::Part::Uses(chunk)) => Some(chunk),
                 _ => None,
             };
+            let room = self.room.take(split.parts(), Verb::Lookup, deadline).await?;
             let uses = receive_uses(&mut incoming, Verb::Lookup, split.parts(), chunk);
             let late = |_| Status::deadline_exceeded("the look-up did not come whole before its deadline");
             let uses = timeout_at(deadline, uses).await.map_err(late)??;
-            let room = self.room.take(split.parts(), |part, _| part.len(), deadline).await?;
             Ok((lookup::Lookup { members, head, split: Arc::new(split), uses, deadline }, incoming, room))
         };
         let (lookup, incoming, room) = match started.await {
@@ -80,8 +80,8 @@ impl MiddlewareService {
         };
         let (out, replies) = mpsc::channel(OUTLET);
         let servers = Arc::clone(&self.servers);
+        let deadline = lookup.deadline;
         tokio::spawn(async move {
-            let _room = room;
             let result = tokio::select! {
                 result = lookup.run(incoming, &out) => timer.end(result),
                 () = out.closed() => return,
@@ -90,8 +90,9 @@ impl MiddlewareService {
             let last = result.map(|report| proto::LookupReply {
                 part: Some(proto::lookup_reply::Part::Report(report.into())),
             });
-            // A caller that is gone needs no report.
-            let _ = out.send(last).await;
+            drop(room);
+            // A caller that is gone, or does not read, needs no report.
+            let _ = timeout_at(deadline, out.send(last)).await;
         });
         Ok(ReceiverStream::new(replies))
     }
@@ -110,9 +111,9 @@ impl MiddlewareService {
             Some(proto::push_request::Part::Uses(chunk)) => Some(chunk),
             _ => None,
         };
+        let _room = self.room.take(split.parts(), Verb::Push, deadline).await?;
         let uses = receive_uses(&mut incoming, Verb::Push, split.parts(), chunk);
         let uses = timeout_at(deadline, uses).await.map_err(push::late_caller)??;
-        let _room = self.room.take(split.parts(), |_, samples| samples.samples, deadline).await?;
         let push = push::Push { members, head, split: Arc::new(split), uses, deadline };
         let reply = push.run(incoming).await?;
         if push::first_failure(&reply).is_some() {
@@ -219,11 +220,25 @@ impl Middleware for MiddlewareService {
         Timer::start("cut").end(self.serve_cut(request).await).map(Response::new)
     }
 
+    async fn uncut(
+        &self,
+        request: Request<proto::UncutRequest>,
+    ) -> Result<Response<proto::UncutReply>, Status> {
+        Timer::start("uncut").end(self.serve_uncut(request).await).map(Response::new)
+    }
+
     async fn snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,
     ) -> Result<Response<proto::SnapshotReply>, Status> {
         Timer::start("snapshot").end(self.serve_snapshot(request).await).map(Response::new)
+    }
+
+    async fn saved(
+        &self,
+        request: Request<proto::SavedRequest>,
+    ) -> Result<Response<proto::SavedReply>, Status> {
+        Timer::start("saved").end(self.serve_saved(request).await).map(Response::new)
     }
 
     async fn restore(

@@ -10,7 +10,7 @@ use persia_wire::chunk::{ChunkError, gradient_chunks, pooled_chunks};
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
-use persia_wire::samples::{Samples, SentUses};
+use persia_wire::samples::{SentUses, Verb};
 use persia_wire::scatter::Scatter;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout_at};
@@ -46,18 +46,23 @@ impl Room {
         Self { free: Arc::new(Semaphore::new(mib as usize)), mib }
     }
 
-    /// Wait for room for what a request keeps of the parts that `vectors` counts; it is given back when dropped.
+    /// Wait for room for what a request keeps of parts that have samples: rows or gradients, and uses. It is given back when
+    /// dropped.
     pub(super) async fn take(
         &self,
         parts: &[Part],
-        vectors: impl Fn(&Part, &Samples) -> usize,
+        verb: Verb,
         deadline: Instant,
     ) -> Result<OwnedSemaphorePermit, Status> {
-        let floats =
-            |part: &Part| part.samples.as_ref().map_or(0, |samples| vectors(part, samples) * part.format.dim);
-        let floats: usize = parts.iter().map(floats).sum();
+        let words = |part: &Part| {
+            part.samples.as_ref().map_or(0, |samples| {
+                let vectors = if verb == Verb::Lookup { part.len() } else { samples.samples };
+                vectors * part.format.dim + samples.words(verb, part.len())
+            })
+        };
+        let words: usize = parts.iter().map(words).sum();
         // A request is smaller than the whole: `Split` has checked it.
-        let share = (floats as u64 * 4).div_ceil(1 << MIB).min(self.mib.into()) as u32;
+        let share = (words as u64 * 4).div_ceil(1 << MIB).min(self.mib.into()) as u32;
         match timeout_at(deadline, Arc::clone(&self.free).acquire_many_owned(share)).await {
             Ok(Ok(permit)) => Ok(permit),
             Ok(Err(closed)) => Err(Status::internal(closed.to_string())),
@@ -193,19 +198,21 @@ mod tests {
 
     use persia_types::Dtype;
     use persia_wire::floats::RowFormat;
+    use persia_wire::samples::Samples;
 
     use super::*;
 
-    /// A part whose samples take `mib` mebibytes.
+    /// A part whose samples take almost `mib` mebibytes, and their uses some bytes.
     fn part(mib: usize) -> Part {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
-        let samples = Samples { samples: mib << 8, uses: 1, weights: false, factors: false, scale: 1.0 };
+        let samples =
+            Samples { samples: (mib << 8) - 1, uses: 1, weights: false, factors: false, scale: 1.0 };
         Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
     }
 
     async fn take(room: &Room, mib: usize) -> Result<OwnedSemaphorePermit, Status> {
         let deadline = Instant::now() + Duration::from_millis(50);
-        room.take(&[part(mib)], |_, samples| samples.samples, deadline).await
+        room.take(&[part(mib)], Verb::Push, deadline).await
     }
 
     #[tokio::test]
@@ -221,6 +228,6 @@ mod tests {
         drop(take(&room, 9).await.unwrap());
         let rows_of_ids = part(4).with_samples(None);
         let _all = take(&room, 4).await.unwrap();
-        drop(room.take(&[rows_of_ids], |_, samples| samples.samples, Instant::now()).await.unwrap());
+        drop(room.take(&[rows_of_ids], Verb::Push, Instant::now()).await.unwrap());
     }
 }

@@ -1,18 +1,30 @@
 //! [`Node`]: what one embedding server holds, and what it refuses.
 
 mod epoch;
+mod journal;
 mod order;
+mod record;
 mod root;
 
+use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, RwLock};
 use persia_store::{Store, StoreOptions};
+use persia_types::config::LogSync;
+use persia_types::kernels::Gradients;
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
+    TableIds,
 };
-use persia_types::{JobId, Mode, Schema, Tables, TablesError, Token, server_shards};
+use persia_types::{JobId, Mode, Schema, ShardedIds, Tables, TablesError, Token, server_shards};
+use persia_wire::VERSION;
+
+use self::journal::{Base, Journal, Mark, Owner, Rows};
+use self::record::{Entry, Record};
+use crate::exit::Exit;
 
 pub use epoch::EpochFile;
 pub use order::{Order, Phase, Turn};
@@ -40,6 +52,8 @@ pub struct NodeOptions {
     pub turn_timeout: Duration,
     /// Where it listens, for messages.
     pub address: String,
+    /// Where a journal is kept, and when it is durable; None where the job goes on from its last checkpoint.
+    pub journal: Option<(PathBuf, LogSync)>,
 }
 
 /// See the module's documentation.
@@ -49,8 +63,9 @@ pub struct Node {
     store: Store,
     epoch: EpochFile,
     order: Arc<Order>,
+    journal: Option<Journal>,
     /// The run in progress.
-    begun: RwLock<Option<Fence>>,
+    begun: RwLock<Option<Run>>,
     /// One administrative request at a time: what was checked holds until it is done.
     admin: Mutex<()>,
 }
@@ -64,30 +79,133 @@ pub struct Fence {
     pub epoch: u64,
 }
 
+fn empty_store(options: &NodeOptions) -> Result<Store, Exit> {
+    let store_options = StoreOptions {
+        capacity: options.capacity,
+        snapshot_threads: options.snapshot_threads,
+        shards: server_shards(options.index as usize, options.servers as usize),
+    };
+    Store::new(options.schema.clone(), store_options).map_err(|error| Exit::Usage(error.to_string()))
+}
+
 impl Node {
-    /// An empty server.
+    /// A server that goes on where its journal ends, or, without one that can be used, an empty one.
     ///
     /// # Errors
-    /// `BadRun` for an index that is not below the number of servers, and what [`Store::new`] refuses.
-    pub fn new(options: NodeOptions, epoch: EpochFile) -> Result<Self, TablesError> {
-        let (index, servers) = (options.index as usize, options.servers as usize);
-        if index >= servers || servers > persia_types::limits::MAX_SERVERS {
-            return Err(TablesError::BadRun { what: format!("no server {index} of {servers}") });
+    /// `Usage` for an index that is not below the number of servers, what [`Store::new`] refuses, and a journal that cannot
+    /// be kept where it is to be.
+    pub fn new(options: NodeOptions, epoch: EpochFile) -> Result<Self, Exit> {
+        let (index, servers) = (options.index, options.servers);
+        if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
+            return Err(Exit::Usage(format!("no server {index} of {servers}")));
         }
-        let store_options = StoreOptions {
-            capacity: options.capacity,
-            snapshot_threads: options.snapshot_threads,
-            shards: server_shards(index, servers),
-        };
-        Ok(Self {
+        let owner = Owner { version: VERSION.into(), index, servers, capacity: options.capacity };
+        let journal =
+            options.journal.clone().map(|(dir, sync)| Journal::open(dir, sync, owner)).transpose()?;
+        let mut node = Self {
             peer: format!("server {index} of {servers} ({})", options.address),
-            store: Store::new(options.schema.clone(), store_options)?,
+            store: empty_store(&options)?,
             options,
             epoch,
             order: Arc::default(),
+            journal,
             begun: RwLock::new(None),
             admin: Mutex::new(()),
-        })
+        };
+        if let Err(why) = node.recover() {
+            tracing::warn!("the journal cannot be used; the job goes on from its last checkpoint: {why}");
+            node.store = empty_store(&node.options)?;
+            node.order = Arc::default();
+            node.begun = RwLock::new(None);
+        }
+        Ok(node)
+    }
+
+    /// Go on where the journal ends. Where that fails, rows are not to be used.
+    fn recover(&self) -> Result<(), String> {
+        let Some(journal) = &self.journal else { return Ok(()) };
+        let started = Instant::now();
+        let begin = |base: &Base| self.resume(base).map_err(|error| error.to_string());
+        let apply = |entry| self.replay(entry).map_err(|error| error.to_string());
+        let Some(recovered) = journal.recover(begin, apply)? else { return Ok(()) };
+        let epoch = self.current().map_err(|error| error.to_string())?.epoch;
+        if epoch != self.epoch.get() {
+            return Err(format!("it is of epoch {epoch}, and epoch {} began since", self.epoch.get()));
+        }
+        if recovered.torn > 0 {
+            tracing::warn!(
+                bytes = recovered.torn,
+                "the journal ends in a record that is not whole: it was not acknowledged, or not yet durable"
+            );
+        }
+        tracing::info!(
+            epoch,
+            records = recovered.records,
+            seconds = started.elapsed().as_secs_f64(),
+            "the run goes on where the journal ends"
+        );
+        Ok(())
+    }
+
+    fn resume(&self, base: &Base) -> Result<(), TablesError> {
+        self.start(&base.run)?;
+        if let Some(Rows { directory, files }) = &base.rows {
+            let dir = self.options.checkpoints.resolve(directory)?;
+            self.store.restore(&dir, files)?;
+        }
+        self.store.resume(base.mark.progress.clone());
+        self.order.resume(base.mark.reached);
+        Ok(())
+    }
+
+    /// Do again what a record says.
+    fn replay(&self, entry: Entry) -> Result<Option<Mark>, TablesError> {
+        match entry {
+            Entry::Begin(run) => self.start(&run)?,
+            Entry::Cut(cut) => {
+                self.store.cut(cut)?;
+                return Ok(Some(self.mark()));
+            }
+            Entry::Lookup { token, step, tables } => {
+                let floats = |(table, ids): &(usize, ShardedIds)| {
+                    self.options.schema.tables.get(*table).map_or(0, |table| table.dim * ids.len())
+                };
+                let mut rows: Vec<Vec<f32>> = tables.iter().map(|part| vec![0.0; floats(part)]).collect();
+                let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
+                let tables: Vec<TableIds<'_>> =
+                    tables.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
+                let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
+                self.store.lookup(&request, &mut rows)?;
+                self.order.pass(token, Phase::Lookup);
+            }
+            Entry::Push { token, step, lr_factor, tables } => {
+                let tables: Vec<TableGradients<'_>> = tables
+                    .iter()
+                    .map(|(table, ids, gradients)| TableGradients {
+                        table: *table,
+                        ids,
+                        gradients: Gradients::Rows(gradients),
+                    })
+                    .collect();
+                self.store.push(&PushRequest { token, step, lr_factor, tables: &tables })?;
+                self.order.pass(token, Phase::Push);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Begin `run`, and serve it.
+    fn start(&self, run: &Run) -> Result<(), TablesError> {
+        self.store.begin(run)?;
+        let ordered = run.reproducible && run.optimizer.is_some();
+        self.order.begin(run.epoch, if ordered { run.world_size } else { 1 });
+        *self.begun.write() = Some(run.clone());
+        Ok(())
+    }
+
+    /// Where the run stands. Nothing is being applied.
+    fn mark(&self) -> Mark {
+        Mark { progress: self.store.progress(), reached: self.order.reached() }
     }
 
     /// What it was started with.
@@ -129,10 +247,20 @@ impl Node {
         }
         // First: a begin that fails here has dropped no row.
         self.epoch.set(*epoch)?;
-        self.store.begin(run)?;
-        let ordered = run.reproducible && run.optimizer.is_some();
-        self.order.begin(*epoch, if ordered { run.world_size } else { 1 });
-        *self.begun.write() = Some(Fence { job: JobId::from_name(job), epoch: *epoch });
+        match &self.journal {
+            None => self.start(run)?,
+            Some(journal) if !run.fresh && journal.has_base() => journal.begin(run, || self.start(run))?,
+            Some(journal) => {
+                let begun = journal.restart(|| {
+                    self.start(run)?;
+                    Ok((run.clone(), None, self.mark()))
+                });
+                if begun.is_err() {
+                    *self.begun.write() = None;
+                }
+                begun?;
+            }
+        }
         tracing::info!(epoch, ranks = run.world_size, reproducible = run.reproducible, "a run began");
         Ok(())
     }
@@ -161,9 +289,17 @@ impl Node {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         debug_assert!(turn.is_none() || request.mode == Mode::Train);
-        let report = self.named(self.store.lookup(request, rows))?;
-        turn.into_iter().for_each(Turn::done);
-        Ok(report)
+        let apply = || {
+            let report = self.named(self.store.lookup(request, rows))?;
+            turn.into_iter().for_each(Turn::done);
+            Ok(report)
+        };
+        match &self.journal {
+            Some(journal) if request.mode == Mode::Train => {
+                self.logged(journal.append(&Record::lookup(request), apply))
+            }
+            _ => apply(),
+        }
     }
 
     /// Apply gradients once. `turn` is of [`Self::turn`].
@@ -171,31 +307,75 @@ impl Node {
     /// # Errors
     /// As [`Tables::push`].
     pub fn push(&self, turn: Option<Turn>, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        let report = self.named(self.store.push(request))?;
-        turn.into_iter().for_each(Turn::done);
-        Ok(report)
+        let apply = || {
+            let report = self.named(self.store.push(request))?;
+            turn.into_iter().for_each(Turn::done);
+            Ok(report)
+        };
+        match &self.journal {
+            None => apply(),
+            Some(journal) => self.logged(journal.append(&Record::push(request), apply)),
+        }
     }
 
-    /// Let the next snapshot be of the rows as they are now.
+    /// Keep the rows as they are now, for a snapshot of this cut.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleEpoch`; as [`Tables::cut`].
+    pub fn cut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
+        // Ranks stand still until a cut is made: it does not wait for a disk.
+        let Some(_alone) = self.admin.try_lock() else {
+            return Err(
+                self.io(io::ErrorKind::ResourceBusy, "the files of an earlier save are still being written")
+            );
+        };
+        self.check(fence)?;
+        match &self.journal {
+            None => self.store.cut(cut),
+            Some(journal) => journal.cut(cut, || {
+                self.store.cut(cut)?;
+                Ok(self.mark())
+            }),
+        }
+    }
+
+    /// Forget this cut, if it is held.
     ///
     /// # Errors
     /// `NotBegun`, `StaleEpoch`.
-    pub fn cut(&self, fence: Fence) -> Result<(), TablesError> {
+    pub fn uncut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        self.store.cut()
+        self.store.uncut(cut)
+    }
+
+    /// The last snapshot is part of the checkpoint that `files` in `directory` are: the journal begins behind it from now on.
+    ///
+    /// # Errors
+    /// As [`Self::snapshot`].
+    pub fn saved(&self, fence: Fence, directory: &str, files: &[FileEntry]) -> Result<(), TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        self.options.checkpoints.resolve(directory)?;
+        let Some(journal) = &self.journal else { return Ok(()) };
+        let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
+        journal.rebase(run, Rows { directory: directory.into(), files: files.to_vec() })
     }
 
     /// Write the rows held into `directory`, below the checkpoint root.
     ///
     /// # Errors
     /// `NotBegun`, `StaleEpoch`, `BadShape` for a directory that is not allowed; `Io`.
-    pub fn snapshot(&self, fence: Fence, directory: &str) -> Result<Snapshot, TablesError> {
+    pub fn snapshot(&self, fence: Fence, directory: &str, cut: Option<u64>) -> Result<Snapshot, TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        let dir = self.options.checkpoints.resolve(directory)?;
-        let snapshot = self.store.snapshot(&dir)?;
-        tracing::info!(dir = %dir.display(), files = snapshot.files.len(), "snapshot written");
+        let snapshot =
+            self.options.checkpoints.resolve(directory).and_then(|dir| self.store.snapshot(&dir, cut));
+        if let (Err(_), Some(cut)) = (&snapshot, cut) {
+            self.store.uncut(cut)?;
+        }
+        let snapshot = snapshot?;
+        tracing::info!(directory, files = snapshot.files.len(), "snapshot written");
         Ok(snapshot)
     }
 
@@ -216,7 +396,8 @@ impl Node {
         if check_only {
             return self.store.check_restore(&dir, files);
         }
-        self.store.restore(&dir, files)?;
+        let rows = Rows { directory: directory.into(), files: files.to_vec() };
+        self.replace(Some(rows), || self.store.restore(&dir, files))?;
         tracing::info!(dir = %dir.display(), "rows restored");
         Ok(())
     }
@@ -228,9 +409,28 @@ impl Node {
     pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        self.store.clear()?;
+        self.replace(None, || self.store.clear())?;
         tracing::info!("rows dropped");
         Ok(())
+    }
+
+    /// Do what puts `rows` in the place of all that are held. Of the run in progress.
+    fn replace(
+        &self,
+        rows: Option<Rows>,
+        change: impl FnOnce() -> Result<(), TablesError>,
+    ) -> Result<(), TablesError> {
+        let Some(journal) = &self.journal else { return change() };
+        let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
+        journal.restart(|| {
+            change()?;
+            Ok((run, rows, self.mark()))
+        })
+    }
+
+    /// Bytes of the journal; None where there is none.
+    pub fn journal_bytes(&self) -> Option<u64> {
+        self.journal.as_ref().map(Journal::bytes)
     }
 
     /// Counters and gauges; the epoch is the highest there was, also before a restart.
@@ -243,7 +443,13 @@ impl Node {
     }
 
     fn current(&self) -> Result<Fence, TablesError> {
-        (*self.begun.read()).ok_or(TablesError::NotBegun)
+        let begun = self.begun.read();
+        let run = begun.as_ref().ok_or(TablesError::NotBegun)?;
+        Ok(Fence { job: JobId::from_name(&run.job), epoch: run.epoch })
+    }
+
+    fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {
+        TablesError::Io { path: self.peer.clone().into(), source: io::Error::new(kind, what) }
     }
 
     fn check(&self, fence: Fence) -> Result<(), TablesError> {
@@ -253,6 +459,17 @@ impl Node {
         }
         let token = Token { job: fence.job, epoch: fence.epoch, rank: 0, seq: 0 };
         Err(TablesError::StaleEpoch { token, current: begun.epoch })
+    }
+
+    /// There may be room for a journal again: whoever asks is to try again for a while.
+    fn logged<T>(&self, result: Result<T, TablesError>) -> Result<T, TablesError> {
+        result.map_err(|error| match error {
+            TablesError::Io { path, source } => TablesError::Unreachable {
+                peer: self.peer.clone(),
+                what: format!("it cannot write its log, {}: {source}", path.display()),
+            },
+            other => other,
+        })
     }
 
     /// The store does not know who it is.
@@ -285,6 +502,7 @@ mod tests {
             checkpoints: CheckpointRoot::new(None),
             turn_timeout: Duration::from_secs(1),
             address: "here".into(),
+            journal: None,
         };
         Node::new(options, EpochFile::open(Some(data)).unwrap()).unwrap()
     }

@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use persia_types::{TablesError, Token};
+use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
 /// Which half of a step a request is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Phase {
     /// Look-ups come first.
     Lookup,
@@ -25,7 +26,7 @@ pub enum Phase {
 /// Ranks that a message names at most.
 const NAMED: usize = 8;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Place {
     seq: u64,
     phase: Phase,
@@ -52,6 +53,10 @@ impl std::fmt::Display for Place {
         write!(f, "{verb} {} of rank {}", self.seq, self.rank)
     }
 }
+
+/// How far the sequence of a run has come: the first seq, and whose turn it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Reached(u64, Place);
 
 /// The sequence of one run.
 #[derive(Debug)]
@@ -83,6 +88,28 @@ impl Order {
         let sequence = Sequence { epoch, ranks, turn: None, served: false, waiting: BTreeMap::new() };
         *self.sequence.lock() = (ranks > 1).then_some(sequence);
         self.moved.notify_waiters();
+    }
+
+    /// How far it has come, if there is a sequence and it has begun.
+    pub(super) fn reached(&self) -> Option<Reached> {
+        self.sequence.lock().as_ref()?.turn.map(|(first, turn)| Reached(first, turn))
+    }
+
+    /// Go on behind what [`Self::reached`] returned.
+    pub(super) fn resume(&self, reached: Option<Reached>) {
+        if let Some(sequence) = self.sequence.lock().as_mut() {
+            sequence.turn = reached.map(|Reached(first, turn)| (first, turn));
+        }
+    }
+
+    /// Note that a request was served, by a process before this one.
+    pub(super) fn pass(&self, token: Token, phase: Phase) {
+        if let Some(sequence) = self.sequence.lock().as_mut() {
+            let place = Place { seq: token.seq, phase, rank: token.rank };
+            let (first, turn) = sequence.turn.unwrap_or((token.seq, place));
+            // A repeated request moves nothing.
+            sequence.turn = Some((first, turn.max(place.next(sequence.ranks))));
+        }
     }
 
     /// Wait for the turn of a request. None where there is no sequence, or the request was served before.

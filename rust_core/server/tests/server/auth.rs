@@ -9,8 +9,8 @@ use persia_wire::auth::{Credentials, Role, Secret};
 use persia_wire::client::WireTables;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::{
-    BeginRequest, ClearRequest, CutRequest, LookupRequest, PushRequest, RestoreRequest, SnapshotRequest,
-    StatsRequest,
+    BeginRequest, ClearRequest, CutRequest, LookupRequest, PushRequest, RestoreRequest, SavedRequest,
+    SnapshotRequest, StatsRequest, UncutRequest,
 };
 use persia_wire::tls::TlsFiles;
 use tonic::Code;
@@ -24,7 +24,7 @@ fn secret(text: &str) -> Secret {
 }
 
 /// The code that each verb answers a call without content with.
-async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 8] {
+async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 10] {
     let channel = stack.servers[0].channel(None).unwrap();
     let mut client = EmbeddingServerClient::with_interceptor(channel, credentials);
     let code = |result: Result<(), tonic::Status>| result.map_or_else(|status| status.code(), |()| Code::Ok);
@@ -34,6 +34,8 @@ async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 8] {
         code(client.push(tokio_stream::empty::<PushRequest>()).await.map(drop)),
         code(client.begin(BeginRequest::default()).await.map(drop)),
         code(client.cut(CutRequest::default()).await.map(drop)),
+        code(client.uncut(UncutRequest::default()).await.map(drop)),
+        code(client.saved(SavedRequest::default()).await.map(drop)),
         code(client.snapshot(SnapshotRequest::default()).await.map(drop)),
         code(client.restore(RestoreRequest::default()).await.map(drop)),
         code(client.clear(ClearRequest::default()).await.map(drop)),
@@ -48,14 +50,15 @@ fn every_role_may_do_what_it_is_for_and_nothing_else() {
     // What is asked for makes no sense, so whoever may ask hears of that.
     let data = [Code::InvalidArgument; 2];
     let no = Code::PermissionDenied;
-    let admin = [Code::FailedPrecondition; 5];
-    let expected = |data: [Code; 2], admin: [Code; 5]| {
-        [data[0], data[1], admin[0], admin[1], admin[2], admin[3], admin[4], Code::Ok]
+    let admin = [Code::FailedPrecondition; 7];
+    let expected = |data: [Code; 2], admin: [Code; 7]| {
+        let [begin, cut, uncut, saved, snapshot, restore, clear] = admin;
+        [data[0], data[1], begin, cut, uncut, saved, snapshot, restore, clear, Code::Ok]
     };
     let matrix = [
-        (Role::Trainer, expected(data, [no; 5])),
-        (Role::Middleware, expected(data, [no; 5])),
-        (Role::Data, expected([no; 2], [no; 5])),
+        (Role::Trainer, expected(data, [no; 7])),
+        (Role::Middleware, expected(data, [no; 7])),
+        (Role::Data, expected([no; 2], [no; 7])),
         (Role::Admin, expected(data, admin)),
     ];
     for (role, expected) in matrix {
@@ -64,7 +67,7 @@ fn every_role_may_do_what_it_is_for_and_nothing_else() {
         let strangers = [None, Some(secret("another secret of thirty-two bytes"))];
         for stranger in strangers {
             let found = stack.block_on(codes(&stack, Credentials::new(role, stranger.as_ref())));
-            assert_eq!(found, [Code::Unauthenticated; 8], "{role}");
+            assert_eq!(found, [Code::Unauthenticated; 10], "{role}");
         }
     }
 }

@@ -14,7 +14,7 @@ use bytes::{BufMut, Bytes, BytesMut};
 use h2::client::SendRequest;
 use persia_types::{Id, Mode, ShardedIds, Tables, Token};
 use persia_wire::auth::{Role, Secret};
-use persia_wire::chunk::{id_chunks, row_chunks};
+use persia_wire::chunk::{id_chunks, row_chunks, word_chunks};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
@@ -61,41 +61,86 @@ struct Call {
     messages: Vec<Vec<u8>>,
 }
 
-/// Calls that make sense but for their epoch, which is over: none may change a row, whatever becomes of the rest.
+/// No flipped bit makes it the epoch in progress.
+const OTHER_EPOCH: u64 = 0x5555_5555;
+/// For admins only.
+const ADMIN: &[&str] = &["Begin", "Cut", "Uncut", "Snapshot", "Saved", "Restore", "Clear"];
+
+/// Calls that make sense but for their epoch: none may change a row, whatever becomes of the rest.
 fn calls() -> Vec<Call> {
     let ids = ShardedIds::group(&(0..200).collect::<Vec<Id>>()).unwrap();
-    let stale: proto::Token = Token { epoch: 9, ..token(0, 1) }.into();
+    let stale: proto::Token = Token { epoch: OTHER_EPOCH, ..token(0, 1) }.into();
     let parts = vec![Part::new(0, RowFormat::f32(4), &ids).to_proto()];
     let mode = proto::Mode::Train.into();
-    let head = proto::LookupHead { token: Some(stale), step: 1, mode, parts: parts.clone() };
-    let push_head = proto::PushHead { token: Some(stale), step: 1, lr_factor: 1.0, parts, only: vec![] };
-    let chunk = id_chunks(0, ids.ids()).next().unwrap();
-    let rows = row_chunks(0, RowFormat::f32(4), vec![1.0; ids.len() * 4]).next().unwrap();
     let asked = |part| proto::LookupRequest { part: Some(part) }.encode_to_vec();
     let pushed = |part| proto::PushRequest { part: Some(part) }.encode_to_vec();
-    let fence = Some(proto::Fence { job: token(0, 1).job.0, epoch: 9 });
+    let head = |parts: &[proto::TablePart]| {
+        asked(lookup_request::Part::Head(proto::LookupHead {
+            token: Some(stale),
+            step: 1,
+            mode,
+            parts: parts.into(),
+        }))
+    };
+    let push_head = |parts: &[proto::TablePart]| {
+        let parts = parts.into();
+        let head = proto::PushHead { token: Some(stale), step: 1, lr_factor: 1.0, parts, only: vec![] };
+        pushed(push_request::Part::Head(head))
+    };
+    // Every id once, by two samples, and its weight.
+    let uses: Vec<u32> = (0..ids.len() as u32).collect();
+    let (half, all, one) = (uses.len() as u32 / 2, uses.len() as u32, [1.0_f32.to_bits()]);
+    let weights = one.repeat(uses.len());
+    let samples = proto::Samples { samples: 2, uses: all, weights: true, factors: false, scale: 1.0 };
+    let pooled = [proto::TablePart { samples: Some(samples), ..parts[0].clone() }];
+    let bags = [&uses[..], &[0, half, all], &weights, &[]].concat();
+    let of_ids: Vec<u32> = uses.iter().map(|at| at % 2).collect();
+    let starts: Vec<u32> = (0..=all).collect();
+    let sums = [&of_ids[..], &starts, &weights, &[]].concat();
+    let words = |words: &[u32]| word_chunks(0, [words, &[], &[], &[]]).next().unwrap();
+    let of_samples = row_chunks(0, RowFormat::f32(4), vec![1.0; 2 * 4]).next().unwrap();
+    let chunk = id_chunks(0, ids.ids()).next().unwrap();
+    let rows = row_chunks(0, RowFormat::f32(4), vec![1.0; ids.len() * 4]).next().unwrap();
+    let fence = Some(proto::Fence { job: token(0, 1).job.0, epoch: OTHER_EPOCH });
     let run = serde_json::to_string(&run_of(&plan())).unwrap();
     let begin = proto::BeginRequest { protocol: 1, version: "0".into(), servers: 1, run, check_only: true };
     let restore = proto::RestoreRequest { fence, directory: "a".into(), files: vec![], check_only: true };
-    let snapshot = proto::SnapshotRequest { fence, directory: "a".into() };
+    let saved = proto::SavedRequest { fence, directory: "a".into(), files: vec![] };
+    let snapshot = proto::SnapshotRequest { fence, directory: "a".into(), cut: Some(1) };
     vec![
         Call {
             verb: "Lookup",
+            messages: vec![head(&parts), asked(lookup_request::Part::Ids(chunk.clone()))],
+        },
+        Call {
+            verb: "Lookup",
             messages: vec![
-                asked(lookup_request::Part::Head(head)),
+                head(&pooled),
+                asked(lookup_request::Part::Uses(words(&bags))),
                 asked(lookup_request::Part::Ids(chunk.clone())),
             ],
         },
         Call {
             verb: "Push",
             messages: vec![
-                pushed(push_request::Part::Head(push_head)),
-                pushed(push_request::Part::Ids(chunk)),
+                push_head(&parts),
+                pushed(push_request::Part::Ids(chunk.clone())),
                 pushed(push_request::Part::Gradients(rows)),
             ],
         },
+        Call {
+            verb: "Push",
+            messages: vec![
+                push_head(&pooled),
+                pushed(push_request::Part::Uses(words(&sums))),
+                pushed(push_request::Part::Ids(chunk)),
+                pushed(push_request::Part::Gradients(of_samples)),
+            ],
+        },
         Call { verb: "Begin", messages: vec![begin.encode_to_vec()] },
-        Call { verb: "Cut", messages: vec![proto::CutRequest { fence }.encode_to_vec()] },
+        Call { verb: "Cut", messages: vec![proto::CutRequest { fence, cut: 1 }.encode_to_vec()] },
+        Call { verb: "Uncut", messages: vec![proto::UncutRequest { fence, cut: 1 }.encode_to_vec()] },
+        Call { verb: "Saved", messages: vec![saved.encode_to_vec()] },
         Call { verb: "Snapshot", messages: vec![snapshot.encode_to_vec()] },
         Call { verb: "Restore", messages: vec![restore.encode_to_vec()] },
         Call { verb: "Clear", messages: vec![proto::ClearRequest { fence }.encode_to_vec()] },
@@ -163,8 +208,10 @@ impl Attacker {
             return self.noise().await;
         }
         let call = &calls[self.random.below(calls.len())];
-        // Not as an admin: whoever holds that token may drop all rows.
-        let role = [Role::Trainer, Role::Middleware, Role::Data][self.random.below(3)];
+        let mut role = [Role::Trainer, Role::Middleware, Role::Data][self.random.below(3)];
+        if ADMIN.contains(&call.verb) && self.random.below(2) == 0 {
+            role = Role::Admin;
+        }
         let token = match self.random.below(10) {
             0 => None,
             1 => Some("0".repeat(64)),

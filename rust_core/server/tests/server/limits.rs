@@ -214,7 +214,7 @@ fn snapshots_stay_below_their_root() {
             let channel = stack.servers[0].channel(None).unwrap();
             let admin = Credentials::new(Role::Admin, None);
             let fence = Some(proto::Fence { job: token(0, 1).job.0, epoch: 1 });
-            let request = proto::SnapshotRequest { fence, directory: directory.into() };
+            let request = proto::SnapshotRequest { fence, directory: directory.into(), cut: None };
             EmbeddingServerClient::with_interceptor(channel, admin).snapshot(request).await.unwrap_err()
         });
         let error = from_status("", &status);

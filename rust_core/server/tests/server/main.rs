@@ -5,6 +5,7 @@ mod auth;
 mod contract;
 mod equal;
 mod hostile;
+mod journal;
 mod limits;
 mod lost;
 mod pooled;

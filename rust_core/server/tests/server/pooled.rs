@@ -186,12 +186,16 @@ impl Tables for Watched {
         self.tables.push(&PushRequest { tables: &tables, ..*request })
     }
 
-    fn cut(&self) -> Result<(), TablesError> {
-        self.tables.cut()
+    fn cut(&self, cut: u64) -> Result<(), TablesError> {
+        self.tables.cut(cut)
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
-        self.tables.snapshot(dir)
+    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
+        self.tables.uncut(cut)
+    }
+
+    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.tables.snapshot(dir, cut)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

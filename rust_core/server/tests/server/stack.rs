@@ -144,6 +144,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
         checkpoints: CheckpointRoot::new(Some(std::env::temp_dir())),
         turn_timeout: plan.turn_timeout,
         address: endpoint.to_string(),
+        journal: None,
     };
     let data = dir.join(format!("data-{index}"));
     let node = Arc::new(Node::new(options, EpochFile::open(Some(&data)).unwrap()).unwrap());
@@ -193,12 +194,20 @@ impl<T: Send + Sync> Tables for Held<T> {
         self.tables.push(request)
     }
 
-    fn cut(&self) -> Result<(), TablesError> {
-        self.tables.cut()
+    fn cut(&self, cut: u64) -> Result<(), TablesError> {
+        self.tables.cut(cut)
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
-        self.tables.snapshot(dir)
+    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
+        self.tables.uncut(cut)
+    }
+
+    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.tables.snapshot(dir, cut)
+    }
+
+    fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.tables.saved(dir, files)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use fail::fail_point;
 
 use super::error::{CheckpointError, Result};
+use super::names::MARKER;
 
 /// Exit status of a process that a fault point ended.
 pub const CRASH_EXIT: i32 = 42;
@@ -79,6 +80,17 @@ impl Write for Output {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Put the marker of a save of ours into `dir`, durably.
+pub(super) fn mark(dir: &Path) -> Result<()> {
+    const TEXT: &[u8] =
+        b"A save of Persia. If no process is saving, it was not finished; the next save removes it.\n";
+    let path = dir.join(MARKER);
+    let mut file = Output::create(&path)?;
+    file.write_all(TEXT).map_err(|error| CheckpointError::io(&path, error))?;
+    file.finish()?;
+    sync_dir(dir)
 }
 
 /// A regular file, open for reading.

@@ -65,7 +65,8 @@ pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
 /// what an interruption just after its creation, or just before its removal, leaves.
 pub(super) fn sweep(staging: &Path) -> Result<()> {
     let entries = disk::entries(staging)?;
-    if entries.iter().any(|(name, kind)| name == MARKER && kind.is_file()) {
+    let marked = entries.iter().any(|(name, kind)| name == MARKER && kind.is_file());
+    if marked {
         for (name, _) in entries.iter().filter(|(name, _)| name != MARKER) {
             disk::remove_file(&staging.join(name))?;
         }
@@ -75,7 +76,11 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
         }
         disk::remove_file(&staging.join(MARKER))?;
     }
-    if disk::remove_empty_dir(staging)? { disk::sync_dir(&disk::parent(staging)) } else { Ok(()) }
+    if disk::remove_empty_dir(staging)? {
+        return disk::sync_dir(&disk::parent(staging));
+    }
+    // Written to just now: still ours.
+    if marked { disk::mark(staging) } else { Ok(()) }
 }
 
 /// Delete a checkpoint. It stops being one in a single step, before the first of its files goes.

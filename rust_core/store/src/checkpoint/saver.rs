@@ -13,9 +13,6 @@ use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
 use super::recover;
 
-const MARKER_TEXT: &[u8] =
-    b"A save of Persia. If no process is saving, it was not finished; the next save removes it.\n";
-
 /// A save that is being made into a directory. Dropped before [`Saver::commit`] it leaves no trace.
 pub struct Saver {
     dir: PathBuf,
@@ -59,8 +56,7 @@ impl Saver {
             _lock: lock,
         };
         disk::create_dir(&saver.staging)?;
-        saver.stage(MARKER, MARKER_TEXT)?;
-        disk::sync_dir(&saver.staging)?;
+        disk::mark(&saver.staging)?;
         Ok(saver)
     }
 

@@ -129,15 +129,19 @@ pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
 fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
     let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
     for Listed { path, .. } in listed.iter().filter(unfinished) {
-        let lock = match disk::lock(path) {
-            Err(CheckpointError::Busy { .. }) => continue,
+        match sweep_one(path) {
+            // Somebody saves there, or it is another user's: no checkpoint is lost by leaving it.
+            Err(CheckpointError::Busy { .. } | CheckpointError::Io { .. }) => {}
             other => other?,
-        };
-        recover::settle(path)?;
-        drop(lock);
-        disk::remove_empty_dir(path)?;
+        }
     }
     Ok(())
+}
+
+fn sweep_one(path: &Path) -> Result<()> {
+    let _lock = disk::lock(path)?;
+    recover::settle(path)?;
+    disk::remove_empty_dir(path).map(drop)
 }
 
 /// The first checkpoint whose files are all whole.

@@ -21,6 +21,8 @@ const METRICS_KEYS: &[&str] = &["enable_metrics", "job_name", "push_interval_sec
 const WORKER_KEYS: &[&str] = &["wire_dtype", "forward_buffer_size", "buffered_data_expired_sec"];
 const SERVER_KEYS: &[&str] = &[
     "capacity",
+    "durability",
+    "log_sync",
     "num_hashmap_internal_shards",
     "enable_incremental_update",
     "incremental_buffer_size",
@@ -38,12 +40,26 @@ const METRICS_UNUSED: &[(&str, &str)] = &[("enable_metrics", NO_METRICS), ("push
 const INFER_UNUSED: &[(&str, &str)] = &[("servers", NO_SERVING), ("embedding_checkpoint", NO_SERVING)];
 const WORKER_UNUSED: &[(&str, &str)] =
     &[("forward_buffer_size", NO_WORKER), ("buffered_data_expired_sec", NO_WORKER)];
+const LOG_UNUSED: &[(&str, &str)] = &[("log_sync", "only with `durability: log` is there a log")];
 const SERVER_UNUSED: &[(&str, &str)] = &[
     ("num_hashmap_internal_shards", "there are always 256 virtual shards"),
     ("incremental_buffer_size", NO_INCREMENTAL),
     ("incremental_dir", NO_INCREMENTAL),
     ("incremental_channel_capacity", NO_INCREMENTAL),
 ];
+
+const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];
+const LOG_SYNCS: &[(&str, LogSync)] = &[("every_second", LogSync::EverySecond), ("always", LogSync::Always)];
+
+/// When what a server logged is durable, against the loss of its machine's power.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub enum LogSync {
+    /// Within a second.
+    #[default]
+    EverySecond,
+    /// Before a request is acknowledged.
+    Always,
+}
 
 /// A valid `global_config.yml`. The default is what an absent key means.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -55,6 +71,9 @@ pub struct GlobalConfig {
     /// `embedding_parameter_server_config.capacity`: rows a server holds before it evicts. Nothing is allocated
     /// for it up front.
     pub capacity: u64,
+    /// `embedding_parameter_server_config.durability` and `.log_sync`: whether a server that is killed goes on by itself
+    /// from the last checkpoint and its log (`log`), or the whole job from the last checkpoint (`checkpoint`, None).
+    pub log: Option<LogSync>,
     /// `embedding_worker_config.wire_dtype`: what rows and gradients are between trainers, middlewares and servers.
     pub wire_dtype: Dtype,
 }
@@ -65,6 +84,7 @@ impl Default for GlobalConfig {
             job_name: "persia_default_jobname".into(),
             checkpoint_workers: 4,
             capacity: 1_000_000_000,
+            log: None,
             wire_dtype: Dtype::F32,
         }
     }
@@ -120,6 +140,14 @@ impl GlobalConfig {
         let path = "embedding_parameter_server_config.capacity";
         if let Some(capacity) = reader.integer(&server, path, 1..=MAX_CAPACITY) {
             self.capacity = capacity;
+        }
+        let logs = reader.choice(&server, "embedding_parameter_server_config.durability", DURABILITIES);
+        let path = "embedding_parameter_server_config.log_sync";
+        let sync = reader.choice(&server, path, LOG_SYNCS);
+        if logs == Some(true) {
+            self.log = Some(sync.unwrap_or_default());
+        } else {
+            reader.without_effect(&server, "embedding_parameter_server_config", LOG_UNUSED);
         }
     }
 }

@@ -24,7 +24,7 @@ mod tests;
 
 pub use embedding::EmbeddingConfig;
 pub use error::{ConfigErrors, Finding};
-pub use global::GlobalConfig;
+pub use global::{GlobalConfig, LogSync};
 pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 
 /// A configuration that is valid, and what its author should know all the same.

@@ -90,20 +90,41 @@ impl Inner {
         }
     }
 
-    pub(super) async fn cut(&self) -> Result<(), TablesError> {
-        let request = proto::CutRequest { fence: *self.fence.lock() };
-        self.call("cut", self.admin_patience(), async |remote, each| {
+    pub(super) async fn cut(&self, cut: u64) -> Result<(), TablesError> {
+        let request = proto::CutRequest { fence: *self.fence.lock(), cut };
+        self.call("cut", self.patience(), async |remote, each| {
             ask!(remote, self.admin, cut, within(each, request)).map(|_| ())
         })
         .await
     }
 
-    pub(super) async fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
+    pub(super) async fn uncut(&self, cut: u64) -> Result<(), TablesError> {
+        let request = proto::UncutRequest { fence: *self.fence.lock(), cut };
+        self.call("end of a cut", self.one_try(), async |remote, each| {
+            ask!(remote, self.admin, uncut, within(each, request)).map(|_| ())
+        })
+        .await
+    }
+
+    pub(super) async fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
         let directory = self.below_root(dir)?;
         self.stats_by_server().await?; // all servers are there: one try is enough
-        let request = proto::SnapshotRequest { fence: *self.fence.lock(), directory };
+        let request = proto::SnapshotRequest { fence: *self.fence.lock(), directory, cut };
         self.call(&format!("snapshot into {}", dir.display()), self.once(), async |remote, each| {
             ask!(remote, self.admin, snapshot, within(each, request.clone())).map(Snapshot::from)
+        })
+        .await
+    }
+
+    pub(super) async fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let request = proto::SavedRequest {
+            fence: *self.fence.lock(),
+            directory: self.below_root(dir)?,
+            files: files.iter().cloned().map(Into::into).collect(),
+        };
+        let what = format!("note of the checkpoint in {}", dir.display());
+        self.call(&what, self.one_try(), async |remote, each| {
+            ask!(remote, self.admin, saved, within(each, request.clone())).map(|_| ())
         })
         .await
     }
@@ -128,6 +149,11 @@ impl Inner {
             ask!(remote, self.admin, clear, within(each, request)).map(|_| ())
         })
         .await
+    }
+
+    /// For what is not worth waiting for.
+    fn one_try(&self) -> Patience {
+        Patience { all: Duration::ZERO, ..self.patience() }
     }
 
     /// For what two peers must not do at the same time: a try whose reply was lost may still go on.

@@ -156,12 +156,20 @@ impl Tables for WireTables {
         self.wait(self.inner.push(request))
     }
 
-    fn cut(&self) -> Result<(), TablesError> {
-        self.wait(self.inner.cut())
+    fn cut(&self, cut: u64) -> Result<(), TablesError> {
+        self.wait(self.inner.cut(cut))
     }
 
-    fn snapshot(&self, dir: &Path) -> Result<Snapshot, TablesError> {
-        self.wait(self.inner.snapshot(dir))
+    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
+        self.wait(self.inner.uncut(cut))
+    }
+
+    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.wait(self.inner.snapshot(dir, cut))
+    }
+
+    fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.wait(self.inner.saved(dir, files))
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

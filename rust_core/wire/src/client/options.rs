@@ -67,7 +67,7 @@ impl ClientOptions {
             secret: None,
             tls: None,
             rpc_timeout: Duration::from_secs(60),
-            admin_timeout: Duration::from_secs(600),
+            admin_timeout: Duration::from_secs(3600),
             wire_dtype: Dtype::F32,
             checkpoint_root: None,
         }

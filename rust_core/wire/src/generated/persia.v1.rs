@@ -244,14 +244,27 @@ pub struct BeginRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginReply {}
-/// The next snapshot is of the rows as they are now.
+/// Keep the rows as they are now, for a snapshot of this cut. Its number is above that of every cut before, so that one
+/// that comes late is refused; the last one again changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CutRequest {
     #[prost(message, optional, tag = "1")]
     pub fence: ::core::option::Option<Fence>,
+    #[prost(uint64, tag = "2")]
+    pub cut: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CutReply {}
+/// Forget this cut, if it is held.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UncutRequest {
+    #[prost(message, optional, tag = "1")]
+    pub fence: ::core::option::Option<Fence>,
+    #[prost(uint64, tag = "2")]
+    pub cut: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UncutReply {}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct SnapshotRequest {
     #[prost(message, optional, tag = "1")]
@@ -259,6 +272,9 @@ pub struct SnapshotRequest {
     /// below the servers' checkpoint root, relative to it
     #[prost(string, tag = "2")]
     pub directory: ::prost::alloc::string::String,
+    /// else the rows are of now; afterwards no cut is held, also where it failed
+    #[prost(uint64, optional, tag = "3")]
+    pub cut: ::core::option::Option<u64>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct File {
@@ -277,6 +293,19 @@ pub struct SnapshotReply {
     #[prost(uint64, repeated, tag = "2")]
     pub rows: ::prost::alloc::vec::Vec<u64>,
 }
+/// The last snapshot is part of the checkpoint in that directory: servers that keep a log forget what led to it.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SavedRequest {
+    #[prost(message, optional, tag = "1")]
+    pub fence: ::core::option::Option<Fence>,
+    #[prost(string, tag = "2")]
+    pub directory: ::prost::alloc::string::String,
+    /// of all shards
+    #[prost(message, repeated, tag = "3")]
+    pub files: ::prost::alloc::vec::Vec<File>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SavedReply {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RestoreRequest {
     #[prost(message, optional, tag = "1")]
@@ -562,6 +591,27 @@ pub mod embedding_server_client {
                 .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Cut"));
             self.inner.unary(req, path, codec).await
         }
+        pub async fn uncut(
+            &mut self,
+            request: impl tonic::IntoRequest<super::UncutRequest>,
+        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/persia.v1.EmbeddingServer/Uncut",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Uncut"));
+            self.inner.unary(req, path, codec).await
+        }
         pub async fn snapshot(
             &mut self,
             request: impl tonic::IntoRequest<super::SnapshotRequest>,
@@ -581,6 +631,27 @@ pub mod embedding_server_client {
             let mut req = request.into_request();
             req.extensions_mut()
                 .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Snapshot"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn saved(
+            &mut self,
+            request: impl tonic::IntoRequest<super::SavedRequest>,
+        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/persia.v1.EmbeddingServer/Saved",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Saved"));
             self.inner.unary(req, path, codec).await
         }
         pub async fn restore(
@@ -683,10 +754,18 @@ pub mod embedding_server_server {
             &self,
             request: tonic::Request<super::CutRequest>,
         ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status>;
+        async fn uncut(
+            &self,
+            request: tonic::Request<super::UncutRequest>,
+        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status>;
         async fn snapshot(
             &self,
             request: tonic::Request<super::SnapshotRequest>,
         ) -> std::result::Result<tonic::Response<super::SnapshotReply>, tonic::Status>;
+        async fn saved(
+            &self,
+            request: tonic::Request<super::SavedRequest>,
+        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status>;
         async fn restore(
             &self,
             request: tonic::Request<super::RestoreRequest>,
@@ -957,6 +1036,50 @@ pub mod embedding_server_server {
                     };
                     Box::pin(fut)
                 }
+                "/persia.v1.EmbeddingServer/Uncut" => {
+                    #[allow(non_camel_case_types)]
+                    struct UncutSvc<T: EmbeddingServer>(pub Arc<T>);
+                    impl<
+                        T: EmbeddingServer,
+                    > tonic::server::UnaryService<super::UncutRequest> for UncutSvc<T> {
+                        type Response = super::UncutReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::UncutRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as EmbeddingServer>::uncut(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = UncutSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
                 "/persia.v1.EmbeddingServer/Snapshot" => {
                     #[allow(non_camel_case_types)]
                     struct SnapshotSvc<T: EmbeddingServer>(pub Arc<T>);
@@ -987,6 +1110,50 @@ pub mod embedding_server_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = SnapshotSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/persia.v1.EmbeddingServer/Saved" => {
+                    #[allow(non_camel_case_types)]
+                    struct SavedSvc<T: EmbeddingServer>(pub Arc<T>);
+                    impl<
+                        T: EmbeddingServer,
+                    > tonic::server::UnaryService<super::SavedRequest> for SavedSvc<T> {
+                        type Response = super::SavedReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::SavedRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as EmbeddingServer>::saved(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SavedSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -1349,6 +1516,27 @@ pub mod middleware_client {
             req.extensions_mut().insert(GrpcMethod::new("persia.v1.Middleware", "Cut"));
             self.inner.unary(req, path, codec).await
         }
+        pub async fn uncut(
+            &mut self,
+            request: impl tonic::IntoRequest<super::UncutRequest>,
+        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/persia.v1.Middleware/Uncut",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("persia.v1.Middleware", "Uncut"));
+            self.inner.unary(req, path, codec).await
+        }
         pub async fn snapshot(
             &mut self,
             request: impl tonic::IntoRequest<super::SnapshotRequest>,
@@ -1368,6 +1556,27 @@ pub mod middleware_client {
             let mut req = request.into_request();
             req.extensions_mut()
                 .insert(GrpcMethod::new("persia.v1.Middleware", "Snapshot"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn saved(
+            &mut self,
+            request: impl tonic::IntoRequest<super::SavedRequest>,
+        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/persia.v1.Middleware/Saved",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("persia.v1.Middleware", "Saved"));
             self.inner.unary(req, path, codec).await
         }
         pub async fn restore(
@@ -1470,10 +1679,18 @@ pub mod middleware_server {
             &self,
             request: tonic::Request<super::CutRequest>,
         ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status>;
+        async fn uncut(
+            &self,
+            request: tonic::Request<super::UncutRequest>,
+        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status>;
         async fn snapshot(
             &self,
             request: tonic::Request<super::SnapshotRequest>,
         ) -> std::result::Result<tonic::Response<super::SnapshotReply>, tonic::Status>;
+        async fn saved(
+            &self,
+            request: tonic::Request<super::SavedRequest>,
+        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status>;
         async fn restore(
             &self,
             request: tonic::Request<super::RestoreRequest>,
@@ -1742,6 +1959,49 @@ pub mod middleware_server {
                     };
                     Box::pin(fut)
                 }
+                "/persia.v1.Middleware/Uncut" => {
+                    #[allow(non_camel_case_types)]
+                    struct UncutSvc<T: Middleware>(pub Arc<T>);
+                    impl<T: Middleware> tonic::server::UnaryService<super::UncutRequest>
+                    for UncutSvc<T> {
+                        type Response = super::UncutReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::UncutRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Middleware>::uncut(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = UncutSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
                 "/persia.v1.Middleware/Snapshot" => {
                     #[allow(non_camel_case_types)]
                     struct SnapshotSvc<T: Middleware>(pub Arc<T>);
@@ -1772,6 +2032,49 @@ pub mod middleware_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = SnapshotSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/persia.v1.Middleware/Saved" => {
+                    #[allow(non_camel_case_types)]
+                    struct SavedSvc<T: Middleware>(pub Arc<T>);
+                    impl<T: Middleware> tonic::server::UnaryService<super::SavedRequest>
+                    for SavedSvc<T> {
+                        type Response = super::SavedReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::SavedRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Middleware>::saved(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SavedSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -295,6 +295,24 @@ impl Middleware for Mock {
         Ok(Response::new(proto::CutReply {}))
     }
 
+    async fn uncut(
+        &self,
+        request: Request<proto::UncutRequest>,
+    ) -> Result<Response<proto::UncutReply>, Status> {
+        require(request.extensions(), "Uncut", &[])?;
+        self.next("uncut").await?;
+        Ok(Response::new(proto::UncutReply {}))
+    }
+
+    async fn saved(
+        &self,
+        request: Request<proto::SavedRequest>,
+    ) -> Result<Response<proto::SavedReply>, Status> {
+        require(request.extensions(), "Saved", &[])?;
+        self.next("saved").await?;
+        Ok(Response::new(proto::SavedReply {}))
+    }
+
     async fn snapshot(
         &self,
         request: Request<proto::SnapshotRequest>,

@@ -1,7 +1,7 @@
 //! `global_config.yml`.
 
 use super::said;
-use crate::config::GlobalConfig;
+use crate::config::{GlobalConfig, LogSync};
 use crate::schema::Dtype;
 
 /// Every key PersiaML documents, at its default or near it.
@@ -42,6 +42,7 @@ fn a_real_file_is_read_with_one_warning_for_each_key_without_effect() {
             job_name: "adult-income".into(),
             checkpoint_workers: 8,
             capacity: 1_000_000,
+            log: None,
             wire_dtype: Dtype::F32,
         }
     );
@@ -73,6 +74,7 @@ fn absent_keys_have_their_documented_defaults() {
         job_name: "persia_default_jobname".into(),
         checkpoint_workers: 4,
         capacity: 1_000_000_000,
+        log: None,
         wire_dtype: Dtype::F32,
     };
     assert_eq!(GlobalConfig::default(), expected);
@@ -89,6 +91,25 @@ fn rows_may_travel_as_sixteen_bits() {
     assert_eq!(
         parse("embedding_worker_config: {wire_dtype: fp16}"),
         ["line 1, column 39: embedding_worker_config.wire_dtype: found `fp16`, allowed: f32, f16, bf16"]
+    );
+}
+
+#[test]
+fn a_server_may_keep_a_log() {
+    let section = "embedding_parameter_server_config";
+    for (text, log) in [
+        ("{durability: log}", Some(LogSync::EverySecond)),
+        ("{durability: log, log_sync: always}", Some(LogSync::Always)),
+        ("{durability: checkpoint}", None),
+    ] {
+        let parsed = GlobalConfig::parse(&format!("{section}: {text}"), "f").unwrap();
+        assert_eq!((parsed.config.log, parsed.warnings), (log, vec![]), "{text}");
+    }
+    let parsed = GlobalConfig::parse(&format!("{section}: {{log_sync: always}}"), "f").unwrap();
+    assert_eq!((parsed.config.log, parsed.warnings.len()), (None, 1));
+    assert_eq!(
+        parse(&format!("{section}: {{durability: always}}")),
+        [format!("line 1, column 50: {section}.durability: found `always`, allowed: checkpoint, log")]
     );
 }
 
