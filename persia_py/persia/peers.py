@@ -269,8 +269,7 @@ class Peers:
         elif "note" in message:
             self._notes[rank] = message["note"]
         elif "hung" in message:
-            self.hung(str(message["hung"]))  # rank 0 tells the others; they have nobody to tell but rank 0
-            watchdog.end(str(message["hung"]))
+            watchdog.end(str(message["hung"]), self.hung)  # rank 0 tells the others; they have nobody but rank 0
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "left" in message:
@@ -313,9 +312,11 @@ class Peers:
     def _end(self) -> None:
         """End the process from outside its main thread, which waits in a collective that never returns."""
         error = self._lost_error()
-        sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")
-        sys.stderr.flush()
-        os._exit(error.exit_code)
+        try:
+            sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(error.exit_code)
 
 
 def names(ranks: list[int]) -> str:

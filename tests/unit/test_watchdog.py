@@ -69,3 +69,36 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_goes_on(what: str, c
     said = "makes no progress behind step 4" in done.stderr and "in a_call_that_never_returns" in done.stderr
     assert said == (what == "hang"), done.stderr
     assert ("trained 4" in done.stdout) == (what == "go on")
+
+
+@pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(60)"])
+def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
+    """Where a script has replaced standard error, other ranks cannot be told, or telling them never ends."""
+    script = f"""
+import sys
+import time
+
+from persia import watchdog
+
+
+class Tee:
+    def write(self, text):
+        raise OSError("the log is full")
+
+    def flush(self):
+        pass
+
+
+def tell(reason):
+    {tell}
+
+
+sys.stderr = Tee()
+watchdog._LAST_S = 2.0
+watchdog.end("rank 0 makes no progress", tell)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 70, done.stderr
+    if "sleep" not in tell:
+        assert "error: rank 0 makes no progress" in done.stderr and "threads of rank 0:" in done.stderr
+    assert ("were not told: ValueError: no such rank" in done.stderr) == ("raise" in tell)
