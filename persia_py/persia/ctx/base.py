@@ -12,6 +12,9 @@ from persia.errors import UsageError
 from persia_core import forward as _forward
 from persia_core.engine import Engine
 
+_WRITTEN_S = 15.0
+"""Seconds that a save may still be written when an error ends a context; a launcher gives its ranks 25."""
+
 _stack: list["BaseCtx"] = []
 
 
@@ -92,7 +95,11 @@ class BaseCtx:
         _stack.remove(self)
         common, self.common_context = self.common_context, None
         if self._owner and common is not None:
-            common.close(error)
+            try:
+                if error is not None:
+                    common.let_write(_WRITTEN_S)
+            finally:
+                common.close(error)
 
     @property
     def _common(self) -> CommonContext:

@@ -94,11 +94,12 @@ class DataLoader:
                 stopping.stoppable(context.saves_itself),
                 watchdog.watching(lambda: context.step, distributed.hung),
             ):
+                context.save_if_due()  # a loop before this one may have been left behind any step
                 while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
                     yield held.pop()
                     watchdog.progress()
-                    context.between_steps()
-                context.between_steps(last=True)
+                    context.save_if_due()
+                context.save_last()
             together = True
             if distributed.peers() is None or not pipeline.has_next():
                 self._cursor = self._start = self._end
