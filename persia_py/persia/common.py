@@ -164,6 +164,15 @@ class CommonContext(ABC):
         del what
         return [mine]
 
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for.
+
+        Raises:
+            UnreachableError: A rank does not come in time.
+        """
+        del timeout_s
+        return [mine]
+
     def collect(self, mine: Any) -> list[Any] | None:
         """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
         return [mine]

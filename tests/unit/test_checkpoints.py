@@ -6,19 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Batches, Configure
 from test_training import SLOTS, everything, loss_fn, make, train
-from waiting import wait_until
 
 from persia.checkpoint import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
-from persia.embedding.data import PersiaBatch
 from persia.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia_core.forward import TrainingBatch
 
@@ -262,51 +259,3 @@ def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> N
         with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
             assert len(train(ctx, DataLoader(Batches(STEPS)))) == trained
             assert ctx.step == STEPS
-
-
-@pytest.mark.parametrize("waiting", [False, True])
-def test_sigterm_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, waiting: bool) -> None:
-    """In the body of the loop, and while it waits for a batch that does not come."""
-
-    class Slow(Batches):
-        def __iter__(self) -> Iterator[PersiaBatch]:
-            for number, batch in enumerate(super().__iter__()):
-                if waiting and number == 7:
-                    wait_until("every batch before this one to be trained on", lambda: ctx.step == 7, 30)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    released.wait()
-                yield batch
-
-    expected = whole(configure, tmp_path / "undisturbed")
-    configure(SLOTS)
-    released = threading.Event()
-    with (
-        pytest.raises(SystemExit) as left,
-        make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx,
-    ):
-        try:
-            for batch in DataLoader(Slow(STEPS), reproducible=True):
-                output, labels = ctx.forward(batch)
-                ctx.backward(loss_fn(output, labels[0]))
-                if not waiting and ctx.step == 7:
-                    os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            released.set()
-    assert left.value.code == 75
-    assert names(tmp_path / "run") == ["LATEST", "step-7"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert whole(configure, tmp_path / "run") == expected
-
-
-def test_sigterm_in_a_loop_that_is_left_ends_the_next_one(configure: Configure, tmp_path: Path) -> None:
-    configure(SLOTS)
-    with pytest.raises(SystemExit), make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
-        loader = DataLoader(Batches(STEPS), reproducible=True)
-        for batch in loader:
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, labels[0]))
-            if ctx.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-                break
-        train(ctx, loader)
-    assert names(tmp_path / "run") == ["LATEST", "step-3"]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from persia import checkpoint, env, job
+from persia import checkpoint, env, job, stopping
+from persia.ctx.base import ends_well
 from persia.errors import CheckpointError, ConfigError, PersiaError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
@@ -19,6 +20,9 @@ _logger = get_logger("checkpoint")
 
 RETRY_S = (1.0, 2.0, 4.0)
 """Seconds after which the run is saved again when the disk refused a save, or it broke off."""
+
+MEET_S = 20.0
+"""Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 for all of it."""
 
 STATE = "state.pt"
 """The file of a checkpoint that holds the states of :class:`Checkpoints`'s ``state``."""
@@ -46,8 +50,8 @@ class Checkpoints:
 
     A save comes between two steps, after the body of the loop over a :class:`persia.data.DataLoader`, so that what the
     body does behind ``backward`` (a scheduler's step) is part of it. The end of the loop is saved, too, and written
-    before anything behind it. SIGTERM in the loop lets all ranks save behind the step they are at, and leave with exit
-    code 75.
+    before anything behind it. SIGTERM to any rank lets all ranks save behind the step they are at, and leave with exit
+    code 75, from wherever they are in the context: the loop, an evaluation, or what lies between two loops.
 
     Args:
         folder: Holds a folder ``step-N`` for each save, and ``LATEST``, which names the newest. A relative one is below
@@ -163,6 +167,41 @@ class Checkpoints:
             if random is not None:
                 self._cut(context, step, random)
             common.gather("checkpoint cut", None)
+
+    def leave_if_asked(self, context: "TrainCtx", left_by: BaseException | None) -> None:
+        """At the end of a context that was left by this: save the run and leave, if this process was asked to stop.
+
+        Where the context came to its end on all ranks, they do so, too, if another one was asked.
+
+        Raises:
+            SystemExit: It came to its end, and this process is to leave.
+        """
+        ended = left_by is None or (isinstance(left_by, SystemExit) and ends_well(left_by))
+        asked = stopping.stop_asked()
+        if ended:
+            try:
+                asked = any(context.common.gather("end of training", asked))
+            except SystemExit:
+                asked = True
+        if asked and (ended or (isinstance(left_by, SystemExit) and left_by.code == stopping.AGAIN)):
+            with stopping.leaving():
+                self._save_to_leave(context)
+            if ended:
+                raise SystemExit(stopping.AGAIN)
+
+    def _save_to_leave(self, context: "TrainCtx") -> None:
+        """Save the run if anything was trained, and all ranks come and stand behind the same step."""
+        step = context.step
+        try:
+            if stopping.has_trained():
+                steps = context.common.meet(step, MEET_S)
+                if min(steps) < max(steps):
+                    raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
+                self.save_last(context, step)
+        except (PersiaError, RuntimeError) as error:  # the second of torch, where another rank ends meanwhile
+            _logger.error("SIGTERM: leaving behind step %d, which is not saved: %s", step, error)
+        else:
+            _logger.info("SIGTERM: leaving behind step %d", step)
 
     def due_again(self) -> bool:
         """Whether the last save failed and is to be tried again now; only rank 0 knows."""

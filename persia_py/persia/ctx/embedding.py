@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from persia import checkpoint, watchdog
+from persia import checkpoint, stopping, watchdog
 from persia.common import Settings
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.embedding import EmbeddingConfig
@@ -140,6 +140,7 @@ class EmbeddingCtx(BaseCtx):
         return self._lookup(Batch.from_bytes(data), device_id)
 
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
+        stopping.leave_if_asked()
         if device_id is not None:
             _forward.check_device(device_id)
         return self._common.lookup(batch)

@@ -1,8 +1,9 @@
 """Training: forward, backward, and checkpoints of the whole run."""
 
+import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from persia.data import DataLoader
 
 _logger = get_logger("ctx")
-
-AGAIN = 75
-"""Exit code: this attempt is over, start again."""
 
 _first_done = False
 
@@ -106,6 +104,7 @@ class TrainCtx(EmbeddingCtx):
         self._cursor: dict[str, Any] | None = None
         self._random: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has it
         self._loader: DataLoader | None = None
+        self._stopping = contextlib.ExitStack()
 
     def _open(self) -> CommonContext:
         if env.nats_url() is not None:
@@ -126,13 +125,25 @@ class TrainCtx(EmbeddingCtx):
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and bare(self.model) is self.model:
             self._bare, self.model = self.model, self._common.wrap(self.model)
-        if self._checkpoints is not None and self._common.writes:
-            self._checkpoints.load(self)
+        if self._checkpoints is not None:
+            if self._common.writes:
+                self._checkpoints.load(self)
+            self._stopping.enter_context(stopping.saving_run())
 
     def _exit(self) -> None:
         if self._bare is not None:
             self._bare, self.model = None, self._bare
         super()._exit()
+
+    def _leave_if_asked(self, left_by: BaseException | None) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.leave_if_asked(self, left_by)
+
+    def _leave(self, error: BaseException | None) -> None:
+        try:
+            super()._leave(error)
+        finally:
+            self._stopping.close()
 
     def open_loop(self, loader: "DataLoader", buffer: int) -> Pipeline:
         """Start a training loop over ``loader``; every rank calls this. For :class:`persia.data.DataLoader`."""
@@ -218,6 +229,7 @@ class TrainCtx(EmbeddingCtx):
         embeddings, self._embeddings = self._embeddings, []
         self._backward(loss, batch, embeddings, self._optimizer, self._common)
         self._common.trained_step = batch.step
+        stopping.trained()
         _log_first(batch.step)
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
@@ -247,13 +259,6 @@ class TrainCtx(EmbeddingCtx):
         """Save the run behind the step it is at, because the last save could not be written; every rank does."""
         if self._checkpoints is not None:
             self._checkpoints.save(self, self.step)
-
-    def save_and_leave(self) -> NoReturn:
-        """Save the run and end this process, so that it can be started again; every rank does so at the same step."""
-        self.save_last()
-        stopping.stopped()
-        _logger.info("SIGTERM: leaving behind step %d", self.step)
-        raise SystemExit(AGAIN)
 
     def adopt(self, loader: "DataLoader") -> dict[str, Any] | None:
         """Note that ``loader`` feeds this context; return where a loaded checkpoint wants it to start."""
