@@ -8,8 +8,8 @@ changes the run.
 With ``bits`` the run is one whose every bit depends on the order of what happens: random rows, Adam, a loss that is not
 linear. Its rows are not compared here.
 
-With ``evaluate`` the ranks that it names evaluate for ever: once they have done a step, ``in`` its body or ``behind`` the
-loop, which all ranks leave there, or ``before`` they do it.
+With ``evaluate`` the ranks that it names evaluate for ever: once they have done a step, ``in`` its body or ``behind``
+the loop, which all ranks leave there, or ``before`` they do it.
 """
 
 import itertools
