@@ -110,7 +110,7 @@ def test_sigterm_before_the_first_step_ends_all(ledger: Stack) -> None:
 def test_ranks_agree_on_the_next_save_after_a_load_by_hand(ledger: Stack) -> None:
     """Rank 0 loads a save that lies behind the newest."""
     assert {part.wait() for part in nodes(ledger, every=8, leave_behind_loop=True)} == {75}
-    parts = nodes(ledger, every=8, load="step-48")
+    parts = nodes(ledger, every=8, load="step-56")
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
     exact(ledger)
 
