@@ -4,14 +4,18 @@ A directory is a checkpoint if it has a ``MANIFEST.json``, which is published la
 and hash. Files are staged aside and replace an older checkpoint in the same directory as a whole or not at all.
 """
 
+import contextlib
 import io
 import json
+import math
 import os
+import pickle
 import random
 import re
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +25,17 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
+from persia import env
 from persia.embedding.optim import Optimizer
-from persia.errors import CheckpointError, StorageError, UsageError
+from persia.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
 from persia_core.engine import Engine
 
 _logger = get_logger("checkpoint")
+
+REMIND_S = 30.0
+"""How often a long wait for a save is logged."""
 
 
 class Save:
@@ -41,6 +49,9 @@ class Save:
         step: The last step that was trained.
         cursor: Where the data loader stands.
 
+    Attributes:
+        what: What messages call it.
+
     Raises:
         StorageError: The directory cannot be written to.
         UnreachableError: A server does not answer.
@@ -49,6 +60,7 @@ class Save:
     def __init__(
         self, engine: Engine, directory: str | os.PathLike[str], step: int, cursor: dict[str, Any] | None = None
     ) -> None:
+        self.what = f"the save of step {step} into {os.fspath(directory)}"
         self._cursor = json.dumps(cursor)
         self._files: dict[str, io.BytesIO] = {}
         self._saver = _core.Saver(engine, os.fspath(directory), step)
@@ -62,10 +74,28 @@ class Save:
         if kind is None:
             self.write()
         else:
-            self._saver.abort()
+            self.abort()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[Self]:
+        """Around what comes before it is written: where that fails, the save is aborted."""
+        try:
+            yield self
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Give it up; what was in the directory before is still there."""
+        self._saver.abort()
+        self._files.clear()
 
     def add_state(self, name: str, state: dict[str, Any]) -> None:
-        """Add ``state`` as it is now, as the file ``name``, by ``torch.save``."""
+        """Add ``state`` as it is now, as the file ``name``, by ``torch.save``.
+
+        Raises:
+            UsageError: The name is taken or none that a file may have, or the state holds what cannot be pickled.
+        """
         self._add(name, lambda file: torch.save(state, file))
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
@@ -74,7 +104,18 @@ class Save:
 
     def _add(self, name: str, write: Callable[[io.BytesIO], None]) -> None:
         self._saver.staged(name)  # refuses names that no file may have
-        write(self._files.setdefault(name, io.BytesIO()))
+        if name in self._files:
+            raise UsageError(f"file name {name!r}: the checkpoint has a file of that name already; give each its own")
+        file = io.BytesIO()
+        try:
+            write(file)
+        except PersiaError:
+            raise
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise UsageError(f"{name}: cannot be pickled: {error}") from error
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"{name}: cannot be saved: {error}") from error
+        self._files[name] = file
 
     def write(self) -> None:
         """Write rows, files and, last, the manifest; where that fails, what was in the directory before is still there.
@@ -86,8 +127,9 @@ class Save:
         try:
             self._write()
         except BaseException:
-            self._saver.abort()
+            self.abort()
             raise
+        self._files.clear()
 
     def _write(self) -> None:
         self._saver.write_rows()
@@ -107,26 +149,40 @@ class Writing:
     """A save that is being written by a thread of its own.
 
     Args:
-        work: Writes it.
+        save: The save; it is aborted where there can be no thread.
+        work: What the thread does, if that is more than to write it.
+
+    Attributes:
+        what: What messages call it.
+        error: What it failed with, which was logged; None while it has not.
     """
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._error: BaseException | None = None
+    def __init__(self, save: Save, work: Callable[[], None] | None = None) -> None:
+        self.what = save.what
+        self.error: BaseException | None = None
+        self._work = work or save.write
+        self._started = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="persia-save", daemon=True)
-        self._thread.start()
+        with save.kept():
+            self._thread.start()
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:
-            self._error = error
+            self.error = error
+            _logger.error("%s failed: %s", self.what, error, exc_info=not isinstance(error, PersiaError))
 
-    def wait(self) -> None:
-        """Return when it is written; raise what it failed with."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Return whether it has ended, after so many seconds at the latest; a long wait is logged every 30 s."""
+        deadline = time.monotonic() + seconds
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(REMIND_S, left))
+            if self._thread.is_alive() and left > REMIND_S:
+                _logger.warning(
+                    "rank %d waits for %s since %.0f s", env.get_rank(), self.what, time.monotonic() - self._started
+                )
+        return not self._thread.is_alive()
 
 
 class Load:

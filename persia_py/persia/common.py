@@ -14,6 +14,7 @@ from persia import env, watchdog
 from persia.configs import Configuration
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.errors import UsageError
+from persia.logger import get_logger
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
@@ -21,6 +22,8 @@ from persia_core.forward import Pipeline, TrainingBatch
 if TYPE_CHECKING:
     from persia.checkpoint import Writing
     from persia.embedding.optim import Optimizer
+
+_logger = get_logger("ctx")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class CommonContext(ABC):
         self.settings = Settings(None, get_default_embedding_config())
         self.trained_step = 0
         self.writing: Writing | None = None
+        self._unwritten: BaseException | None = None
         self.feed: Any = None
         self._seed: int | None = None
 
@@ -125,20 +129,48 @@ class CommonContext(ABC):
         if self.engine.iterating:
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
+    def wait_writing(self) -> None:
+        """Return when no save is being written in the background any more, however it ended."""
+        if self.writing is not None:
+            with watchdog.waiting():
+                self.writing.wait()
+            self._unwritten = self._unwritten or self.writing.error
+            self.writing = None
+
     def wait_written(self) -> None:
         """Return when no save is being written in the background any more.
 
         Raises:
-            StorageError: The last one could not be written.
+            StorageError: One could not be written, and nobody was told yet.
         """
+        self.wait_writing()
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            raise unwritten
+
+    def let_write(self, seconds: float) -> None:
+        """Give a save that is being written so many seconds, because an error ends this process; the log says all."""
         writing, self.writing = self.writing, None
-        if writing is not None:
-            with watchdog.waiting():
-                writing.wait()
+        if writing is None or writing.wait(0.0):
+            return
+        _logger.warning("%s is being written: waiting for it, for up to %g s", writing.what, seconds)
+        if not writing.wait(seconds):
+            _logger.error("%s is given up, because the context ends by an error", writing.what)
+        elif writing.error is None:
+            _logger.info("%s has ended", writing.what)
 
     def gather(self, what: str, mine: Any) -> list[Any]:
         """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
         del what
+        return [mine]
+
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for.
+
+        Raises:
+            UnreachableError: A rank does not come in time.
+        """
+        del timeout_s
         return [mine]
 
     def collect(self, mine: Any) -> list[Any] | None:

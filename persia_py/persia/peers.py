@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from persia import watchdog
+from persia import stopping, watchdog
 from persia.errors import RunLostError, UnreachableError, UsageError
 from persia.logger import get_logger
 
@@ -114,6 +114,8 @@ class Peers:
         self._answers: dict[int, tuple[str, list[Any]]] = {}
         self._count = 0
         self._notes: dict[int, int] = {}
+        self._met: dict[int, tuple[int, Any]] = {}
+        self._asked = False
         self._lost: tuple[int, str] | None = None
         self._left: set[int] = set()
         self._closed = False
@@ -129,6 +131,7 @@ class Peers:
 
         Raises:
             RunLostError: A rank is gone; it is named.
+            SystemExit: A rank does not come here, because it waits in :meth:`meet`.
             UsageError: The ranks are at different places of the script.
         """
         number, self._count = self._count, self._count + 1
@@ -166,6 +169,45 @@ class Peers:
             places = ", ".join(f"rank {rank} at {at!r}" for rank, at in sorted(different.items()))
             raise UsageError(f"the ranks are not at the same place: rank 0 at {topic!r}, {places}")
         return values
+
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """Return what every rank gives, wherever each is, because the run is to end; what others share ends, too.
+
+        Raises:
+            RunLostError: A rank is gone; it is named.
+            UnreachableError: One did not come in time; it is named.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._meet(self.rank, self._count, mine)
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.world_size) if rank not in self._met]
+
+        def complete() -> bool | None:
+            self._check_left(missing())
+            if missing() and time.monotonic() > deadline:
+                raise UnreachableError(f"waited {timeout_s:g} s for {names(missing())} to end the run together")
+            return None if missing() else True
+
+        self._wait(complete, lambda: f"{names(missing())} to end the run")
+        met, self._met = self._met, {}
+        self._count = max(count for count, _ in met.values())  # some waited for a share, others had not come to it
+        return [met[rank][1] for rank in range(self.world_size)]
+
+    def _meet(self, of: int, count: int, value: Any) -> None:
+        """Note that rank ``of`` waits in :meth:`meet`."""
+        with self._changed:
+            self._met[of] = (count, value)
+        stopping.hear(gone=True)
+        self._spread(of, {"meet": [of, count, value]})
+
+    def _spread(self, of: int, message: Message) -> None:
+        """Let all ranks know what ``of`` says of the end of the run; rank 0 passes it on."""
+        self._asked = True
+        stopping.hear()
+        for rank, link in self._links.items():
+            if rank != of and self.rank in {0, of}:
+                link.send(message)
 
     def note(self, value: int) -> None:
         """Let rank 0 know how far this rank is; what it waits for with :meth:`wait_for_notes`."""
@@ -236,6 +278,10 @@ class Peers:
                     raise self._lost_error()
                 if (found := look()) is not None:
                     return found
+                if self._met and self.rank not in self._met:
+                    raise SystemExit(stopping.AGAIN)
+                if stopping.stop_asked() and not self._asked:
+                    self._spread(self.rank, {"stop": self.rank})  # whoever is waited for may be evaluating
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -268,9 +314,12 @@ class Peers:
             self._answers[number] = (topic, values)
         elif "note" in message:
             self._notes[rank] = message["note"]
+        elif "meet" in message:
+            self._meet(*message["meet"])
+        elif "stop" in message:
+            self._spread(message["stop"], message)
         elif "hung" in message:
-            self.hung(str(message["hung"]))  # rank 0 tells the others; they have nobody to tell but rank 0
-            watchdog.end(str(message["hung"]))
+            watchdog.end(str(message["hung"]), self.hung)  # rank 0 tells the others; they have nobody but rank 0
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "left" in message:
@@ -313,9 +362,11 @@ class Peers:
     def _end(self) -> None:
         """End the process from outside its main thread, which waits in a collective that never returns."""
         error = self._lost_error()
-        sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")
-        sys.stderr.flush()
-        os._exit(error.exit_code)
+        try:
+            sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(error.exit_code)
 
 
 def names(ranks: list[int]) -> str:

@@ -166,6 +166,10 @@ class RemoteContext(CommonContext):
         """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
         return [mine] if self._peers is None else self._peers.share(what, mine)
 
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for."""
+        return [mine] if self._peers is None else self._peers.meet(mine, timeout_s)
+
     def collect(self, mine: Any) -> list[Any] | None:
         """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
         if self._peers is None:

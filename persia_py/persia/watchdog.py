@@ -7,7 +7,6 @@ is no hang, however long it takes.
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,10 @@ _HINT = (
 )
 _SLICES = 20
 """Looks during the time that a loop may make no progress."""
+_LAST_S = 10.0
+"""Seconds that telling and showing may take: a pipe or a connection that nobody reads must not keep the process."""
+_ERRORS = 2
+"""Standard error itself; what stands in ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
 
 
 class _State:
@@ -82,8 +85,7 @@ def watching(step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[N
                     f"rank {env.get_rank()} (pid {os.getpid()}) makes no progress behind step {step()} since "
                     f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={timeout_s:g})"
                 )
-                tell(reason)
-                end(reason)
+                end(reason, tell)
 
     progress()
     watcher = threading.Thread(target=watch, name="persia-watchdog", daemon=True)
@@ -95,9 +97,22 @@ def watching(step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[N
         watcher.join()
 
 
-def end(reason: str) -> None:
-    """Show the stacks of all threads of this process, and end it from outside its main thread."""
-    sys.stderr.write(f"error: {reason}\nnext:  {_HINT}\nthreads of rank {env.get_rank()}:\n")
-    sys.stderr.flush()
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(HUNG)
+def end(reason: str, tell: Callable[[str], None]) -> None:
+    """Show the stacks of all threads of this process, and end it from outside its main thread, whatever fails.
+
+    Args:
+        reason: Why.
+        tell: Lets the other ranks know.
+    """
+    limit = threading.Timer(_LAST_S, os._exit, [HUNG])
+    limit.daemon = True
+    limit.start()
+    try:
+        try:
+            tell(reason)
+        except Exception as error:
+            reason += f"; the other ranks were not told: {type(error).__name__}: {error}"
+        os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {env.get_rank()}:\n".encode())
+        faulthandler.dump_traceback(_ERRORS, all_threads=True)
+    finally:
+        os._exit(HUNG)

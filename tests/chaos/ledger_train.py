@@ -7,10 +7,16 @@ changes the run.
 
 With ``bits`` the run is one whose every bit depends on the order of what happens: random rows, Adam, a loss that is not
 linear. Its rows are not compared here.
+
+With ``evaluate`` the ranks that it names evaluate for ever: once they have done a step, ``in`` its body or ``behind``
+the loop, which all ranks leave there, or ``before`` they do it.
 """
 
+import itertools
 import json
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +25,9 @@ import torch
 from ledger_data import DIM, expected
 from torch.utils.dlpack import from_dlpack
 
-from persia import distributed, env, peers
-from persia.ctx import Checkpoints, TrainCtx
-from persia.data import DataLoader, StreamingDataset
+from persia import distributed, env, job, peers
+from persia.ctx import Checkpoints, TrainCtx, eval_ctx
+from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.optim import SGD, Adam
@@ -33,6 +39,7 @@ PLAN: dict[str, Any] = {
     "reproducible": False,
     "bits": False,
     "silence_s": peers.SILENCE_S,
+    "evaluate": {"where": "", "step": 0, "ranks": []},
     **json.loads(sys.argv[2]),
 }
 
@@ -50,6 +57,43 @@ class Sum(torch.nn.Module):
         for tensor in embedding_tensors:
             total = total + tensor.sum()
         return total.reshape(1)
+
+
+class Endless(IterableDataset):
+    """The same batch again and again."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        ids = np.arange(8, dtype=np.uint64)
+        features = [IDTypeFeatureWithSingleID(slot, ids) for slot in expected(1)]
+        return itertools.repeat(PersiaBatch(features, requires_grad=False))
+
+
+def evaluate(where: str, step: int) -> bool:
+    """Evaluate on this rank, if the plan wants it to; return whether it wants any rank to."""
+    plan = PLAN["evaluate"]
+    if (where, step) != (plan["where"], plan["step"]):
+        return False
+    if env.get_rank() in plan["ranks"]:
+        sys.stderr.write(f"evaluating on rank {env.get_rank()}\n")
+        with eval_ctx():
+            for _ in DataLoader(Endless()):
+                time.sleep(0.02)
+    return True
+
+
+def train(ctx: TrainCtx, loader: DataLoader) -> None:
+    """Train until the data end."""
+    for batch in loader:
+        evaluate("before", batch.step)
+        output, _ = ctx.forward(batch)
+        ctx.backward((output - 1).square().sum() if PLAN["bits"] else output.sum())
+        if env.get_rank() == 0:
+            sys.stderr.write(f"step {ctx.step} done\n")
+        evaluate("in", ctx.step)
+        if (PLAN["evaluate"]["where"], PLAN["evaluate"]["step"]) == ("behind", ctx.step):
+            break
+    if evaluate("behind", ctx.step):
+        train(ctx, loader)
 
 
 def compare(ctx: TrainCtx, batches: int) -> tuple[int, list[str]]:
@@ -91,12 +135,9 @@ def main() -> None:
         embedding_gradient_scale="none",
         checkpoints=Checkpoints(every=PLAN["every"]),
     ) as ctx:
-        loader = DataLoader(StreamingDataset(), reproducible=PLAN["reproducible"])
-        for batch in loader:
-            output, _ = ctx.forward(batch)
-            ctx.backward((output - 1).square().sum() if bits else output.sum())
-            if env.get_rank() == 0:
-                sys.stderr.write(f"step {ctx.step} done\n")
+        if (load := PLAN.get("load")) and env.get_rank() == 0:
+            ctx.load_checkpoint(Path(job.run_name()) / load)
+        train(ctx, DataLoader(StreamingDataset(), reproducible=PLAN["reproducible"]))
         distributed.agree(True)  # the pushes of all ranks are applied
         if PLAN.get("leave_behind_loop"):
             raise SystemExit(75)

@@ -72,7 +72,8 @@ class Job:
         step: The last step of rank 0.
         furthest: The highest step of rank 0.
         injected: Faults so far.
-        recovered: Those after which training has come further than before.
+        recovered: Those after which training was seen to come further than before.
+        late: Those so close to the end that no step could be seen to come behind them.
         longest_pause_s: The longest time between two steps of rank 0.
         first_step_s: The time from the start of the trainers to the first step.
     """
@@ -89,7 +90,7 @@ class Job:
     ) -> None:
         self.stack, self.plan = stack, dict(plan)
         self.links: dict[str, Link] = {}
-        self.step = self.furthest = self.injected = self.recovered = 0
+        self.step = self.furthest = self.injected = self.recovered = self.late = 0
         self.longest_pause_s = self.first_step_s = 0.0
         self._replicas = replicas
         self._with_links = links
@@ -281,8 +282,8 @@ class Job:
     def finish(self, timeout: float = 90.0) -> Ledger:
         """Wait for the end of the run and return what it found."""
         self.wait("the end of the run", lambda: self.finished, timeout)
-        self.recovered += len(self._marks)
-        self._marks = []
+        self.look_after()  # the last steps were written behind the last look
+        self.late = sum(mark + UNDER_WAY >= self.plan["steps"] for mark in self._marks)
         return Ledger(**json.loads((self._folder / "ledger.json").read_text()))
 
     @property

@@ -1,12 +1,14 @@
 """Faults with a fixed seed, each judged by the ledger; ``make chaos-all`` does the long ones too, with other seeds."""
 
+import dataclasses
+import json
 import os
 from typing import Any
 
 import faults
 import pytest
 from stack import MakeStack, Stack
-from supervisor import STACK, Job
+from supervisor import STACK, Job, Ledger
 
 SEED = 1
 LONG = {"F7", "F26", "F26l", "equal"}
@@ -33,3 +35,17 @@ def test_the_ledger_finds_a_batch_that_was_trained_on_twice(make_stack: MakeStac
     assert ledger.steps == 60
     assert 0 < ledger.rows_wrong < ledger.rows_checked
     assert any("want" in line for line in ledger.wrong)
+
+
+def test_a_recovery_is_one_that_was_seen(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(make_stack(start=False, **STACK), {"steps": 60})
+    monkeypatch.setattr(Job, "finished", True)
+    monkeypatch.setattr(Job, "look_after", lambda _: None)
+    (job.stack.folder / "ledger" / "ledger.json").write_text(
+        json.dumps(dataclasses.asdict(Ledger(1, 0, [], 60, -60.0)))
+    )
+    for step in (20, 55):  # nothing is seen to come behind the first; nothing can come behind the second
+        job.furthest = step
+        job.note_fault()
+    job.finish()
+    assert (job.injected, job.recovered, job.late) == (2, 0, 1)

@@ -4,12 +4,15 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
 from stack import TESTS, MakeStack, Part, Stack
+
+from persia.launch.watch import SAVING_GRACE
 
 CHAOS = ROOT / "tests" / "chaos"
 STEPS = 60
@@ -24,7 +27,7 @@ def ledger(make_stack: MakeStack) -> Stack:
 
 
 def paths() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(CHAOS), TESTS])}
+    return {"PYTHONPATH": os.pathsep.join([str(CHAOS), TESTS, os.environ.get("PYTHONPATH", "")])}
 
 
 def nodes(stack: Stack, **plan: Any) -> list[Part]:
@@ -58,6 +61,57 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
     parts = nodes(ledger)
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
     parts[0].says(f"training goes on behind step {saved.removeprefix('step-')}")
+    exact(ledger)
+
+
+@pytest.mark.parametrize(
+    ("where", "evaluating", "victims"),
+    [
+        ("in", [1], [1]),
+        ("in", [0], [1]),  # the victim waits for the other at its next step
+        ("in", [0, 1], [0, 1]),
+        ("behind", [0], [0]),
+        ("behind", [0], [1]),  # the victim waits for the other at the start of its next loop
+        ("behind", [0, 1], [0, 1]),
+        ("before", [0, 1], [1]),
+    ],
+)
+def test_sigterm_in_an_evaluation_lets_all_save_what_was_trained(
+    ledger: Stack, where: str, evaluating: list[int], victims: list[int]
+) -> None:
+    """It would take for ever; the ranks leave long before anybody kills them."""
+    parts = nodes(ledger, evaluate={"where": where, "step": 12, "ranks": evaluating})
+    for rank in evaluating:
+        parts[rank].says(f"evaluating on rank {rank}")
+    for rank in victims:
+        parts[rank].process.signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert [part.wait() for part in parts] == [75, 75], f"{parts[0].output}\n{parts[1].output}"
+    assert time.monotonic() - asked < SAVING_GRACE / 2
+    saved = 11 if where == "before" else 12
+    assert saves(ledger) == [f"step-{saved}"], f"{parts[0].output}\n{parts[1].output}"
+    parts = nodes(ledger)
+    assert [part.wait() for part in parts] == [0, 0], parts[0].output
+    parts[0].says(f"training goes on behind step {saved}")
+    exact(ledger)
+
+
+def test_sigterm_before_the_first_step_ends_all(ledger: Stack) -> None:
+    parts = nodes(ledger, evaluate={"where": "before", "step": 1, "ranks": [0]})
+    parts[0].says("evaluating on rank 0")
+    for part in parts:
+        part.process.signal(signal.SIGTERM)
+    asked = time.monotonic()
+    assert [part.wait() for part in parts] == [75, 75], f"{parts[0].output}\n{parts[1].output}"
+    assert time.monotonic() - asked < SAVING_GRACE / 2
+    assert saves(ledger) == []
+
+
+def test_ranks_agree_on_the_next_save_after_a_load_by_hand(ledger: Stack) -> None:
+    """Rank 0 loads a save that lies behind the newest."""
+    assert {part.wait() for part in nodes(ledger, every=8, leave_behind_loop=True)} == {75}
+    parts = nodes(ledger, every=8, load="step-56")
+    assert [part.wait() for part in parts] == [0, 0], parts[0].output
     exact(ledger)
 
 

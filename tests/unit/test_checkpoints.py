@@ -1,28 +1,23 @@
 """Runs that save themselves as they go on, and go on from there: here in the embedded mode."""
 
-import itertools
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import Batches, Configure
 from test_training import SLOTS, everything, loss_fn, make, train
-from waiting import wait_until
 
 from persia.checkpoint import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
-from persia.embedding.data import PersiaBatch
-from persia.errors import CheckpointError, PersiaError, StorageError, UnreachableError, UsageError
+from persia.errors import CheckpointError, PersiaError, StorageError, UsageError
+from persia_core.forward import TrainingBatch
 
 STEPS = 25
 
@@ -37,6 +32,11 @@ def whole(configure: Configure, folder: Path, steps: int = STEPS, **options: obj
     with make(checkpoints=Checkpoints(folder, every=10, **options)) as ctx:  # type: ignore[arg-type]
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), steps - ctx.step)
         return everything(ctx)
+
+
+def step(ctx: TrainCtx, batch: TrainingBatch) -> None:
+    output, labels = ctx.forward(batch)
+    ctx.backward(loss_fn(output, labels[0]))
 
 
 def flip(path: Path) -> None:
@@ -118,71 +118,46 @@ def test_a_schedulers_state_belongs_to_the_run(configure: Configure, tmp_path: P
     ctx, scheduler = ctx_and_scheduler()
     with ctx:
         for batch in DataLoader(Batches(8)):
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, labels[0]))
+            step(ctx, batch)
             scheduler.step()
     again, restored = ctx_and_scheduler()
     with again:
         assert restored.state_dict() == scheduler.state_dict()
         assert restored.last_epoch == 8
+        again.dump_checkpoint(tmp_path / "by hand")
     with pytest.raises(CheckpointError, match=r"has the states decay.*has none"):
         make(checkpoints=Checkpoints(tmp_path / "run")).__enter__()
+    (tmp_path / "run").rename(tmp_path / "other")
+    third, loaded = ctx_and_scheduler()
+    with third:
+        third.load_checkpoint(tmp_path / "by hand")  # has no states: they stay as they are
+        assert loaded.last_epoch == 0
+        third.load_checkpoint(tmp_path / "other" / "step-8")
+        assert loaded.state_dict() == scheduler.state_dict()
+        train(third, DataLoader(Batches(9)))
+    assert names(tmp_path / "run") == ["LATEST", "step-9"]
+    with make(checkpoints=Checkpoints(tmp_path / "third")) as stranger:
+        with pytest.raises(CheckpointError, match=r"has the states decay.*has none"):
+            stranger.load_checkpoint(tmp_path / "other" / "step-8")
+        assert stranger.step == 0
 
 
-def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["MANIFEST.json", "dense.pt", "shard-*.arrow"])
+def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure, tmp_path: Path, damaged: str) -> None:
     folder = tmp_path / "run"
-    whole(configure, folder)
-    flip(next((folder / "step-20").glob("shard-*.arrow")))
+    expected = whole(configure, folder, 23)
+    flip(next((folder / "step-20").glob(damaged)))
     with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is whole: to go on from there"):
         whole(configure, folder)
     with make(checkpoints=Checkpoints(folder, every=10, allow_previous=True)) as ctx:
         assert ctx.step == 10
-    flip(next((folder / "step-10").glob("shard-*.arrow")))
-    with pytest.raises(CheckpointError, match="step-20"):
-        whole(configure, folder, allow_previous=True)
-
-
-@pytest.mark.parametrize("in_the_background", [True, False])
-@pytest.mark.parametrize("failure", [StorageError, UnreachableError])
-def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
-    failure: type[Exception],
-    in_the_background: bool,
-    configure: Configure,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    expected = whole(configure, tmp_path / "undisturbed")
-    refusals = itertools.chain([True] * 5, itertools.repeat(False))
-    write, begin = Save._write, TrainCtx.begin_checkpoint
-
-    def refuse_to_write(self: Save) -> None:
-        if in_the_background and next(refusals):
-            raise failure("no space left on the device")
-        write(self)
-
-    def refuse_to_begin(self: TrainCtx, directory: Path, more: dict[str, dict[str, Any]]) -> Save:
-        if not in_the_background and next(refusals):
-            raise failure("no space left on the device")
-        return begin(self, directory, more)
-
-    monkeypatch.setattr(Save, "_write", refuse_to_write)
-    monkeypatch.setattr(TrainCtx, "begin_checkpoint", refuse_to_begin)
-    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
-    checkpoints = Checkpoints(tmp_path / "run", every=10)
-    configure(SLOTS)
-    with make(checkpoints=checkpoints) as ctx:
-        for batch in DataLoader(Batches(STEPS), reproducible=True):
-            if ctx.common.writing is not None:
-                ctx.common.writing.wait()
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, labels[0]))
+        train(ctx, DataLoader(Batches(STEPS), reproducible=True), 23 - 10)
         assert everything(ctx) == expected
-    assert checkpoints.failed == 1
-    # Of step 10, or of one soon after: a save that failed is made again behind the step that is trained by then.
-    assert re.search(r"checkpoint of step 1\d given up, training goes on: no space left", caplog.text)
-    latest, saved, end = names(tmp_path / "run")
-    assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
+    shutil.rmtree(folder / "step-20")
+    (folder / "LATEST").write_text("step-10\n")
+    flip(next((folder / "step-10").glob(damaged)))
+    with pytest.raises(CheckpointError, match="step-10"):
+        whole(configure, folder, allow_previous=True)
 
 
 def test_training_goes_on_while_a_save_is_written(
@@ -200,15 +175,14 @@ def test_training_goes_on_while_a_save_is_written(
     with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         monkeypatch.setattr(Save, "_write", write_late)
         for batch in DataLoader(Batches(STEPS), reproducible=True):
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, labels[0]))
+            step(ctx, batch)
             if ctx.step == 19:  # nothing of step 10's save is written by now
                 trained.set()
         assert everything(ctx) == expected
-    for step in (10, 20):
-        folder = tmp_path / f"from-{step}"
+    for saved in (10, 20):
+        folder = tmp_path / f"from-{saved}"
         folder.mkdir()
-        shutil.copytree(tmp_path / "run" / f"step-{step}", folder / f"step-{step}")
+        shutil.copytree(tmp_path / "run" / f"step-{saved}", folder / f"step-{saved}")
         assert whole(configure, folder) == expected
 
 
@@ -242,6 +216,23 @@ def test_a_dump_that_does_not_block(configure: Configure, tmp_path: Path, monkey
         ctx.clear_embeddings()  # it was told
 
 
+def test_the_save_of_a_step_that_was_passed_over_is_made_up_for(configure: Configure, tmp_path: Path) -> None:
+    """Behind a loop that was left at it, and a batch that was not trained on."""
+    configure(SLOTS)
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
+        loader = DataLoader(Batches(STEPS))
+        train(ctx, loader, 10)
+        assert names(tmp_path / "run") == []
+        for batch in loader:
+            if batch.step == 20:
+                continue
+            step(ctx, batch)
+            if ctx.step == 22:
+                break
+        ctx.wait_for_dump_embedding()
+        assert names(tmp_path / "run") == ["LATEST", "step-10", "step-21"]
+
+
 def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) -> None:
     configure(SLOTS)
     for options, named in (
@@ -261,40 +252,6 @@ def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) ->
         pass
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_sigterm_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, waiting: bool) -> None:
-    """In the body of the loop, and while it waits for a batch that does not come."""
-
-    class Slow(Batches):
-        def __iter__(self) -> Iterator[PersiaBatch]:
-            for number, batch in enumerate(super().__iter__()):
-                if waiting and number == 7:
-                    wait_until("every batch before this one to be trained on", lambda: ctx.step == 7, 30)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    released.wait()
-                yield batch
-
-    expected = whole(configure, tmp_path / "undisturbed")
-    configure(SLOTS)
-    released = threading.Event()
-    with (
-        pytest.raises(SystemExit) as left,
-        make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx,
-    ):
-        try:
-            for batch in DataLoader(Slow(STEPS), reproducible=True):
-                output, labels = ctx.forward(batch)
-                ctx.backward(loss_fn(output, labels[0]))
-                if not waiting and ctx.step == 7:
-                    os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            released.set()
-    assert left.value.code == 75
-    assert names(tmp_path / "run") == ["LATEST", "step-7"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert whole(configure, tmp_path / "run") == expected
-
-
 def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> None:
     """What comes after it, an evaluation say, may be interrupted and started again: nothing is trained twice."""
     configure(SLOTS)
@@ -302,17 +259,3 @@ def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> N
         with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
             assert len(train(ctx, DataLoader(Batches(STEPS)))) == trained
             assert ctx.step == STEPS
-
-
-def test_sigterm_in_a_loop_that_is_left_ends_the_next_one(configure: Configure, tmp_path: Path) -> None:
-    configure(SLOTS)
-    with pytest.raises(SystemExit), make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
-        loader = DataLoader(Batches(STEPS), reproducible=True)
-        for batch in loader:
-            output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, labels[0]))
-            if ctx.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-                break
-        train(ctx, loader)
-    assert names(tmp_path / "run") == ["LATEST", "step-3"]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -163,6 +164,37 @@ def test_a_signal_before_the_end_asks_to_be_started_again(launch: Launch, tmp_pa
     code, output = result(process)
     assert code == 75, output
     wait_gone(pids)
+
+
+NOTES = """
+import os
+import time
+
+from persia import stopping
+
+with stopping.saving_run(), stopping.stoppable(True):
+    stopping.trained()
+    print("up", os.environ["RANK"], os.getpid(), flush=True)
+    while not stopping.stop_asked():
+        time.sleep(0.01)
+    time.sleep(3.0)
+    print("saved", flush=True)
+    stopping.leave_if_asked()
+"""
+
+
+@pytest.mark.parametrize(("gap", "saved"), [(0.2, True), (2.2, False)])
+def test_a_signal_to_launcher_and_ranks_counts_once(launch: Launch, tmp_path: Path, gap: float, saved: bool) -> None:
+    """Some senders signal all processes, and the launcher passes it on; one that comes later is meant."""
+    (tmp_path / "train.py").write_text(NOTES)
+    process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
+    pids = up(process, 2)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(gap)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    code, output = result(process)
+    assert (code, output.count("saved")) == (75, 2 * saved), output
 
 
 def test_nothing_is_left_of_a_launcher_that_was_killed(launch: Launch, tmp_path: Path) -> None:

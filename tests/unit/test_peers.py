@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 from waiting import wait_until
 
-from persia import distributed, interfaces, meeting, nats, peers, remote, rendezvous
+from persia import distributed, interfaces, meeting, nats, peers, remote, rendezvous, stopping
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
 from persia.job import finished_summary
 
@@ -105,6 +105,38 @@ def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet,
     first.leave("RunLostError")
     with pytest.raises(RunLostError):
         waiting.result(LONG)
+
+
+def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    """Two wait for a share that the third does not come to; one of them has shared more than the others."""
+    ranks = meet(3)
+    waiting = [pool.submit(each.share, "the loop", 0) for each in ranks[:2]]
+    third = pool.submit(ranks[2].meet, 20, LONG)
+    for future in waiting:
+        with pytest.raises(SystemExit) as left:
+            future.result(LONG)
+        assert left.value.code == 75
+    met = [third, *(pool.submit(each.meet, each.rank * 10, LONG) for each in ranks[:2])]
+    assert [future.result(LONG) for future in met] == [[0, 10, 20]] * 3
+    assert [future.result(LONG) for future in share(pool, ranks, "the save")] == [[0, 10, 20]] * 3
+
+
+def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, _ = meet(2)
+    with pytest.raises(UnreachableError, match=r"waited 0\.2 s for rank 1 to end the run together"):
+        first.meet(0, 0.2)
+
+
+def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    """Its loop waits for a rank that evaluates, say."""
+    ranks = meet(3)
+    with stopping.saving_run():
+        waiting = pool.submit(ranks[1].share, "the loop", 0)
+        stopping.hear()
+        wait_until("all to know", lambda: all(each._asked for each in ranks), LONG)
+        for each in (ranks[0], ranks[2]):
+            pool.submit(each.share, "the loop", 0)
+        assert waiting.result(LONG) == [0, 0, 0]
 
 
 def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

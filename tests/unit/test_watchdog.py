@@ -1,4 +1,4 @@
-"""A training loop that hangs says where, and ends; one that waits for data does not."""
+"""A training loop that hangs says where, and ends; one that waits for data or files does not."""
 
 import os
 import subprocess
@@ -10,10 +10,12 @@ import pytest
 SCRIPT = """
 import sys
 import threading
+import time
 
 import numpy as np
 import torch
 
+from persia.checkpoint import Save
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
@@ -27,6 +29,14 @@ class Slow(IterableDataset):
                 threading.Event().wait(8.0)
             ids = np.arange(8, dtype=np.uint64)
             yield PersiaBatch([IDTypeFeatureWithSingleID("a", ids)], [], [Label(np.ones((8, 1), np.float32))])
+
+
+def write_late(save, write=Save._write):
+    time.sleep(8.0)
+    write(save)
+
+
+Save._write = write_late
 
 
 def a_call_that_never_returns():
@@ -47,6 +57,8 @@ with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), lr=0.1), mixed_preci
     for batch in DataLoader(Slow(buffer_size=1)):
         output, labels = ctx.forward(batch)
         ctx.backward(output.sum())
+        if ctx.step == 1 and sys.argv[1] == "go on":
+            ctx.dump_checkpoint("saved")
         if ctx.step == 4 and sys.argv[1] == "hang":
             a_call_that_never_returns()
 print("trained", ctx.step if ctx.common_context else 4)
@@ -54,7 +66,9 @@ print("trained", ctx.step if ctx.common_context else 4)
 
 
 @pytest.mark.parametrize(("what", "code"), [("hang", 70), ("go on", 0)])
-def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_goes_on(what: str, code: int, tmp_path: Path) -> None:
+def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
+    what: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "embedding_config.yml").write_text("slots_config:\n  a: {dim: 4}\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {
@@ -63,9 +77,47 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_goes_on(what: str, c
         "PERSIA_HANG_TIMEOUT": "5",
     }
     done = subprocess.run(
-        [sys.executable, tmp_path / "train.py", what], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, tmp_path / "train.py", what],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == code, done.stderr
     said = "makes no progress behind step 4" in done.stderr and "in a_call_that_never_returns" in done.stderr
     assert said == (what == "hang"), done.stderr
     assert ("trained 4" in done.stdout) == (what == "go on")
+
+
+@pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(60)"])
+def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
+    """Where a script has replaced standard error, other ranks cannot be told, or telling them never ends."""
+    script = f"""
+import sys
+import time
+
+from persia import watchdog
+
+
+class Tee:
+    def write(self, text):
+        raise OSError("the log is full")
+
+    def flush(self):
+        pass
+
+
+def tell(reason):
+    {tell}
+
+
+sys.stderr = Tee()
+watchdog._LAST_S = 2.0
+watchdog.end("rank 0 makes no progress", tell)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 70, done.stderr
+    if "sleep" not in tell:
+        assert "error: rank 0 makes no progress" in done.stderr and "threads of rank 0:" in done.stderr
+    assert ("were not told: ValueError: no such rank" in done.stderr) == ("raise" in tell)

@@ -5,12 +5,15 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from persia import env
+from persia import env, stopping
 from persia.common import CommonContext
 from persia.embedded import EmbeddedContext
 from persia.errors import UsageError
 from persia_core import forward as _forward
 from persia_core.engine import Engine
+
+_WRITTEN_S = 15.0
+"""Seconds that a save may still be written when an error ends a context; a launcher gives its ranks 25."""
 
 _stack: list["BaseCtx"] = []
 
@@ -66,6 +69,7 @@ class BaseCtx:
         """End the context; the outermost one ends the engine."""
         try:
             self._exit()
+            self._leave_if_asked(value)
             if self._owner and (value is None or ends_well(value)):
                 self._common.wait_written()
         except BaseException as error:
@@ -88,11 +92,19 @@ class BaseCtx:
     def _exit(self) -> None:
         """What a subclass does on exit."""
 
+    def _leave_if_asked(self, left_by: BaseException | None) -> None:
+        """What a subclass does when this process was asked to stop; it raises SystemExit then."""
+
     def _leave(self, error: BaseException | None) -> None:
         _stack.remove(self)
         common, self.common_context = self.common_context, None
         if self._owner and common is not None:
-            common.close(error)
+            try:
+                if error is not None:
+                    with stopping.leaving():
+                        common.let_write(_WRITTEN_S)
+            finally:
+                common.close(error)
 
     @property
     def _common(self) -> CommonContext:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from persia import checkpoint, env, job
-from persia.errors import CheckpointError, ConfigError, StorageError, UnreachableError, UsageError
+from persia import checkpoint, env, job, stopping
+from persia.ctx.base import ends_well
+from persia.errors import CheckpointError, ConfigError, PersiaError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
 
@@ -19,6 +20,9 @@ _logger = get_logger("checkpoint")
 
 RETRY_S = (1.0, 2.0, 4.0)
 """Seconds after which the run is saved again when the disk refused a save, or it broke off."""
+
+MEET_S = 20.0
+"""Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 for all of it."""
 
 STATE = "state.pt"
 """The file of a checkpoint that holds the states of :class:`Checkpoints`'s ``state``."""
@@ -46,8 +50,8 @@ class Checkpoints:
 
     A save comes between two steps, after the body of the loop over a :class:`persia.data.DataLoader`, so that what the
     body does behind ``backward`` (a scheduler's step) is part of it. The end of the loop is saved, too, and written
-    before anything behind it. SIGTERM in the loop lets all ranks save behind the step they are at, and leave with exit
-    code 75.
+    before anything behind it. SIGTERM to any rank lets all ranks save behind the step they are at, and leave with exit
+    code 75, from wherever they are in the context: the loop, an evaluation, or what lies between two loops.
 
     Args:
         folder: Holds a folder ``step-N`` for each save, and ``LATEST``, which names the newest. A relative one is below
@@ -87,9 +91,10 @@ class Checkpoints:
         self.every = every
         self.keep_last = keep_last
         self.allow_previous = allow_previous
-        self._saved = 0
         self._tries = 0
         self._again_at: float | None = None  # by the clock, where a save failed
+        self.saved = 0
+        """The step that was last saved, or gone on from: the same on all ranks."""
         self.failed = 0
         """Saves that were given up; other ranks than the first learn of it at the next one."""
 
@@ -100,43 +105,50 @@ class Checkpoints:
             CheckpointError: The newest save is damaged, or of another configuration.
         """
         folder = self._folder(context)
-        newest = _core.latest(folder)
-        if newest is None:
-            _logger.info("no checkpoint in %s: training begins", folder)
-            return
         try:
+            newest = _core.latest(folder)
+            if newest is None:
+                _logger.info("no checkpoint in %s: training begins", folder)
+                return
             loaded = checkpoint.Load(newest)
         except CheckpointError as error:
-            loaded = self._previous(folder, Path(newest), error)
-        state = loaded.state(STATE) if STATE in loaded.names else {}
-        self._check_state(state)
+            loaded = self._previous(folder, error)
+        if STATE not in loaded.names:
+            self._check_state({})
         context.go_on_from(loaded)
-        self.load_state(state)
-        self.goes_on_behind(loaded.step)
         _logger.info("training goes on behind step %d, from %s", loaded.step, loaded.path)
 
-    def _previous(self, folder: Path, damaged: Path, error: CheckpointError) -> checkpoint.Load:
-        """Return the newest save that is whole, for a damaged one."""
+    def _previous(self, folder: Path, error: CheckpointError) -> checkpoint.Load:
+        """Return the newest save that is whole, where the newest of all is damaged."""
         whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
         if whole is None:
             raise error
         if not self.allow_previous:
             raise CheckpointError(
-                f"{error}\n{whole} is whole: to go on from there, give Checkpoints(allow_previous=True), or remove "
-                f"{damaged}"
+                f"{error}\n{whole} is whole: to go on from there, give Checkpoints(allow_previous=True), or remove the "
+                "damaged one"
             )
         _logger.warning("going on from %s, because the newer one is damaged: %s", whole, error)
         return checkpoint.Load(whole)
 
-    def save_if_due(self, context: "TrainCtx", step: int, *, last: bool = False) -> None:
-        """Save the run if that is due behind ``step``; where nothing comes behind it, return when it is written.
+    def save_if_due(self, context: "TrainCtx", step: int) -> None:
+        """Save the run if it has come by a step of which there is to be a save, since the last one.
 
         Raises:
             PersiaError: A push of a rank is not applied, or a rank is gone.
         """
-        if step != self._saved and (last or step % self.every == 0):
+        if step // self.every != self.saved // self.every:
             self.save(context, step)
-        while last and context.common.gather("checkpoint written", self._settled(context.common))[0] is False:
+
+    def save_last(self, context: "TrainCtx", step: int) -> None:
+        """Save the run if it is further than its last save, and return when that is written or given up.
+
+        Raises:
+            PersiaError: A push of a rank is not applied, or a rank is gone.
+        """
+        if step != self.saved:
+            self.save(context, step)
+        while context.common.gather("checkpoint written", self._settled(context.common))[0] is False:
             self.save(context, step)
 
     def save(self, context: "TrainCtx", step: int) -> None:
@@ -145,14 +157,51 @@ class Checkpoints:
         Raises:
             PersiaError: A push of a rank is not applied, or a rank is gone.
         """
-        self._saved = step
+        self.saved = step
         common = context.common
         with common.still():
-            self.failed = common.gather("checkpoint", self.failed)[0]
+            failed = common.gather("checkpoint", self.failed)[0]
+            if not common.writes:
+                self.failed = failed
             random = common.collect(context.random_state())
             if random is not None:
                 self._cut(context, step, random)
             common.gather("checkpoint cut", None)
+
+    def leave_if_asked(self, context: "TrainCtx", left_by: BaseException | None) -> None:
+        """At the end of a context that was left by this: save the run and leave, if this process was asked to stop.
+
+        Where the context came to its end on all ranks, they do so, too, if another one was asked.
+
+        Raises:
+            SystemExit: It came to its end, and this process is to leave.
+        """
+        ended = left_by is None or (isinstance(left_by, SystemExit) and ends_well(left_by))
+        asked = stopping.stop_asked()
+        if ended:
+            try:
+                asked = any(context.common.gather("end of training", asked))
+            except SystemExit:
+                asked = True
+        if asked and (ended or (isinstance(left_by, SystemExit) and left_by.code == stopping.AGAIN)):
+            with stopping.leaving():
+                self._save_to_leave(context)
+            if ended:
+                raise SystemExit(stopping.AGAIN)
+
+    def _save_to_leave(self, context: "TrainCtx") -> None:
+        """Save the run if anything was trained, and all ranks come and stand behind the same step."""
+        step = context.step
+        try:
+            if stopping.has_trained():
+                steps = context.common.meet(step, MEET_S)
+                if min(steps) < max(steps):
+                    raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
+                self.save_last(context, step)
+        except (PersiaError, RuntimeError) as error:  # the second of torch, where another rank ends meanwhile
+            _logger.error("SIGTERM: leaving behind step %d, which is not saved: %s", step, error)
+        else:
+            _logger.info("SIGTERM: leaving behind step %d", step)
 
     def due_again(self) -> bool:
         """Whether the last save failed and is to be tried again now; only rank 0 knows."""
@@ -161,31 +210,29 @@ class Checkpoints:
     def _cut(self, context: "TrainCtx", step: int, random: list[dict[str, Any]]) -> None:
         """On rank 0: begin a save when the last one is written; it is written in the background."""
         started = time.monotonic()
-        context.common.wait_written()
+        context.common.wait_writing()
         if (waited := time.monotonic() - started) > 1.0:
             _logger.warning("training waited %.1f s at step %d until the checkpoint before was written", waited, step)
         self._again_at = None
-        path = self._folder(context) / f"step-{step}"
         states = {checkpoint.rank_state(rank): each for rank, each in enumerate(random) if rank > 0}
         if self._state:
             states[STATE] = self.state_dict()
         cut_at = time.monotonic()
         try:
+            path = self._folder(context) / f"step-{step}"
             save = context.begin_checkpoint(path, states)
-        except (StorageError, UnreachableError) as error:
+        except PersiaError as error:  # whatever it is: training notices by itself where it cannot go on
             self._try_again(step, error)
             return
         stood = time.monotonic() - cut_at
-        context.common.writing = checkpoint.Writing(lambda: self._write(save, path, step, stood))
+        context.common.writing = checkpoint.Writing(save, lambda: self._write(save, path, step, stood))
 
     def _write(self, save: checkpoint.Save, path: Path, step: int, stood: float) -> None:
         """Write it, on a thread of its own."""
         started = time.monotonic()
         try:
             save.write()
-            _core.publish_latest(path)
-            removed = _core.prune(path.parent, self.keep_last)
-        except (StorageError, UnreachableError) as error:  # a middleware may have died under it
+        except PersiaError as error:  # a middleware may have died under it
             self._try_again(step, error)
             return
         self._tries = 0
@@ -194,8 +241,20 @@ class Checkpoints:
             path,
             time.monotonic() - started,
             stood,
-            len(removed),
+            self._tidy(path),
         )
+
+    def _tidy(self, path: Path) -> int:
+        """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is none the worse."""
+        try:
+            _core.publish_latest(path)
+        except PersiaError as error:
+            _logger.warning("checkpoint %s is written, but not named by LATEST: %s", path, error)
+        try:
+            return len(_core.prune(path.parent, self.keep_last))
+        except PersiaError as error:
+            _logger.warning("checkpoint %s is written, but older ones are not removed: %s", path, error)
+            return 0
 
     def _try_again(self, step: int, error: Exception) -> None:
         if self._tries == len(RETRY_S):
@@ -212,29 +271,35 @@ class Checkpoints:
         """On rank 0: whether the last save is written or given up; if not, it is to be tried again now."""
         if not common.writes:
             return None
-        common.wait_written()
+        common.wait_writing()
         if self._again_at is None:
             return True
         time.sleep(max(0.0, self._again_at - time.monotonic()))
         return False
 
-    def goes_on_behind(self, step: int) -> None:
-        """Note that the run was loaded from its save of ``step``; every rank does."""
-        self._saved = step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of what was given as ``state``, by name."""
-        return {name: each.state_dict() for name, each in self._state.items()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Give what was given as ``state`` what :meth:`state_dict` returned.
+    def state_in(self, loaded: checkpoint.Load) -> dict[str, Any] | None:
+        """Return the states of what was given as ``state``, as a checkpoint has them; None where it has none.
 
         Raises:
             CheckpointError: It has other names.
         """
+        if STATE not in loaded.names:
+            return None
+        state = loaded.state(STATE)
         self._check_state(state)
-        for name, each in self._state.items():
-            each.load_state_dict(state[name])
+        return state
+
+    def go_on(self, step: int, state: dict[str, Any] | None) -> None:
+        """Go on behind a save of ``step`` with what :meth:`state_dict` returned, if that is known; all ranks do."""
+        if state is not None:
+            self._check_state(state)
+            for name, each in self._state.items():
+                each.load_state_dict(state[name])
+        self.saved = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of what was given as ``state``, by name."""
+        return {name: each.state_dict() for name, each in self._state.items()}
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if state.keys() != self._state.keys():

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from persia import checkpoint, watchdog
+from persia import checkpoint, stopping, watchdog
 from persia.common import Settings
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.embedding import EmbeddingConfig
@@ -140,6 +140,7 @@ class EmbeddingCtx(BaseCtx):
         return self._lookup(Batch.from_bytes(data), device_id)
 
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
+        stopping.leave_if_asked()
         if device_id is not None:
             _forward.check_device(device_id)
         return self._common.lookup(batch)
@@ -175,7 +176,8 @@ class EmbeddingCtx(BaseCtx):
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
             blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
-                are written. The next save or load and the end of the context wait for that, and raise what it met.
+                are written. The next dump or load and the end of the context wait for that, and raise what it met; a
+                context that is left by an error waits for 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
@@ -185,23 +187,25 @@ class EmbeddingCtx(BaseCtx):
         """
         if not self._common.writes:
             return
-        save = self._begin_save(self._common.checkpoint_dir(dst_dir))
-        if self.model is not None:
-            save.add_state(dense_filename, bare(self.model).state_dict())
-            if with_jit_model:
-                save.add_module(jit_dense_filename, bare(self.model))
+        self._common.wait_written()
+        with self._begin_save(self._common.checkpoint_dir(dst_dir)).kept() as save:
+            if self.model is not None:
+                save.add_state(dense_filename, bare(self.model).state_dict())
+                if with_jit_model:
+                    save.add_module(jit_dense_filename, bare(self.model))
         self._write(save, blocking=blocking)
 
     def _begin_save(self, directory: Path, cursor: dict[str, Any] | None = None) -> checkpoint.Save:
-        """Return a save of the rows as they are now, when the last one is written."""
-        self._common.wait_written()
+        """Return a save of the rows as they are now, when no other is being written."""
+        self._common.wait_writing()
         return checkpoint.Save(self.engine, directory, self._common.trained_step, cursor)
 
     def _write(self, save: checkpoint.Save, *, blocking: bool) -> None:
         if blocking:
-            save.write()
+            with watchdog.waiting():
+                save.write()
         else:
-            self._common.writing = checkpoint.Writing(save.write)
+            self._common.writing = checkpoint.Writing(save)
 
     def load_checkpoint(
         self,
@@ -254,6 +258,7 @@ class EmbeddingCtx(BaseCtx):
             UsageError: With servers, this process only evaluates.
         """
         if self._common.writes:
+            self._common.wait_written()
             self._write(self._begin_save(self._common.checkpoint_dir(dst_dir)), blocking=blocking)
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:

@@ -1,8 +1,9 @@
 """Training: forward, backward, and checkpoints of the whole run."""
 
+import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from persia.data import DataLoader
 
 _logger = get_logger("ctx")
-
-AGAIN = 75
-"""Exit code: this attempt is over, start again."""
 
 _first_done = False
 
@@ -106,6 +104,7 @@ class TrainCtx(EmbeddingCtx):
         self._cursor: dict[str, Any] | None = None
         self._random: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has it
         self._loader: DataLoader | None = None
+        self._stopping = contextlib.ExitStack()
 
     def _open(self) -> CommonContext:
         if env.nats_url() is not None:
@@ -126,17 +125,29 @@ class TrainCtx(EmbeddingCtx):
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and bare(self.model) is self.model:
             self._bare, self.model = self.model, self._common.wrap(self.model)
-        if self._checkpoints is not None and self._common.writes:
-            self._checkpoints.load(self)
+        if self._checkpoints is not None:
+            if self._common.writes:
+                self._checkpoints.load(self)
+            self._stopping.enter_context(stopping.saving_run())
 
     def _exit(self) -> None:
         if self._bare is not None:
             self._bare, self.model = None, self._bare
         super()._exit()
 
+    def _leave_if_asked(self, left_by: BaseException | None) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.leave_if_asked(self, left_by)
+
+    def _leave(self, error: BaseException | None) -> None:
+        try:
+            super()._leave(error)
+        finally:
+            self._stopping.close()
+
     def open_loop(self, loader: "DataLoader", buffer: int) -> Pipeline:
         """Start a training loop over ``loader``; every rank calls this. For :class:`persia.data.DataLoader`."""
-        self._common.wait_written()
+        self._common.wait_writing()
         pipeline = self._common.open_loop(loader.staleness, loader.reproducible, buffer)
         self._spread()
         return pipeline
@@ -158,6 +169,7 @@ class TrainCtx(EmbeddingCtx):
                 "embedding_lr": self._optimizer.lr,
                 "cursor": self._cursor,
                 "more": None if self._checkpoints is None else self._checkpoints.state_dict(),
+                "saved": 0 if self._checkpoints is None else self._checkpoints.saved,
                 "random": self._random,
             }
         )
@@ -169,8 +181,7 @@ class TrainCtx(EmbeddingCtx):
         self._optimizer.update_lr(state["embedding_lr"])
         self._loader, self._cursor = None, state["cursor"]
         if self._checkpoints is not None and state["more"] is not None:
-            self._checkpoints.load_state(state["more"])
-            self._checkpoints.goes_on_behind(self.step)
+            self._checkpoints.go_on(state["saved"], state["more"])
         if (random := state["random"].get(checkpoint.rank_state(env.get_rank()))) is not None:
             checkpoint.restore_random_state(random, self._optimizer)
 
@@ -218,6 +229,7 @@ class TrainCtx(EmbeddingCtx):
         embeddings, self._embeddings = self._embeddings, []
         self._backward(loss, batch, embeddings, self._optimizer, self._common)
         self._common.trained_step = batch.step
+        stopping.trained()
         _log_first(batch.step)
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
@@ -228,14 +240,15 @@ class TrainCtx(EmbeddingCtx):
         """Whether this run was given :class:`Checkpoints`."""
         return self._checkpoints is not None
 
-    def between_steps(self, *, last: bool = False) -> None:
-        """Save the run where that is due, after the body of a training loop. For :class:`persia.data.DataLoader`.
-
-        Args:
-            last: The loop is over, which is always worth a save.
-        """
+    def save_if_due(self) -> None:
+        """Save the run where that is due, between two steps; on every rank. For :class:`persia.data.DataLoader`."""
         if self._checkpoints is not None:
-            self._checkpoints.save_if_due(self, self.step, last=last)
+            self._checkpoints.save_if_due(self, self.step)
+
+    def save_last(self) -> None:
+        """Save the run at the end of a training loop; on every rank. For :class:`persia.data.DataLoader`."""
+        if self._checkpoints is not None:
+            self._checkpoints.save_last(self, self.step)
 
     @property
     def saves_again(self) -> bool:
@@ -246,13 +259,6 @@ class TrainCtx(EmbeddingCtx):
         """Save the run behind the step it is at, because the last save could not be written; every rank does."""
         if self._checkpoints is not None:
             self._checkpoints.save(self, self.step)
-
-    def save_and_leave(self) -> NoReturn:
-        """Save the run and end this process, so that it can be started again; every rank does so at the same step."""
-        self.between_steps(last=True)
-        stopping.stopped()
-        _logger.info("SIGTERM: leaving behind step %d", self.step)
-        raise SystemExit(AGAIN)
 
     def adopt(self, loader: "DataLoader") -> dict[str, Any] | None:
         """Note that ``loader`` feeds this context; return where a loaded checkpoint wants it to start."""
@@ -287,7 +293,8 @@ class TrainCtx(EmbeddingCtx):
             jit_dense_model_filename: The scripted model inside it.
             opt_filename: The dense optimizer's state dict inside it.
             blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
-                are written. The next save or load and the end of the context wait for that, and raise what it met.
+                are written. The next dump or load and the end of the context wait for that, and raise what it met; a
+                context that is left by an error waits for 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
@@ -295,6 +302,7 @@ class TrainCtx(EmbeddingCtx):
         """
         if not self._common.writes:
             return
+        self._common.wait_written()
         names = (dense_model_filename, opt_filename, jit_dense_model_filename if with_jit_model else None)
         self._write(self.begin_checkpoint(self._common.checkpoint_dir(dst_dir), {}, *names), blocking=blocking)
 
@@ -307,14 +315,15 @@ class TrainCtx(EmbeddingCtx):
         jit: str | None = None,
     ) -> checkpoint.Save:
         """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
-        save = self._begin_save(directory, self._cursor if self._loader is None else self._loader.cursor())
-        if self.model is not None:
-            save.add_state(dense, bare(self.model).state_dict())
-            if jit is not None:
-                save.add_module(jit, bare(self.model))
-        save.add_state(optimizer, self.dense_optimizer.state_dict())
-        for name, state in {checkpoint.rank_state(0): self.random_state(), **more}.items():
-            save.add_state(name, state)
+        cursor = self._cursor if self._loader is None else self._loader.cursor()
+        with self._begin_save(directory, cursor).kept() as save:
+            if self.model is not None:
+                save.add_state(dense, bare(self.model).state_dict())
+                if jit is not None:
+                    save.add_module(jit, bare(self.model))
+            save.add_state(optimizer, self.dense_optimizer.state_dict())
+            for name, state in {checkpoint.rank_state(0): self.random_state(), **more}.items():
+                save.add_state(name, state)
         return save
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
@@ -327,7 +336,8 @@ class TrainCtx(EmbeddingCtx):
     ) -> None:
         """Continue the run that :meth:`dump_checkpoint` saved; every file is verified before anything changes.
 
-        The next data loader starts behind the last batch the checkpoint contains.
+        The next data loader starts behind the last batch the checkpoint contains. In a context with ``checkpoints``,
+        what their ``state`` names goes on as well, if the checkpoint is one of theirs.
 
         With several ranks, rank 0 loads and the others return; it does not matter whether they call this. They get
         model, optimizer and data position from rank 0 when the next training loop starts.
@@ -364,6 +374,7 @@ class TrainCtx(EmbeddingCtx):
         optimizer = loaded.state(optimizer_name, map_location)
         ranks = {name: loaded.state(name) for name in loaded.names if checkpoint.is_rank_state(name)}
         rank = loaded.state(checkpoint.rank_state(0))
+        more = None if self._checkpoints is None else self._checkpoints.state_in(loaded)
         if self.model is not None and dense is not None:
             checkpoint.check_module(bare(self.model), dense, loaded.path)
         checkpoint.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
@@ -374,6 +385,8 @@ class TrainCtx(EmbeddingCtx):
         self.dense_optimizer.load_state_dict(optimizer)
         checkpoint.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor, self._random = None, loaded.cursor, ranks
+        if self._checkpoints is not None:
+            self._checkpoints.go_on(loaded.step, more)
 
 
 def _log_first(step: int) -> None:

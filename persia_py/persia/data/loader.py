@@ -3,6 +3,7 @@
 import json
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,9 @@ from persia_core.forward import Pipeline, TrainingBatch
 _logger = get_logger("data")
 
 _LEAVE_S = 2.0
-_REMIND_S = 30
+_REMIND_S = 30.0
+_SLICE_S = 0.5
+"""How long SIGTERM may have to wait."""
 
 
 class DataLoader:
@@ -94,11 +97,15 @@ class DataLoader:
                 stopping.stoppable(context.saves_itself),
                 watchdog.watching(lambda: context.step, distributed.hung),
             ):
+                context.save_if_due()  # a loop before this one may have been left behind any step
                 while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
+                    stopping.begin_step()
                     yield held.pop()
+                    stopping.end_step()
                     watchdog.progress()
-                    context.between_steps()
-                context.between_steps(last=True)
+                    context.save_if_due()
+                context.save_last()
+                stopping.leave_if_asked()
             together = True
             if distributed.peers() is None or not pipeline.has_next():
                 self._cursor = self._start = self._end
@@ -115,33 +122,26 @@ class DataLoader:
         """Agree with the other ranks on the next step, before any of them looks its batch up.
 
         Ranks train in lock-step: when one has no batch left, all stop there. Rank 0 says who, and what is left over.
-        When one was sent SIGTERM, all save the run there, and leave.
         """
         peers = distributed.peers()
         if peers is None and not context.saves_itself:
             return True
-        try:
-            with stopping.waiting_for_data(), watchdog.waiting():
-                ready = pipeline.has_next()
-        except stopping.StopAsked:
-            ready = False
-        stop, again = stopping.stop_asked(), context.saves_again
-        if distributed.agree(ready and not stop and not again):
+        with stopping.waiting_for_data(), watchdog.waiting():
+            ready = pipeline.has_next()
+        stopping.leave_if_asked()
+        again = context.saves_again
+        if distributed.agree(ready and not again):
             return True
         if peers is None:
-            if stop:
-                context.save_and_leave()
             if again:
                 context.save_again()
             return True
         waiting = self.dataset.waiting() if isinstance(self.dataset, StreamingDataset) else 0
-        given = peers.share("batches left", [len(positions) + waiting if ready else 0, stop, again])
-        if any(stopping for _, stopping, _ in given):
-            context.save_and_leave()
-        if any(again for *_, again in given):
+        given = peers.share("batches left", [len(positions) + waiting if ready else 0, again])
+        if any(again for _, again in given):
             context.save_again()
             return self._all_go_on(pipeline, positions, context)
-        left = [count for count, *_ in given]
+        left = [count for count, _ in given]
         if peers.rank == 0 and any(left):
             _logger.warning(
                 "all ranks stop after step %d: the data of rank %s has ended; left unused so far: %s",
@@ -280,13 +280,15 @@ def _join(thread: threading.Thread) -> bool:
 
 def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> PersiaBatch | BaseException | None:
     """Return the next item; waiting for the data set has no limit, and is logged."""
-    waited = 0
+    started = reminded = time.monotonic()
     while True:
+        stopping.leave_if_asked()
         try:
-            return ready.get(timeout=_REMIND_S)
+            return ready.get(timeout=_SLICE_S)
         except queue.Empty:
-            waited += _REMIND_S
-            _logger.warning("waiting for a batch from the source since %d s", waited)
+            if time.monotonic() - reminded > _REMIND_S:
+                reminded = time.monotonic()
+                _logger.warning("waiting for a batch from the source since %.0f s", reminded - started)
 
 
 def _check_training(batch: object, number: int) -> None:

@@ -1,18 +1,18 @@
 """What runs in the process of one trainer rank: ``python -m persia.launch.rank FILE ARGUMENTS...``.
 
-The script, then the common end of all ranks. SIGTERM before that end exits 75: start me again. A training loop that
-saves its run does so first.
+The script, then the common end of all ranks. SIGTERM before that end exits 75: start me again. A context that saves its
+run does so first.
 """
 
 import os
 import signal
 import sys
+import time
 from types import FrameType
 
+from persia import stopping
 from persia.launch.script import guarded, run_script
-
-AGAIN = 75
-"""Exit code: this attempt is over, start again."""
+from persia.launch.watch import ONE_SIGNAL
 
 
 def main() -> int:
@@ -45,22 +45,22 @@ def _tell(reason: str) -> None:
 
 
 def _end_on_sigterm() -> None:
-    def first(number: int, frame: FrameType | None) -> None:
+    first_at: float | None = None
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        nonlocal first_at
         del number, frame
-        signal.signal(signal.SIGTERM, second)
-        if "persia.stopping" in sys.modules:
-            from persia import stopping
+        now = time.monotonic()
+        if first_at is not None:
+            if now - first_at > ONE_SIGNAL:
+                os._exit(stopping.AGAIN)
+            return
+        first_at = now
+        if not stopping.ask_to_stop():
+            sys.stderr.write("SIGTERM: leaving before the end of the run\n")
+            raise SystemExit(stopping.AGAIN)  # the contexts tell their peers on the way out
 
-            if stopping.ask_to_stop():
-                return
-        sys.stderr.write("SIGTERM: leaving before the end of the run\n")
-        raise SystemExit(AGAIN)  # the contexts tell their peers on the way out
-
-    def second(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        os._exit(AGAIN)
-
-    signal.signal(signal.SIGTERM, first)
+    signal.signal(signal.SIGTERM, heard)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ GRACE = 20.0
 """Seconds a process has between SIGTERM and SIGKILL."""
 SAVING_GRACE = 45.0
 """As ``GRACE``, for a trainer, which may save its run meanwhile."""
-_ONE_SIGNAL = 1.0
-"""Seconds in which two signals count as one: some senders signal a process and its group."""
+ONE_SIGNAL = 2.0
+"""Seconds in which two signals count as one: some senders signal a launcher and its ranks, a process and its group."""
 
 
 class Events:
@@ -71,7 +71,7 @@ def stop(
         if isinstance(event, Process):
             left.discard(event)
         left = {process for process in left if process.running}
-        impatient = isinstance(event, int) and time.monotonic() > began + _ONE_SIGNAL
+        impatient = isinstance(event, int) and time.monotonic() > began + ONE_SIGNAL
         if left and (impatient or time.monotonic() >= deadline):
             say(f"killing {', '.join(sorted(process.name for process in left))}: still running after SIGTERM")
             for process in left:

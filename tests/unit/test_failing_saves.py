@@ -1,0 +1,218 @@
+"""Saves that fail or take long: what is tried again, what is told, and what is left behind."""
+
+import contextlib
+import itertools
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Batches, Configure
+from test_checkpoints import STEPS, names, step, whole
+from test_training import SLOTS, everything, make, train
+
+from persia import checkpoint
+from persia.checkpoint import Save
+from persia.ctx import Checkpoints, TrainCtx
+from persia.data import DataLoader
+from persia.embedded import EmbeddedContext
+from persia.errors import RunLostError, StorageError, UnreachableError, UsageError
+
+
+@pytest.mark.parametrize("in_the_background", [True, False])
+@pytest.mark.parametrize("failure", [StorageError, UnreachableError, RunLostError])
+def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
+    failure: type[Exception],
+    in_the_background: bool,
+    configure: Configure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = whole(configure, tmp_path / "undisturbed")
+    refusals = itertools.chain([True] * 5, itertools.repeat(False))
+    write, begin = Save._write, TrainCtx.begin_checkpoint
+
+    def refuse_to_write(self: Save) -> None:
+        if in_the_background and next(refusals):
+            raise failure("no space left on the device")
+        write(self)
+
+    def refuse_to_begin(self: TrainCtx, directory: Path, more: dict[str, dict[str, Any]]) -> Save:
+        if not in_the_background and next(refusals):
+            raise failure("no space left on the device")
+        return begin(self, directory, more)
+
+    monkeypatch.setattr(Save, "_write", refuse_to_write)
+    monkeypatch.setattr(TrainCtx, "begin_checkpoint", refuse_to_begin)
+    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
+    checkpoints = Checkpoints(tmp_path / "run", every=10)
+    configure(SLOTS)
+    with make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(Batches(STEPS), reproducible=True):
+            if ctx.common.writing is not None:
+                ctx.common.writing.wait()
+            step(ctx, batch)
+        assert everything(ctx) == expected
+    assert checkpoints.failed == 1
+    # Of step 10, or of one soon after: a save that failed is made again behind the step that is trained by then.
+    assert re.search(r"checkpoint of step 1\d given up, training goes on: no space left", caplog.text)
+    latest, saved, end = names(tmp_path / "run")
+    assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
+
+
+def test_a_dump_that_failed_does_not_end_the_run(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged where it fails, and told where somebody asks for it: here, at the end of the context."""
+    write = Save._write
+
+    def refuse(self: Save) -> None:
+        if "by hand" in self.what:
+            raise StorageError("no space left on the device")
+        write(self)
+
+    monkeypatch.setattr(Save, "_write", refuse)
+    configure(SLOTS)
+    with (
+        pytest.raises(StorageError, match="no space left"),
+        make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx,
+    ):
+        for batch in DataLoader(Batches(STEPS)):
+            step(ctx, batch)
+            if ctx.step == 5:
+                ctx.dump_checkpoint(tmp_path / "by hand", blocking=False)
+        train(ctx, DataLoader(Batches(2)))
+        assert ctx.step == STEPS + 2
+    assert re.search(r"the save of step 5 into \S+by hand failed: no space left", caplog.text)
+    assert names(tmp_path / "run") == ["LATEST", "step-20", "step-25", "step-27"]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_context_that_fails_lets_its_save_be_written(
+    configure: Configure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_time: bool,
+) -> None:
+    write, left = Save._write, threading.Event()
+
+    def write_late(self: Save) -> None:
+        if left.wait(1.0 if in_time else 30.0) and not in_time:
+            raise StorageError("the context is gone")
+        write(self)
+
+    monkeypatch.setattr(Save, "_write", write_late)
+    monkeypatch.setattr("persia.ctx.base._WRITTEN_S", 15.0 if in_time else 0.2)
+    configure(SLOTS)
+    with (
+        pytest.raises(ZeroDivisionError, match="mine"),
+        make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx,
+    ):
+        for batch in DataLoader(Batches(STEPS)):
+            step(ctx, batch)
+            if ctx.step == 12:
+                raise ZeroDivisionError("mine")
+    assert ("LATEST" in names(tmp_path / "run")) == in_time
+    assert f"step-10 {'has ended' if in_time else 'is given up'}" in caplog.text
+    left.set()
+
+
+@pytest.mark.parametrize("name", ["publish_latest", "prune"])
+def test_a_save_is_written_though_what_comes_behind_it_fails(
+    name: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("no space left on the device")
+
+    monkeypatch.setattr(f"persia_core.checkpoint.{name}", refuse)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, keep_last=1)
+    configure(SLOTS)
+    with make(checkpoints=checkpoints) as ctx:
+        train(ctx, DataLoader(Batches(STEPS)))
+    assert checkpoints.failed == 0
+    assert "failed" not in caplog.text and caplog.text.count("is written, but") == 3
+    saves = ["step-10", "step-20", "step-25"]
+    assert names(tmp_path / "run") == (["step-25"] if name == "publish_latest" else ["LATEST", *saves])
+
+
+def test_a_save_that_is_given_up_as_ranks_agree_is_counted(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "run", every=10)
+
+    def gather(self: EmbeddedContext, what: str, mine: object) -> list[object]:
+        checkpoints.failed += what == "checkpoint"  # in the thread that writes
+        return [mine]
+
+    monkeypatch.setattr(EmbeddedContext, "gather", gather)
+    configure(SLOTS)
+    with make(checkpoints=checkpoints) as ctx:
+        train(ctx, DataLoader(Batches(STEPS)))
+    assert checkpoints.failed == 3
+
+
+def test_a_long_wait_for_a_save_is_logged(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(Save, "_write", lambda _: released.wait(30))
+    monkeypatch.setattr("persia.checkpoint.REMIND_S", 0.1)
+    configure(SLOTS)
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(5)))
+        ctx.dump_checkpoint(tmp_path / "run", blocking=False)
+        threading.Timer(0.5, released.set).start()
+        ctx.wait_for_dump_embedding()
+    assert re.search(r"rank 0 waits for the save of step 5 into \S+run since \d+ s", caplog.text)
+
+
+@pytest.mark.parametrize("what", ["one name for two", "what cannot be pickled", "what cannot be read"])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_that_cannot_be_saved_leaves_nothing_behind(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, blocking: bool
+) -> None:
+    configure(SLOTS)
+
+    def unreadable() -> dict[str, object]:
+        raise RuntimeError("the device is gone")
+
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(2)))
+        with monkeypatch.context() as patch:
+            if what == "what cannot be pickled":
+                patch.setattr(ctx.dense_optimizer, "state_dict", lambda: {"schedule": lambda: 1})
+            if what == "what cannot be read":
+                patch.setattr(torch, "save", lambda *_: unreadable())
+            name = "dense.pt" if what == "one name for two" else "opt.pt"
+            error, text = {
+                "one name for two": (
+                    UsageError,
+                    r"file name 'dense\.pt': the checkpoint has a file of that name already",
+                ),
+                "what cannot be pickled": (UsageError, r"opt\.pt: cannot be pickled"),
+                "what cannot be read": (StorageError, r"dense\.pt: cannot be saved: the device is gone"),
+            }[what]
+            with pytest.raises(error, match=text) as caught:
+                ctx.dump_checkpoint(tmp_path / "run" / "first", opt_filename=name, blocking=blocking)
+        assert not [path for path in tmp_path.rglob("*") if "first" in path.parts]  # while the error is still held
+        del caught
+        ctx.dump_checkpoint(tmp_path / "run" / "first")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_save_that_was_written_keeps_no_copy_of_the_model(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(2)))
+        save = ctx.begin_checkpoint(tmp_path / "run", {})
+        if fails:
+            monkeypatch.setattr(checkpoint.Save, "_write", lambda self: self.add_state("bad/name", {}))
+        with pytest.raises(UsageError) if fails else contextlib.nullcontext():
+            save.write()
+        assert not save._files
