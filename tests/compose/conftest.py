@@ -18,8 +18,8 @@ Result = subprocess.CompletedProcess[str]
 BUILD = 2400.0
 """Seconds that building all images may take: PyTorch is downloaded, the engine compiled."""
 
-# The other limits only end what hangs: `import torch` takes more than a minute where a container reads its gigabytes for
-# the first time from a slow disk.
+# The other limits only end what hangs: `import torch` takes more than a minute where a container reads its gigabytes
+# for the first time from a slow disk.
 
 
 def pytest_configure(config: pytest.Config) -> None:
