@@ -59,7 +59,8 @@ test-python: setup ## Run the Python tests
 	$(BIN)/python -m pytest tests --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
 
 test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
-	$(BIN)/python -m pytest tests/compose
+	@! docker version >/dev/null 2>&1 || { tools/compose_plugin.sh && tools/base_image.sh; }
+	$(BIN)/python -m pytest tests/compose --numprocesses 2 --dist loadfile
 
 chaos: setup ## Do one fault to a running job and check every row after it (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py $(or $(F),--help) $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
@@ -76,7 +77,7 @@ lint-rust: $(INSTALLED) ## Check the Rust half
 	$(CARGO) clippy --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked -- -D warnings
 	@if cargo deny --version >/dev/null 2>&1; then \
 		cd rust_core && cargo deny --locked check bans licenses sources; \
-	else echo "cargo-deny is not installed: licences and sources of crates were not checked"; fi
+	else $(BIN)/python tools/check_crates.py; fi
 
 lint-python: setup ## Check the Python half
 	$(BIN)/ruff check

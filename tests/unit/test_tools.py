@@ -138,3 +138,30 @@ def test_a_row_without_test_or_with_a_failed_one_is_missing() -> None:
     assert report(["S0-01", "S0-02"], outcomes) == (["S0-02: skipped: no GPU", "1 passed, 1 skipped, of 2 rows"], True)
     lines, complete = report(["S0-01", "S0-03", "S0-04"], outcomes)
     assert (lines[:2], complete) == (["S0-03: failed", "S0-04: no test"], False)
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("GPL-3.0", False),
+        ("MIT/GPL-3.0", True),
+        ("GPL-3.0 OR MIT", True),
+        ("(MIT OR GPL-3.0) AND ISC", True),
+        ("MIT AND GPL-3.0", False),
+        ("MIT OR ISC AND GPL-3.0", True),
+        ("Apache-2.0 WITH LLVM-exception", True),
+        ("Apache-2.0", False),
+    ],
+)
+def test_licences_of_crates_are_read_as_spdx_means_them(expression: str, allowed: bool) -> None:
+    assert load("check_crates").is_allowed(expression, {"MIT", "ISC", "Apache-2.0 WITH LLVM-exception"}) is allowed
+
+
+def test_crates_from_elsewhere_and_without_a_version_are_named() -> None:
+    own = {"name": "a", "version": "1", "license": "MIT", "source": None, "dependencies": [{"name": "b", "req": "*"}]}
+    foreign = {**own, "name": "c", "source": "git+https://host/c", "license": None}
+    found = list(load("check_crates").problems([own, foreign], {"MIT"}))
+    assert len(found) == 3
+    assert "a 1: it takes any version of b" in found[0]
+    assert all("c 1" in line for line in found[1:])

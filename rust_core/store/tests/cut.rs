@@ -56,7 +56,7 @@ fn what_is_trained_while_files_are_written_is_not_in_them() {
     for round in 0..6 {
         let expected = export(&store);
         assert!(expected.iter().flat_map(|shard| &shard.tables).any(|table| !table.waiting.is_empty()));
-        store.cut(round + 1).unwrap();
+        store.cut(round as u64 + 1).unwrap();
         // Also before the first shard is written, which a quick disk would not leave time for.
         (0..10 * round).for_each(|at| next(at % 2));
         let dir = tempfile::tempdir().unwrap();
@@ -71,7 +71,7 @@ fn what_is_trained_while_files_are_written_is_not_in_them() {
                     }
                 });
             }
-            let files = store.snapshot(dir.path(), Some(round + 1));
+            let files = store.snapshot(dir.path(), Some(round as u64 + 1));
             written.store(true, Ordering::Relaxed);
             files.unwrap()
         });

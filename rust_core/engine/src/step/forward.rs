@@ -1,5 +1,6 @@
 //! Forward: rows of unique ids from the tables, pooled into one vector per sample and feature.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use persia_types::kernels::{self, Bags, Pool};
@@ -10,7 +11,7 @@ use crate::batch::Batch;
 use crate::batch::feature::IdFeature;
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
-use crate::step::buffer::Buffer;
+use crate::step::buffer::{Buffer, BufferPool};
 use crate::step::plan::{Member, Plan, TablePlan};
 
 /// The rows of one id feature, 64-byte aligned: pooled, `[batch, dim]`; of a raw feature `[batch, places, dim]`.
@@ -123,7 +124,7 @@ pub(crate) fn forward(
             let (slot, feature) = (slot(member), plan.feature(batch, member.feature));
             let mut buffer = context.buffers.take(feature.samples() * dim);
             let bags = bags(feature, divisors[member.feature].as_ref().map(AsRef::as_ref));
-            pool_member(bags, member, rows.as_ref(), dim, buffer.as_mut());
+            pool_member(&context.buffers, bags, member, rows.as_ref(), dim, buffer.as_mut());
             let raw = context.schema.slots[slot].sample_fixed_size.map(|places| Raw {
                 places: places as usize,
                 mask: (0..feature.samples()).map(|place| !feature.occurrences_of(place).is_empty()).collect(),
@@ -159,9 +160,20 @@ fn bags<'a>(feature: &'a IdFeature, divisors: Option<&'a [f32]>) -> Bags<'a> {
     Bags { places: feature.inverse(), offsets: feature.offsets(), weights: feature.weights(), divisors }
 }
 
-fn pool_member(bags: Bags<'_>, member: &Member, rows: &[f32], dim: usize, out: &mut [f32]) {
-    let composed: Option<Vec<u32>> =
-        member.map.as_ref().map(|map| bags.places.iter().map(|unique| map[*unique as usize]).collect());
-    let places = composed.as_deref().unwrap_or(bags.places);
+fn pool_member(
+    buffers: &Arc<BufferPool>,
+    bags: Bags<'_>,
+    member: &Member,
+    rows: &[f32],
+    dim: usize,
+    out: &mut [f32],
+) {
+    let composed = member.map.as_ref().map(|map| {
+        let mut places = buffers.take(bags.places.len());
+        let words: &mut [u32] = bytemuck::cast_slice_mut(places.as_mut());
+        words.iter_mut().zip(bags.places).for_each(|(place, unique)| *place = map[*unique as usize]);
+        places
+    });
+    let places = composed.as_ref().map_or(bags.places, |places| bytemuck::cast_slice(places.as_ref()));
     kernels::pool(&Pool { rows, dim, bags: Bags { places, ..bags } }, out);
 }

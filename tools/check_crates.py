@@ -1,0 +1,73 @@
+"""Check licences and sources of all crates by rust_core/deny.toml, where cargo-deny is not installed to do more."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def is_allowed(expression: str, allowed: set[str]) -> bool:
+    """Whether an SPDX expression, in which ``/`` is an old way to say ``OR``, can be met by these licences."""
+    words = re.findall(r"\(|\)|[^\s()]+", expression.replace("/", " OR "))
+
+    def either() -> bool:
+        found = both()
+        while words and words[0] == "OR":
+            words.pop(0)
+            found = both() or found
+        return found
+
+    def both() -> bool:
+        found = one()
+        while words and words[0] == "AND":
+            words.pop(0)
+            found = one() and found
+        return found
+
+    def one() -> bool:
+        word = words.pop(0)
+        if word == "(":
+            found = either()
+            words.pop(0)
+            return found
+        if words[:1] == ["WITH"]:
+            word = " ".join([word, words.pop(0), words.pop(0)])
+        return word in allowed
+
+    return either()
+
+
+def problems(packages: list[dict[str, Any]], allowed: set[str]) -> Iterator[str]:
+    """Yield what is wrong with the packages of ``cargo metadata``."""
+    for package in packages:
+        name, source = f"{package['name']} {package['version']}", package["source"]
+        if not package["license"] or not is_allowed(package["license"], allowed):
+            yield f"{name}: its licence, {package['license']}, is not among those of rust_core/deny.toml"
+        if source is not None and not source.startswith("registry+"):
+            yield f"{name}: it comes from {source}, and not from the registry"
+        if source is None:
+            for dependency in package["dependencies"]:
+                if dependency["req"] == "*" and dependency.get("path") is None:
+                    yield f"{name}: it takes any version of {dependency['name']}"
+
+
+def main() -> int:
+    """Return 1 where something is wrong."""
+    words = ["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"]
+    done = subprocess.run(words, cwd=ROOT / "rust_core", check=True, stdout=subprocess.PIPE)
+    licences = re.search(r"^allow = (\[.*?\])", (ROOT / "rust_core" / "deny.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert licences is not None, "rust_core/deny.toml allows no licences"
+    packages = json.loads(done.stdout)["packages"]
+    found = list(problems(packages, set(ast.literal_eval(licences.group(1)))))
+    sys.stdout.write("\n".join(found or [f"licences and sources of {len(packages)} crates: good"]) + "\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
