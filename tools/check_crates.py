@@ -1,6 +1,5 @@
 """Check licences and sources of all crates by rust_core/deny.toml, where cargo-deny is not installed to do more."""
 
-import ast
 import json
 import re
 import subprocess
@@ -61,10 +60,11 @@ def main() -> int:
     """Return 1 where something is wrong."""
     words = ["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"]
     done = subprocess.run(words, cwd=ROOT / "rust_core", check=True, stdout=subprocess.PIPE)
-    licences = re.search(r"^allow = (\[.*?\])", (ROOT / "rust_core" / "deny.toml").read_text(), re.DOTALL | re.MULTILINE)
-    assert licences is not None, "rust_core/deny.toml allows no licences"
+    rules = (ROOT / "rust_core" / "deny.toml").read_text()
+    _, licences = rules.split("\nallow = ", 1)
+    allowed = set(re.findall(r'"([^"]+)"', licences.split("]", 1)[0]))
     packages = json.loads(done.stdout)["packages"]
-    found = list(problems(packages, set(ast.literal_eval(licences.group(1)))))
+    found = list(problems(packages, allowed))
     sys.stdout.write("\n".join(found or [f"licences and sources of {len(packages)} crates: good"]) + "\n")
     return 1 if found else 0
 
