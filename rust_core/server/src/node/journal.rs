@@ -138,11 +138,14 @@ impl Journal {
         let (beat, beats) = channel::<()>();
         let of_thread = Arc::clone(&shared);
         let every_second = move || {
+            let mut said = false;
             while beats.recv_timeout(SECOND) == Err(RecvTimeoutError::Timeout) {
                 let written = of_thread.writing.lock().written;
-                if let Err(error) = of_thread.sync_to(written) {
-                    tracing::error!("{error}");
+                match of_thread.sync_to(written) {
+                    Err(error) if !said => tracing::error!("{error}"),
+                    _ => {}
                 }
+                said = of_thread.is_broken();
             }
         };
         let thread = thread::Builder::new().name("persia-journal".into()).spawn(every_second);
@@ -406,6 +409,11 @@ impl Shared {
         ))
     }
 
+    fn is_broken(&self) -> bool {
+        let writing = self.writing.lock();
+        writing.base.is_some() && writing.segment.is_none() || self.synced.lock().failed.is_some()
+    }
+
     fn read_base(&self) -> Result<Option<Base>, String> {
         let path = self.dir.join(BASE);
         let text = match fs::read(&path) {
@@ -536,7 +544,7 @@ impl Shared {
                 let writing = self.writing.lock();
                 (writing.segment.as_ref().map(|segment| Arc::clone(&segment.file)), writing.written)
             };
-            let result = file.map_or(Ok(()), |file| self.sync_file(&file, written));
+            let result = file.ok_or_else(|| self.broken()).and_then(|file| self.sync_file(&file, written));
             synced = self.synced.lock();
             synced.busy = false;
             self.moved.notify_all();

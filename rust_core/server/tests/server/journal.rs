@@ -292,7 +292,7 @@ fn a_server_that_is_killed_goes_on_where_it_was() {
         let mut twins = Twins::new();
         for number in 0..60 {
             twins.random(hash_id(seed << 32 | number));
-            if hash_id(number ^ seed << 40) % 16 == 0 {
+            if hash_id(number ^ seed << 40).is_multiple_of(16) {
                 twins.kill();
                 if number % 3 == 0 {
                     twins.check(&format!("seed {seed}, after request {number}"));

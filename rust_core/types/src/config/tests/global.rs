@@ -109,7 +109,7 @@ fn a_server_may_keep_a_log() {
     assert_eq!((parsed.config.log, parsed.warnings.len()), (None, 1));
     assert_eq!(
         parse(&format!("{section}: {{durability: always}}")),
-        [format!("line 1, column 50: {section}.durability: found `always`, allowed: checkpoint, log")]
+        [format!("line 1, column 49: {section}.durability: found `always`, allowed: checkpoint, log")]
     );
 }
 
