@@ -119,6 +119,9 @@ def test_a_context_that_fails_lets_its_save_be_written(
     assert ("LATEST" in names(tmp_path / "run")) == in_time
     assert f"step-10 {'has ended' if in_time else 'is given up'}" in caplog.text
     left.set()
+    for thread in threading.enumerate():
+        if thread.name == "persia-save":
+            thread.join(30)
 
 
 @pytest.mark.parametrize("name", ["publish_latest", "prune"])
