@@ -506,7 +506,7 @@ fn a_full_disk_refuses_requests_until_there_is_room() {
     let mut server = Process::start("sh", &[&limited, &usual[..], &flags].concat());
     let mut options = ClientOptions::new(Targets::Fixed(vec![server.endpoint()]));
     options.service = Service::Server;
-    options.rpc_timeout = Duration::from_secs(2);
+    options.rpc_timeout = Duration::from_secs(10);
     let client = WireTables::connect(options).unwrap();
     client.wait_ready(PATIENCE).unwrap();
     client.begin(&Run { fresh: true, ..run_of(&Plan { servers: 1, ..plan() }) }).unwrap();
