@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
 use super::INLET;
 
@@ -14,11 +15,12 @@ const NOBODY: usize = usize::MAX;
 pub(super) struct Inlets<T> {
     to: Vec<Option<mpsc::Sender<T>>>,
     held_up: HeldUp,
+    deadline: Instant,
 }
 
 impl<T> Inlets<T> {
-    pub(super) fn new() -> Self {
-        Self { to: Vec::new(), held_up: HeldUp(Arc::new(AtomicUsize::new(NOBODY))) }
+    pub(super) fn new(deadline: Instant) -> Self {
+        Self { to: Vec::new(), held_up: HeldUp(Arc::new(AtomicUsize::new(NOBODY))), deadline }
     }
 
     /// The way to the next server, with its first message under way.
@@ -43,6 +45,9 @@ impl<T> Inlets<T> {
     pub(super) async fn send(&self, server: usize, message: T) {
         let Some(inlet) = self.to.get(server).and_then(Option::as_ref) else { return };
         if let Err(mpsc::error::TrySendError::Full(message)) = inlet.try_send(message) {
+            if Instant::now() >= self.deadline {
+                return; // it is over, and whoever held it up until now is to blame
+            }
             self.held_up.0.store(server, Ordering::Relaxed);
             if inlet.send(message).await.is_ok() {
                 self.held_up.0.store(NOBODY, Ordering::Relaxed);

@@ -40,7 +40,7 @@ impl Lookup {
     ) -> Result<LookupReport, Status> {
         // Dropped with the future: a look-up that ended leaves no call behind.
         let mut calls = JoinSet::new();
-        let mut inlets = ToServers::new();
+        let mut inlets = ToServers::new(self.deadline);
         let (keep, kept) = mpsc::channel(INLET);
         for server in 0..self.members.len() {
             let head = proto::LookupHead { parts: self.split.parts_of(server), ..self.head.clone() };

@@ -41,7 +41,7 @@ impl Push {
         let asked = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
         // Dropped with the future: calls that have not ended are broken off, and apply nothing.
         let mut calls = JoinSet::new();
-        let mut inlets = ToServers::new();
+        let mut inlets = ToServers::new(self.deadline);
         for server in 0..self.members.len() {
             if !asked(server) {
                 inlets.skip();

@@ -113,7 +113,7 @@ fn a_server_that_hangs_is_named_and_the_run_is_lost() {
 fn a_server_that_takes_no_more_of_a_large_push_is_blamed_and_not_the_one_that_waits_behind_it() {
     const DIM: usize = 64;
     const WIDE: &str = "slots_config:\n  a: {dim: 64}\n";
-    let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 32);
+    let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 16);
     let _stopped = Stopped::stop(&servers[0]);
     // More than may be under way to a server that does not read, and so that it gets there within one of four tries.
     let ids = ShardedIds::group(&(0..700_000).collect::<Vec<u64>>()).unwrap();
