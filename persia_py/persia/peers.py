@@ -274,10 +274,10 @@ class Peers:
         started = reminded = time.monotonic()
         with watchdog.waiting(), self._changed:
             while True:
+                if (found := look()) is not None:  # also where a rank has left behind it
+                    return found
                 if self._lost is not None:
                     raise self._lost_error()
-                if (found := look()) is not None:
-                    return found
                 if self._met and self.rank not in self._met:
                     raise SystemExit(stopping.AGAIN)
                 if stopping.stop_asked() and not self._asked:

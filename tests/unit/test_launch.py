@@ -177,19 +177,21 @@ with stopping.saving_run(), stopping.stoppable(True):
     print("up", os.environ["RANK"], os.getpid(), flush=True)
     while not stopping.stop_asked():
         time.sleep(0.01)
-    time.sleep(3.0)
+    print("up to the save", os.getpid(), flush=True)
+    time.sleep(5.0)
     print("saved", flush=True)
     stopping.leave_if_asked()
 """
 
 
-@pytest.mark.parametrize(("gap", "saved"), [(0.2, True), (2.2, False)])
+@pytest.mark.parametrize(("gap", "saved"), [(0.1, True), (2.1, False)])
 def test_a_signal_to_launcher_and_ranks_counts_once(launch: Launch, tmp_path: Path, gap: float, saved: bool) -> None:
     """Some senders signal all processes, and the launcher passes it on; one that comes later is meant."""
     (tmp_path / "train.py").write_text(NOTES)
     process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
     pids = up(process, 2)
     process.send_signal(signal.SIGTERM)
+    up(process, 2)
     time.sleep(gap)
     for pid in pids:
         os.kill(pid, signal.SIGTERM)

@@ -121,6 +121,16 @@ def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: Thread
     assert [future.result(LONG) for future in share(pool, ranks, "the save")] == [[0, 10, 20]] * 3
 
 
+def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, second = meet(2)
+    with second._changed:  # it wakes up late
+        waiting = pool.submit(second.share, "the save", 10)
+        assert first.share("the save", 0) == [0, 10]
+        first.leave("SystemExit: 75")
+        second._answers[0], second._lost = ("the save", [0, 10]), (0, "SystemExit: 75")
+    assert waiting.result(LONG) == [0, 10]
+
+
 def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, _ = meet(2)
     with pytest.raises(UnreachableError, match=r"waited 0\.2 s for rank 1 to end the run together"):
