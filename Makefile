@@ -59,8 +59,7 @@ test-python: setup ## Run the Python tests
 	$(BIN)/python -m pytest tests --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
 
 test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
-	@! docker version >/dev/null 2>&1 || { tools/compose_plugin.sh && tools/base_image.sh; }
-	$(BIN)/python -m pytest tests/compose --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/compose
 
 chaos: setup ## Do one fault to a running job and check every row after it (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py $(or $(F),--help) $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
