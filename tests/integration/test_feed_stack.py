@@ -37,7 +37,7 @@ def test_a_pair_of_scripts_of_persiaml_trains_on_a_stack(pair: Stack) -> None:
     """The very scripts that run in one process in tests/unit; two replicas feed two ranks."""
     senders = [send(pair, index, 2, BATCHES=100) for index in range(2)]
     trainer = train(pair, ranks=2)
-    assert trainer.wait(90) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["status"] == "finished"
     assert summary(pair)["steps"] == 100
     assert float(trainer.says("test auc").split("auc: ")[1].split()[0]) > 0.8
@@ -51,7 +51,7 @@ def test_a_pair_of_scripts_of_persiaml_trains_on_a_stack(pair: Stack) -> None:
 def test_a_trainer_that_leaves_its_loop_ends_the_data(pair: Stack) -> None:
     sender = send(pair, BATCHES=100_000)
     trainer = train(pair, ranks=2, STOP_AT=20)
-    assert trainer.wait(90) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 20
     sender.says("the trainers want no more batches: training is over")
     assert pair.stop(sender.process.name) == 0
@@ -60,7 +60,7 @@ def test_a_trainer_that_leaves_its_loop_ends_the_data(pair: Stack) -> None:
 def test_uneven_data_stops_all_ranks_together_and_says_so(pair: Stack) -> None:
     send(pair, BATCHES=41)
     trainer = train(pair, ranks=2)
-    assert trainer.wait(90) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 20
     line = trainer.says("all ranks stop after step 20")
     assert "the data of rank 1 has ended" in line
@@ -73,7 +73,7 @@ def test_uneven_data_of_reproducible_runs_too(pair: Stack, reproducible: int) ->
     send(pair, 0, 2, BATCHES=31)
     send(pair, 1, 2, BATCHES=8)
     trainer = train(pair, ranks=2, REPRODUCIBLE=reproducible, EMBEDDING_STALENESS=1)
-    assert trainer.wait(90) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 19
     trainer.says("all ranks stop after step 19")
 
@@ -85,7 +85,7 @@ def test_a_data_replica_that_is_killed_comes_back_without_loss(pair: Stack) -> N
     pair.kill(sender.process.name)
     trainer.says("data-compose replica 0: connection lost before its end")
     send(pair, BATCHES=600)
-    assert trainer.wait(90) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 300
 
 
@@ -98,7 +98,7 @@ def test_a_data_script_that_fails_stops_the_trainers_by_name(pair: Stack, tmp_pa
     )
     sender = pair.data(broken)
     trainer = train(pair, ranks=2)
-    assert trainer.wait(90) == 2, trainer.output
+    assert trainer.wait(180) == 2, trainer.output
     trainer.says("data-compose replica 0: its script failed: KeyError: 'column age'")
     assert sender.wait() == 1
     assert not (pair.folder / "run" / "summary.json").exists()
@@ -111,7 +111,7 @@ def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> N
     pair.kill("trainer-0")
     sender.says("connection lost")
     again = train(pair, STOP_AT=30)
-    assert again.wait(90) == 0, again.output
+    assert again.wait(180) == 0, again.output
     sender.says("running the script again")
     assert summary(pair)["steps"] == 30
     assert int(str(summary(pair)["epoch"])) > 1
@@ -128,7 +128,7 @@ SENDS = (
 def test_a_script_that_exits_in_its_context_ends_the_data(pair: Stack, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(SENDS + "    sys.exit(0)\n")
     sender, trainer = pair.data(tmp_path / "data.py"), train(pair)
-    assert trainer.wait(60) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 40
     sender.says("every batch is sent")
 
@@ -150,11 +150,11 @@ def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: St
     text = SENDS.replace("    for batch", "    ctx_epoch = ctx.epoch\n    for batch") + linger
     (tmp_path / "data.py").write_text(text)
     sender, trainer = pair.data(tmp_path / "data.py"), train(pair, STOP_AT=10)
-    assert trainer.wait(60) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
     again.says("of job test, rank 0 of 1")
     go.touch()
-    assert again.wait(60) == 0, again.output
+    assert again.wait(180) == 0, again.output
     sender.says("the trainers want no more batches")
 
 
@@ -169,19 +169,19 @@ def test_every_context_of_a_trainer_gets_the_data_from_the_start(pair: Stack, tm
         + "".join(f"    {line}" if line.strip() else line for line in text[start:].splitlines(keepends=True))
     )
     sender, trainer = send(pair, BATCHES=60), pair.trainer(again)
-    assert trainer.wait(90) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     assert len([line for line in sender.lines if "the trainers want no more batches" in line]) == 2
 
 
 def test_data_compose_outlives_nats(pair: Stack) -> None:
     sender, trainer = send(pair, BATCHES=30), train(pair)
-    assert trainer.wait(60) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output
     sender.says("every batch is sent")
     pair.kill("nats")
     sender.says("lost NATS")
     pair.start_nats()
     again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
-    assert again.wait(60) == 0, again.output
+    assert again.wait(180) == 0, again.output
 
 
 def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
@@ -193,7 +193,7 @@ def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
     for run, env in enumerate(runs):
         senders = [send(pair, 0, 2, BATCHES=60), send(pair, 1, 2, BATCHES=20)]
         trainer = train(pair, ranks=2, PERSIA_RUN_DIR=pair.folder / f"run-{run}", **common, **env)
-        assert trainer.wait(90) == 0, trainer.output
+        assert trainer.wait(180) == 0, trainer.output
         results.append((trainer.says("rank 1:").split("rank 1: ")[-1], trainer.says("test auc").split("test auc")[1]))
         for sender in senders:
             assert pair.stop(sender.process.name) == 0
@@ -215,4 +215,4 @@ def test_data_for_another_job_or_with_another_token_is_kept_out(pair: Stack, tmp
     assert trainer.process.running
     pair.stop(other.process.name)
     send(pair, BATCHES=100)
-    assert trainer.wait(60) == 0, trainer.output
+    assert trainer.wait(180) == 0, trainer.output

@@ -129,12 +129,12 @@ def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger:
     for name in ("trainer-0", "server-0", "trainer-1", "server-1", "middleware-0", "nats"):
         ledger.kill(name)
     ledger.start()
-    assert [part.wait(90) for part in nodes(ledger, every=8)] == [0, 0]
+    assert [part.wait(180) for part in nodes(ledger, every=8)] == [0, 0]
     exact(ledger)
     (ledger.folder / "run" / "summary.json").unlink()  # as the launcher says, to train again
     (ledger.folder / "ledger.json").unlink()
     first, second = nodes(ledger, every=8)
-    assert [first.wait(90), second.wait(90)] == [0, 0]
+    assert [first.wait(180), second.wait(180)] == [0, 0]
     first.says("training begins")
     exact(ledger)
 
