@@ -278,14 +278,16 @@ class SnapshotReply(_message.Message):
     def __init__(self, files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SavedRequest(_message.Message):
-    __slots__ = ("fence", "directory", "files")
+    __slots__ = ("fence", "cut", "directory", "files")
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
+    cut: int
     directory: str
     files: _containers.RepeatedCompositeFieldContainer[File]
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., cut: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ...) -> None: ...
 
 class SavedReply(_message.Message):
     __slots__ = ()

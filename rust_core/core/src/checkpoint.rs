@@ -6,7 +6,6 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
 use persia_types::schema::HashStack;
@@ -26,8 +25,10 @@ const CURSOR: &str = "loader";
 pub(crate) struct Saver {
     saver: Option<files::Saver>,
     tables: Arc<dyn Tables>,
-    /// While it is not written.
-    cut: Option<u64>,
+    /// Of the rows that are written.
+    cut: u64,
+    /// The holders of rows keep it.
+    held: bool,
     directory: PathBuf,
     head: Head,
 }
@@ -62,22 +63,23 @@ impl Saver {
             created_at: String::new(),
             run,
         };
-        Ok(Self { saver: Some(saver), tables, cut: Some(cut), directory, head })
+        Ok(Self { saver: Some(saver), tables, cut, held: true, directory, head })
     }
 
     /// Write the rows of the cut. One save writes at a time: with servers, the next cut waits for this.
     fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
-        let (tables, cut) = (&self.tables, self.cut.take());
+        self.held = false;
+        let (tables, cut) = (&self.tables, self.cut);
         let written = py.detach(|| -> Result<_, TablesError> {
-            let snapshot = match tables.snapshot(saver.staging(), cut) {
+            let snapshot = match tables.snapshot(saver.staging(), Some(cut)) {
                 // Servers that the answer did not come from may still be writing.
                 Err(
                     error @ (TablesError::Unreachable { .. }
                     | TablesError::Lost { .. }
                     | TablesError::Timeout { .. }),
                 ) => {
-                    let _ = cut.map(|cut| tables.uncut(cut));
+                    let _ = tables.uncut(cut);
                     saver.leave();
                     return Err(error);
                 }
@@ -116,35 +118,31 @@ impl Saver {
         let mut head = self.head.clone();
         head.cursors.insert(CURSOR.into(), raw);
         head.created_at = created_at;
-        let (tables, directory) = (&self.tables, &self.directory);
+        let (tables, cut, directory) = (&self.tables, self.cut, &self.directory);
         let committed = py.detach(|| {
             let shards = saver.commit(head)?.shards();
-            Ok(tables.saved(directory, &shards).err())
+            Ok(tables.saved(cut, directory, &shards).err())
         });
         committed.map(|told| told.map(|error| error.to_string())).map_err(|error| raise(py, &error))
     }
 
     /// Remove what was staged, and let the rows of the cut go.
     fn abort(&mut self, py: Python<'_>) {
-        let Self { saver, tables, cut, .. } = self;
+        let Self { saver, tables, cut, held, .. } = self;
         py.detach(|| {
             *saver = None;
-            if let Some(cut) = cut.take() {
+            if std::mem::take(held) {
                 // A holder that cannot be told forgets it at the next cut.
-                let _ = tables.uncut(cut);
+                let _ = tables.uncut(*cut);
             }
         });
     }
 }
 
-/// Above that of every cut before, whichever process made it: microseconds since 1970, and never the same twice.
+/// Above that of every cut of the run before: one process makes them.
 fn number_of_cut() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_micros() as u64);
-    let after = |last: u64| Some(now.max(last + 1));
-    match LAST.fetch_update(Ordering::Relaxed, Ordering::Relaxed, after) {
-        Ok(last) | Err(last) => now.max(last + 1),
-    }
+    LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
 fn ended(py: Python<'_>) -> PyErr {

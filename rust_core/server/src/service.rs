@@ -158,7 +158,7 @@ impl EmbeddingService {
         let fence = fence(request.fence)?;
         let node = Arc::clone(&self.node);
         let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
-        blocking(move || node.saved(fence, &request.directory, &files)).await?;
+        blocking(move || node.saved(fence, request.cut, &request.directory, &files)).await?;
         Ok(proto::SavedReply {})
     }
 

@@ -83,6 +83,8 @@ struct Counters {
 /// The cut that was made last.
 #[derive(Default)]
 struct LastCut {
+    /// Of the run with this epoch.
+    epoch: u64,
     number: u64,
     /// Whether its rows are kept.
     held: bool,
@@ -394,6 +396,11 @@ impl Tables for Store {
 
     fn cut(&self, number: u64) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
+        let epoch = self.epoch.load(Ordering::Relaxed);
+        if cut.epoch != epoch {
+            // Numbers begin anew; what an earlier run kept goes with the next cut, or a snapshot of now.
+            *cut = LastCut { epoch, number: 0, held: false };
+        }
         if number < cut.number || number == cut.number && !cut.held {
             return malformed(format!(
                 "cut {number} comes late: the last one was {}, save again",
@@ -402,7 +409,7 @@ impl Tables for Store {
         }
         if number > cut.number {
             self.freeze();
-            *cut = LastCut { number, held: true };
+            *cut = LastCut { epoch, number, held: true };
         }
         Ok(())
     }
@@ -421,7 +428,8 @@ impl Tables for Store {
         let held = std::mem::take(&mut cut.held);
         match number {
             None => self.freeze(),
-            Some(number) if held && cut.number == number => {}
+            Some(number)
+                if held && (cut.epoch, cut.number) == (self.epoch.load(Ordering::Relaxed), number) => {}
             Some(number) => {
                 self.thaw();
                 let last = cut.number;

@@ -137,4 +137,8 @@ fn a_snapshot_is_of_the_cut_it_names_or_of_none() {
     store.clear().unwrap();
     late(save(Some(7)));
     save(None).unwrap();
+    // The numbers of another run begin anew.
+    store.begin(&Run { epoch: 2, ..settings() }).unwrap();
+    store.cut(1).unwrap();
+    save(Some(1)).unwrap();
 }

@@ -292,7 +292,7 @@ pub trait Tables: Send + Sync {
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
     /// Keep the rows as they are now, for a [`snapshot`](Self::snapshot) of this `cut`: a number above that of every cut
-    /// before; the last one again changes nothing. What is asked for meanwhile goes on; rows that change are copied before,
+    /// of the run before; the last one again changes nothing. What is asked for meanwhile goes on; rows that change are copied before,
     /// until they are written, so that up to all of them are held twice. The next cut replaces this one, and so does
     /// whatever drops or replaces all rows.
     ///
@@ -313,12 +313,13 @@ pub trait Tables: Send + Sync {
     /// `BadShape` for a cut that is not held; `Io`. What was written is no checkpoint until a manifest names it.
     fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError>;
 
-    /// The last snapshot is part of a checkpoint now: `files` in `dir`. A holder that keeps a journal forgets what led to it.
+    /// The snapshot of this `cut` is part of a checkpoint now: `files` in `dir`. A holder that keeps a journal forgets what
+    /// led to it, if no other cut was made since.
     ///
     /// # Errors
     /// `Unreachable`; `Io`: the journal stays as long as it was.
-    fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        let _ = (dir, files);
+    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let _ = (cut, dir, files);
         Ok(())
     }
 

@@ -96,10 +96,17 @@ struct Writing {
     /// None while there is no base.
     segment: Option<Segment>,
     base: Option<Base>,
-    /// The last cut, of which no checkpoint is the base yet, and the segment that goes on behind it.
-    cut: Option<(u64, Mark)>,
+    /// The last cut, of which no checkpoint is the base yet.
+    cut: Option<Cut>,
     /// Bytes written since the process began.
     written: u64,
+}
+
+struct Cut {
+    number: u64,
+    /// The first one behind it.
+    segment: u64,
+    mark: Mark,
 }
 
 struct Segment {
@@ -153,15 +160,15 @@ impl Journal {
         Ok(Self { shared, beat: Some(beat), thread: Some(thread) })
     }
 
-    /// What another process left, if anything: its base, then every record, in order, is given to `apply`. From then on
-    /// it is written to.
+    /// What another process left, if anything: its base, then every record, in order, is given to `apply`, which
+    /// returns a cut that it made. From then on it is written to.
     ///
     /// # Errors
     /// Why it can't be used. What was applied by then is to be dropped.
     pub(super) fn recover(
         &self,
         begin: impl FnOnce(&Base) -> Result<(), String>,
-        mut apply: impl FnMut(Entry) -> Result<Option<Mark>, String>,
+        mut apply: impl FnMut(Entry) -> Result<Option<(u64, Mark)>, String>,
     ) -> Result<Option<Recovered>, String> {
         let shared = &*self.shared;
         let Some(base) = shared.read_base()? else { return Ok(None) };
@@ -181,8 +188,8 @@ impl Journal {
                 if matches!(entry, Entry::Begin(_)) {
                     cut = None;
                 }
-                if let Some(mark) = apply(entry)? {
-                    cut = Some((number + 1, mark));
+                if let Some((made, mark)) = apply(entry)? {
+                    cut = Some(Cut { number: made, segment: number + 1, mark });
                 }
                 Ok(())
             };
@@ -200,7 +207,7 @@ impl Journal {
             number += 1;
         };
         // A process may have ended between the record of a cut and the segment behind it.
-        let cut = cut.filter(|(next, _)| *next <= segment.number);
+        let cut = cut.filter(|cut: &Cut| cut.segment <= segment.number);
         let mut writing = shared.writing.lock();
         *writing = Writing { segment: Some(segment), base: Some(base), cut, written: 0 };
         Ok(Some(recovered))
@@ -312,25 +319,28 @@ impl Journal {
             .segment
             .replace(segment)
             .map_or(Ok(()), |last| shared.sync_file(&last.file, writing.written));
-        writing.cut = Some((next, mark));
+        writing.cut = Some(Cut { number, segment: next, mark });
         synced
     }
 
-    /// A checkpoint was made of the last cut: it is the base from now on.
+    /// A checkpoint was made of this cut: it is the base from now on, if no other cut was made since.
     ///
     /// # Errors
     /// `Io`: the base is the one from before.
-    pub(super) fn rebase(&self, run: Run, rows: Rows) -> Result<(), TablesError> {
+    pub(super) fn rebase(&self, cut: u64, run: Run, rows: Rows) -> Result<(), TablesError> {
         let shared = &*self.shared;
         let mut writing = shared.writing.lock();
-        let (Some(base), Some((segment, mark))) = (&writing.base, &writing.cut) else { return Ok(()) };
+        let (Some(base), Some(last)) = (&writing.base, &writing.cut) else { return Ok(()) };
+        if last.number != cut {
+            return Ok(());
+        }
         let oldest = base.segment;
         let base = Base {
             owner: shared.owner.clone(),
             run,
             rows: Some(rows),
-            mark: mark.clone(),
-            segment: *segment,
+            mark: last.mark.clone(),
+            segment: last.segment,
         };
         shared.write_base(&base)?;
         let removed = (oldest..base.segment).try_for_each(|number| shared.remove(&shared.path_of(number)));

@@ -4,26 +4,25 @@ mod epoch;
 mod journal;
 mod order;
 mod record;
+mod recovery;
 mod root;
 
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use persia_store::{Store, StoreOptions};
 use persia_types::config::LogSync;
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
-    TableIds,
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
-use persia_types::{JobId, Mode, Schema, ShardedIds, Tables, TablesError, Token, server_shards};
+use persia_types::{JobId, Mode, Schema, Tables, TablesError, Token, server_shards};
 use persia_wire::VERSION;
 
-use self::journal::{Base, Journal, Mark, Owner, Rows};
-use self::record::{Entry, Record};
+use self::journal::{Journal, Mark, Owner, Rows};
+use self::record::Record;
 use crate::exit::Exit;
 
 pub use epoch::EpochFile;
@@ -119,79 +118,6 @@ impl Node {
             node.begun = RwLock::new(None);
         }
         Ok(node)
-    }
-
-    /// Go on where the journal ends. Where that fails, rows are not to be used.
-    fn recover(&self) -> Result<(), String> {
-        let Some(journal) = &self.journal else { return Ok(()) };
-        let started = Instant::now();
-        let begin = |base: &Base| self.resume(base).map_err(|error| error.to_string());
-        let apply = |entry| self.replay(entry).map_err(|error| error.to_string());
-        let Some(recovered) = journal.recover(begin, apply)? else { return Ok(()) };
-        let epoch = self.current().map_err(|error| error.to_string())?.epoch;
-        if epoch != self.epoch.get() {
-            return Err(format!("it is of epoch {epoch}, and epoch {} began since", self.epoch.get()));
-        }
-        if recovered.torn > 0 {
-            tracing::warn!(
-                bytes = recovered.torn,
-                "the journal ends in a record that is not whole: it was not acknowledged, or not yet durable"
-            );
-        }
-        tracing::info!(
-            epoch,
-            records = recovered.records,
-            seconds = started.elapsed().as_secs_f64(),
-            "the run goes on where the journal ends"
-        );
-        Ok(())
-    }
-
-    fn resume(&self, base: &Base) -> Result<(), TablesError> {
-        self.start(&base.run)?;
-        if let Some(Rows { directory, files }) = &base.rows {
-            let dir = self.options.checkpoints.resolve(directory)?;
-            self.store.restore(&dir, files)?;
-        }
-        self.store.resume(base.mark.progress.clone());
-        self.order.resume(base.mark.reached);
-        Ok(())
-    }
-
-    /// Do again what a record says.
-    fn replay(&self, entry: Entry) -> Result<Option<Mark>, TablesError> {
-        match entry {
-            Entry::Begin(run) => self.start(&run)?,
-            Entry::Cut(cut) => {
-                self.store.cut(cut)?;
-                return Ok(Some(self.mark()));
-            }
-            Entry::Lookup { token, step, tables } => {
-                let floats = |(table, ids): &(usize, ShardedIds)| {
-                    self.options.schema.tables.get(*table).map_or(0, |table| table.dim * ids.len())
-                };
-                let mut rows: Vec<Vec<f32>> = tables.iter().map(|part| vec![0.0; floats(part)]).collect();
-                let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-                let tables: Vec<TableIds<'_>> =
-                    tables.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
-                let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
-                self.store.lookup(&request, &mut rows)?;
-                self.order.pass(token, Phase::Lookup);
-            }
-            Entry::Push { token, step, lr_factor, tables } => {
-                let tables: Vec<TableGradients<'_>> = tables
-                    .iter()
-                    .map(|(table, ids, gradients)| TableGradients {
-                        table: *table,
-                        ids,
-                        gradients: Gradients::Rows(gradients),
-                    })
-                    .collect();
-                self.store.push(&PushRequest { token, step, lr_factor, tables: &tables })?;
-                self.order.pass(token, Phase::Push);
-            }
-        }
-        Ok(None)
     }
 
     /// Begin `run`, and serve it.
@@ -349,17 +275,24 @@ impl Node {
         self.store.uncut(cut)
     }
 
-    /// The last snapshot is part of the checkpoint that `files` in `directory` are: the journal begins behind it from now on.
+    /// The snapshot of this cut is part of the checkpoint that `files` in `directory` are: the journal begins behind it from
+    /// now on, if no other cut was made since.
     ///
     /// # Errors
     /// As [`Self::snapshot`].
-    pub fn saved(&self, fence: Fence, directory: &str, files: &[FileEntry]) -> Result<(), TablesError> {
+    pub fn saved(
+        &self,
+        fence: Fence,
+        cut: u64,
+        directory: &str,
+        files: &[FileEntry],
+    ) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
         self.options.checkpoints.resolve(directory)?;
         let Some(journal) = &self.journal else { return Ok(()) };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
-        journal.rebase(run, Rows { directory: directory.into(), files: files.to_vec() })
+        journal.rebase(cut, run, Rows { directory: directory.into(), files: files.to_vec() })
     }
 
     /// Write the rows held into `directory`, below the checkpoint root.

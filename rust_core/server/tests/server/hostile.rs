@@ -105,7 +105,7 @@ fn calls() -> Vec<Call> {
     let run = serde_json::to_string(&run_of(&plan())).unwrap();
     let begin = proto::BeginRequest { protocol: 1, version: "0".into(), servers: 1, run, check_only: true };
     let restore = proto::RestoreRequest { fence, directory: "a".into(), files: vec![], check_only: true };
-    let saved = proto::SavedRequest { fence, directory: "a".into(), files: vec![] };
+    let saved = proto::SavedRequest { fence, cut: 1, directory: "a".into(), files: vec![] };
     let snapshot = proto::SnapshotRequest { fence, directory: "a".into(), cut: Some(1) };
     vec![
         Call {

@@ -206,8 +206,8 @@ impl<T: Send + Sync> Tables for Held<T> {
         self.tables.snapshot(dir, cut)
     }
 
-    fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        self.tables.saved(dir, files)
+    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.tables.saved(cut, dir, files)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

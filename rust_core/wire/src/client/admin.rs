@@ -116,9 +116,10 @@ impl Inner {
         .await
     }
 
-    pub(super) async fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+    pub(super) async fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
         let request = proto::SavedRequest {
             fence: *self.fence.lock(),
+            cut,
             directory: self.below_root(dir)?,
             files: files.iter().cloned().map(Into::into).collect(),
         };

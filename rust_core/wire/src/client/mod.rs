@@ -168,8 +168,8 @@ impl Tables for WireTables {
         self.wait(self.inner.snapshot(dir, cut))
     }
 
-    fn saved(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        self.wait(self.inner.saved(dir, files))
+    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.wait(self.inner.saved(cut, dir, files))
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

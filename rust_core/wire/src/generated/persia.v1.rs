@@ -244,7 +244,7 @@ pub struct BeginRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginReply {}
-/// Keep the rows as they are now, for a snapshot of this cut. Its number is above that of every cut before, so that one
+/// Keep the rows as they are now, for a snapshot of this cut. Its number is above that of every cut of the run before, so that one
 /// that comes late is refused; the last one again changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CutRequest {
@@ -293,11 +293,14 @@ pub struct SnapshotReply {
     #[prost(uint64, repeated, tag = "2")]
     pub rows: ::prost::alloc::vec::Vec<u64>,
 }
-/// The last snapshot is part of the checkpoint in that directory: servers that keep a log forget what led to it.
+/// The snapshot of this cut is part of the checkpoint in that directory: servers that keep a log forget what led to it, if no
+/// other cut was made since.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct SavedRequest {
     #[prost(message, optional, tag = "1")]
     pub fence: ::core::option::Option<Fence>,
+    #[prost(uint64, tag = "4")]
+    pub cut: u64,
     #[prost(string, tag = "2")]
     pub directory: ::prost::alloc::string::String,
     /// of all shards
