@@ -29,6 +29,9 @@ pub use epoch::EpochFile;
 pub use order::{Order, Phase, Turn};
 pub use root::CheckpointRoot;
 
+/// How long a cut waits for another administrative request: more than any that touches no file takes.
+const CUT_PATIENCE: Duration = Duration::from_secs(1);
+
 /// What a server is started with.
 #[derive(Debug, Clone)]
 pub struct NodeOptions {
@@ -249,8 +252,9 @@ impl Node {
     /// # Errors
     /// `NotBegun`, `StaleEpoch`; as [`Tables::cut`].
     pub fn cut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
+        self.check(fence)?;
         // Ranks stand still until a cut is made: it does not wait for a disk.
-        let Some(_alone) = self.admin.try_lock() else {
+        let Some(_alone) = self.admin.try_lock_for(CUT_PATIENCE) else {
             return Err(
                 self.io(io::ErrorKind::ResourceBusy, "the files of an earlier save are still being written")
             );
