@@ -88,12 +88,22 @@ def config_check(
 
 @ckpt_app.command("list")
 def ckpt_list(
-    parent: Annotated[Path, typer.Argument(help="A folder of checkpoints, or a checkpoint.")],
+    parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
-    """List the checkpoints in a folder, also broken ones with the reason."""
+    """List the checkpoints in a folder, also broken ones with the reason; of an object store, by their manifests."""
+    from persia.copies import Copies, is_url
     from persia_core import checkpoint
 
-    found = checkpoint.listing(str(parent))
+    if is_url(parent):
+        copies = Copies(parent)
+        whole = copies.whole()
+        if not whole:
+            typer.echo(f"{parent}: no checkpoints")
+        for each in whole:
+            size = f"{each.rows:,} rows  {each.size:,} bytes"
+            typer.echo(f"{copies.url}/{each.name}  step {each.age[1]}  {size}  {each.created_at}")
+        return
+    found = checkpoint.listing(parent)
     if not found:
         typer.echo(f"{parent}: no checkpoints")
     for entry in found:
@@ -123,6 +133,18 @@ def ckpt_verify(directory: Annotated[Path, typer.Argument(help="A checkpoint.")]
     opened.verify()
     size = sum(file["bytes"] for file in opened.files)
     typer.echo(f"ok: {directory}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
+
+
+@ckpt_app.command("copy")
+def ckpt_copy(
+    source: Annotated[str, typer.Argument(help="A checkpoint: a folder, or s3://bucket/prefix/name.")],
+    destination: Annotated[str, typer.Argument(help="Where it is to be: the other of the two.")],
+) -> None:
+    """Copy a checkpoint to an object store or back, verified; whole or not at all."""
+    from persia.copies import copy
+
+    copy(source, destination)
+    typer.echo(f"ok: {source} is at {destination}, too")
 
 
 @app.command()

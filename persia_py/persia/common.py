@@ -12,6 +12,7 @@ import torch
 
 from persia import env, watchdog
 from persia.configs import Configuration
+from persia.copies import is_url
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.errors import UsageError
 from persia.logger import get_logger
@@ -240,7 +241,16 @@ class CommonContext(ABC):
         del what
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
-        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set."""
+        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+
+        Raises:
+            UsageError: It is a URL.
+        """
+        if is_url(directory):
+            raise UsageError(
+                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(copy_to=...) copies what it saves to "
+                "an object store, and `persia ckpt copy` one checkpoint, there or back"
+            )
         return Path(env.checkpoint_root() or "", directory)
 
     def wait_ready(self) -> None:

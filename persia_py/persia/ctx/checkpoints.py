@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from persia import checkpoint, env, job, stopping
+from persia.copies import Copies
 from persia.ctx.base import ends_well
-from persia.errors import CheckpointError, ConfigError, PersiaError, UsageError
+from persia.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
 
@@ -59,12 +60,17 @@ class Checkpoints:
             interrupted goes on in it, one that is started after the end of another has a new one.
         every: Steps from save to save.
         keep_last: Saves that are kept; older ones are deleted, but never the newest whole one.
+        copy_to: A URL such as ``s3://bucket/prefix``, below which each save is copied when it is written, before the
+            next one is. There, too, ``keep_last`` are kept. Where the store has a newer one than the folder (a new
+            disk, say), the run goes on from that. Without a folder given, copies are below the name of the run there.
+            Credentials are those of the environment: see :class:`persia.copies.Copies`.
         state: What else belongs to the run, by name, each with ``state_dict`` and ``load_state_dict``. All ranks get
             what rank 0 saved.
         allow_previous: Where the newest save is damaged, go on from the newest whole one; a warning names both.
 
     Raises:
         UsageError: A number below 1, or something in ``state`` without the two methods.
+        ConfigError: ``copy_to`` is no URL of an object store.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Checkpoints:
         *,
         every: int = 1000,
         keep_last: int = 3,
+        copy_to: str | None = None,
         state: Mapping[str, HasState] | None = None,
         allow_previous: bool = False,
     ) -> None:
@@ -86,7 +93,10 @@ class Checkpoints:
                 )
         if folder is None and env.nats_url() is None:
             raise UsageError("Checkpoints(): give a folder; only a job has one of its own")
+        if copy_to is not None:
+            Copies(copy_to)  # refuses what is no such URL
         self._given = folder
+        self._copy_to = copy_to
         self._state = dict(state or {})
         self.every = every
         self.keep_last = keep_last
@@ -97,6 +107,8 @@ class Checkpoints:
         """The step that was last saved, or gone on from: the same on all ranks."""
         self.failed = 0
         """Saves that were given up; other ranks than the first learn of it at the next one."""
+        self.uncopied = 0
+        """Saves that were written but could not be copied, on rank 0."""
 
     def load(self, context: "TrainCtx") -> None:
         """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
@@ -105,8 +117,11 @@ class Checkpoints:
             CheckpointError: The newest save is damaged, or of another configuration.
         """
         folder = self._folder(context)
+        copies = self._copies()
         try:
             newest = _core.latest(folder)
+            if copies is not None:
+                newest = self._newer_copy(copies, folder, newest)
             if newest is None:
                 _logger.info("no checkpoint in %s: training begins", folder)
                 return
@@ -117,6 +132,31 @@ class Checkpoints:
             self._check_state({})
         context.go_on_from(loaded)
         _logger.info("training goes on behind step %d, from %s", loaded.step, loaded.path)
+
+    def _copies(self) -> Copies | None:
+        """Return where saves are copied to."""
+        if self._copy_to is None:
+            return None
+        return Copies(self._copy_to if self._given is not None else f"{self._copy_to.rstrip('/')}/{job.run_name()}")
+
+    def _newer_copy(self, copies: Copies, folder: Path, newest: str | None) -> str | None:
+        """Return the newest save in ``folder``, where the store had a newer one."""
+        try:
+            newer = next(iter(copies.whole()), None)
+        except StorageError as error:
+            if newest is None:
+                raise
+            _logger.warning("going on from %s without looking for a newer one: %s", newest, error)
+            return newest
+        if newest is not None:
+            opened = _core.Checkpoint(newest)
+            if newer is None or newer.age <= (opened.epoch, opened.step):
+                return newest
+        elif newer is None:
+            return None
+        _logger.warning("%s is newer than what %s has: it is copied there", f"{copies.url}/{newer.name}", folder)
+        copies.get(newer.name, folder / newer.name)
+        return os.fspath(folder / newer.name)
 
     def _previous(self, folder: Path, error: CheckpointError) -> checkpoint.Load:
         """Return the newest save that is whole, where the newest of all is damaged."""
@@ -243,6 +283,7 @@ class Checkpoints:
             stood,
             self._tidy(path),
         )
+        self._copy(path)
 
     def _tidy(self, path: Path) -> int:
         """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is none the worse."""
@@ -255,6 +296,22 @@ class Checkpoints:
         except PersiaError as error:
             _logger.warning("checkpoint %s is written, but older ones are not removed: %s", path, error)
             return 0
+
+    def _copy(self, path: Path) -> None:
+        """Copy a save to the store, and delete older copies; where that fails, the save is none the worse."""
+        copies = self._copies()
+        if copies is None:
+            return
+        started = time.monotonic()
+        try:
+            copies.put(path, path.name)
+            deleted = copies.prune(self.keep_last)
+        except PersiaError as error:
+            self.uncopied += 1
+            _logger.error("checkpoint %s is written, but not copied: %s", path, error)
+            return
+        took = time.monotonic() - started
+        _logger.info("checkpoint %s copied to %s in %.1f s, %d older deleted", path, copies.url, took, len(deleted))
 
     def _try_again(self, step: int, error: Exception) -> None:
         if self._tries == len(RETRY_S):

@@ -1,0 +1,252 @@
+"""Copies of checkpoints in an object store: here S3, served by a real program."""
+
+import contextlib
+import http.client
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Batches, Configure
+from test_checkpoints import STEPS, flip, names, whole
+from test_training import SLOTS, everything, make, train
+from typer.testing import CliRunner
+
+from persia.cli import app
+from persia.copies import MANIFEST, Copies, copy
+from persia.ctx import Checkpoints
+from persia.data import DataLoader
+from persia.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia_core import checkpoint as core
+
+URL = "s3://bucket/runs/census"
+
+
+class Server:
+    """An S3 server that forgets everything when it ends."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+        with log.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        while (found := re.search(r"Running on (http://127.0.0.1:\d+)", self.log.read_text())) is None:
+            assert self.process.poll() is None, self.log.read_text()
+        self.address = found[1]
+
+    def empty(self) -> None:
+        """Begin anew, with one bucket."""
+        with contextlib.closing(http.client.HTTPConnection(self.address.removeprefix("http://"))) as connection:
+            for method, path in (("POST", "/moto-api/reset"), ("PUT", "/bucket")):
+                connection.request(method, path)
+                answer = connection.getresponse()
+                answer.read()
+                assert answer.status == http.HTTPStatus.OK
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pytest.importorskip("moto", reason="moto is not installed here")
+    server = Server(tmp_path_factory.mktemp("s3") / "log")
+    yield server
+    server.process.terminate()
+    server.process.wait()
+
+
+@pytest.fixture(autouse=True)
+def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let everything find the server, which holds nothing."""
+    server.empty()
+    settings = {"ACCESS_KEY_ID": "somebody", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
+    for name, value in {**settings, "ENDPOINT_URL": server.address}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+
+
+def objects(url: str = URL) -> list[str]:
+    """Return the keys below ``url``."""
+    import obstore
+
+    return sorted(each["path"] for each in obstore.list(Copies(url)._store).collect())
+
+
+def checkpoint(configure: Configure, folder: Path) -> Path:
+    whole(configure, folder, steps=11)  # one further: a save is made behind the body of the loop
+    return folder / "step-10"
+
+
+def test_a_run_goes_on_from_its_copy_on_a_new_disk_with_equal_bits(configure: Configure, tmp_path: Path) -> None:
+    expected = whole(configure, tmp_path / "undisturbed")
+    whole(configure, tmp_path / "run", steps=23, copy_to=URL, keep_last=1)
+    assert {key.split("/")[0] for key in objects()} == {"step-20"}
+    shutil.rmtree(tmp_path / "run")
+    configure(SLOTS)
+    with make(seed=5, checkpoints=Checkpoints(tmp_path / "run", every=10, copy_to=URL, keep_last=1)) as ctx:
+        assert ctx.step == 20
+        train(ctx, DataLoader(Batches(STEPS), reproducible=True))
+        assert everything(ctx) == expected
+    assert names(tmp_path / "run") == ["LATEST", "step-25"]
+    assert [each.name for each in Copies(URL).whole()] == ["step-25"]
+
+
+def test_the_newer_one_of_folder_and_store_counts(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole(configure, tmp_path / "run", steps=11)
+    shutil.copytree(tmp_path / "run", tmp_path / "old")
+    whole(configure, tmp_path / "run", steps=21, copy_to=URL)
+    assert [each.name for each in Copies(URL).whole()] == ["step-20"]
+    for folder, older in (("old", True), ("run", False)):
+        caplog.clear()
+        with make(checkpoints=Checkpoints(tmp_path / folder, every=10, copy_to=URL)) as ctx:
+            assert ctx.step == 20
+        assert (f"{URL}/step-20 is newer" in caplog.text) == older
+    assert names(tmp_path / "old") == ["LATEST", "step-10", "step-20"]
+    Copies(URL)._delete("step-20")
+    Copies(URL).put(tmp_path / "run" / "step-10", "step-10")
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=10, copy_to=URL)) as ctx:
+        assert ctx.step == 20, "an older copy changes nothing"
+
+
+def test_large_files_go_in_parts(
+    configure: Configure, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia.copies.PART_BYTES", 5 << 20)  # the least that S3 takes
+    saved = checkpoint(configure, tmp_path / "run")
+    content = os.urandom(12 << 20)
+    (tmp_path / "large").write_bytes(content)
+    Copies(URL)._put("large", tmp_path / "large")
+    assert {"1", "2", "3"} == set(re.findall(r"PUT /\S*/large\?partNumber=(\d+)", server.log.read_text()))
+    assert Copies(URL)._read("large") == content
+    Copies(URL).put(saved, "step-10")
+    Copies(URL).get("step-10", tmp_path / "back")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
+        path.name: path.read_bytes() for path in saved.iterdir()
+    }
+
+
+def test_a_copy_that_is_broken_off_is_none(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put = Copies._put
+    puts: list[str] = []
+
+    def broken_off(self: Copies, key: str, path: Path) -> None:
+        puts.append(key)
+        if key.startswith("step-10/") and len(puts) > 2:
+            raise StorageError("the store is gone")
+        put(self, key, path)
+
+    monkeypatch.setattr(Copies, "_put", broken_off)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL, keep_last=1)
+    configure(SLOTS)
+    with make(checkpoints=checkpoints) as ctx:
+        train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
+        assert ctx.common.writing is not None
+        ctx.common.writing.wait()
+        assert [key for key in objects() if key.startswith("step-10/")] == sorted(
+            put for put in puts if put in objects()
+        )
+        assert Copies(URL).whole() == []
+        train(ctx, DataLoader(Batches(STEPS), reproducible=True), 10)
+    assert checkpoints.uncopied == 1
+    assert "step-10 is written, but not copied: the store is gone" in caplog.text
+    assert {key.split("/")[0] for key in objects()} == {"step-20"}, "what was broken off is deleted"
+
+
+def test_another_checkpoint_of_the_same_name_is_never_mixed_with_the_first(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = checkpoint(configure, tmp_path / "first")
+    Copies(URL).put(first, "step-10")
+    before = objects()
+
+    def refuse(self: Copies, key: str, path: Path) -> None:
+        raise StorageError("the store is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Copies, "_put", refuse)
+        Copies(URL).put(first, "step-10")  # the same one: nothing to do
+        second = checkpoint(configure, tmp_path / "second")
+        with pytest.raises(StorageError, match="the store is gone"):
+            Copies(URL).put(second, "step-10")
+    assert objects() == [key for key in before if not key.endswith(MANIFEST)]
+    Copies(URL).put(second, "step-10")
+    Copies(URL).get("step-10", tmp_path / "back")
+    assert (tmp_path / "back" / MANIFEST).read_bytes() == (second / MANIFEST).read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_a_damaged_copy_is_refused_and_leaves_nothing(damage: str, configure: Configure, tmp_path: Path) -> None:
+    import obstore
+
+    saved = checkpoint(configure, tmp_path / "run")
+    Copies(URL).put(saved, "step-10")
+    store = Copies(URL)._store
+    damaged = (
+        MANIFEST if damage == "manifest" else max(saved.glob("shard-*"), key=lambda path: path.stat().st_size).name
+    )
+    if damage == "remove":
+        obstore.delete(store, f"step-10/{damaged}")
+    elif damage == "cut":
+        obstore.put(store, f"step-10/{damaged}", (saved / damaged).read_bytes()[:-1])
+    else:
+        shutil.copy(saved / damaged, tmp_path / "damaged")
+        flip(tmp_path / "damaged")
+        obstore.put(store, f"step-10/{damaged}", tmp_path / "damaged")
+    with pytest.raises(CheckpointError, match=re.escape(f"{URL}/step-10/{damaged}")):
+        Copies(URL).get("step-10", tmp_path / "new" / "step-10")
+    assert names(tmp_path / "new") == []
+
+
+def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole(configure, tmp_path / "run", steps=11)
+    monkeypatch.setattr("persia.copies.RETRY_S", 0.1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    configure(SLOTS)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL)
+    with make(checkpoints=checkpoints) as ctx:
+        assert ctx.step == 10
+        train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
+    assert "without looking for a newer one" in caplog.text
+    assert checkpoints.uncopied == 1
+    assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
+    with (
+        pytest.raises(StorageError, match=f"{URL}/not listed: Generic S3 error: .*127.0.0.1:1/"),
+        make(checkpoints=Checkpoints(tmp_path / "other", copy_to=URL)),
+    ):
+        pass  # nobody knows whether there is a save to go on from
+
+
+def test_the_command_copies_there_and_back(configure: Configure, tmp_path: Path) -> None:
+    saved = checkpoint(configure, tmp_path / "run")
+    run = CliRunner().invoke
+    assert f"{URL}: no checkpoints" in run(app, ["ckpt", "list", URL]).output
+    assert run(app, ["ckpt", "copy", str(saved), f"{URL}/best"]).exit_code == 0
+    listed = run(app, ["ckpt", "list", URL]).output
+    assert re.search(rf"^{URL}/best  step 10  [\d,]+ rows  [\d,]+ bytes  20", listed)
+    assert run(app, ["ckpt", "copy", f"{URL}/best", str(tmp_path / "back")]).exit_code == 0
+    core.Checkpoint(str(tmp_path / "back")).verify()
+    for wrong in ([str(saved), str(tmp_path / "x")], [URL, URL], [str(saved), "s3://bucket"], [str(saved), "xy://a/b"]):
+        with pytest.raises(ConfigError, match="s3://bucket/"):
+            copy(*wrong)
+    with pytest.raises(StorageError, match="something is there already"):
+        copy(f"{URL}/best", str(tmp_path / "back"))
+    with pytest.raises(CheckpointError, match=f"{URL}/none: no checkpoint"):
+        copy(f"{URL}/none", str(tmp_path / "none"))
+    flip(max(saved.glob("shard-*"), key=lambda path: path.stat().st_size))
+    with pytest.raises(CheckpointError, match="shard-"):
+        copy(str(saved), f"{URL}/damaged")
+
+
+def test_a_folder_is_wanted_where_a_url_is_given(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    with make() as ctx, pytest.raises(UsageError, match="persia ckpt copy"):
+        ctx.dump_checkpoint(f"{URL}/step-1")
+    with pytest.raises(ConfigError, match="want a URL such as s3://"):
+        Checkpoints(tmp_path, copy_to=str(tmp_path))
