@@ -26,7 +26,7 @@ from persia_core import checkpoint
 SILENT = "silent for"
 STORM_S = 60.0
 """How long a storm lasts if nothing else is said."""
-STORM_STEPS, STORM_STEPS_IN_CONTAINERS = 60, 10
+STORM_STEPS, STORM_STEPS_IN_CONTAINERS = 60, 40
 """Steps of the run for each second of its storm."""
 PLAN: dict[str, Any] = {"steps": 400, "every": 50}
 """What the ledger's plan is if a fault says nothing else."""
