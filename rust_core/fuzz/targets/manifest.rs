@@ -112,5 +112,5 @@ pub fn seeds() -> Vec<Vec<u8>> {
         }
         fs::read(dir.path().join(FILE)).expect("its manifest")
     };
-    vec![saved(&[plain.clone()]), saved(&[plain, full])]
+    vec![saved(std::slice::from_ref(&plain)), saved(&[plain, full])]
 }
