@@ -86,7 +86,10 @@ esac
 file=$(command -v "$runs" || true)
 if [ "$runs" = persia_core.so ]; then
     file=$overrides/persia_core.so
-    [ -f "$file" ] || file=$(find -L /opt/venv/lib -path '*/site-packages/persia_core/*.so' 2>/dev/null | head -n 1)
+    for packaged in /opt/venv/lib/python3*/site-packages/persia_core/*.so; do
+        [ -f "$file" ] || file=$packaged
+    done
+    [ -f "$file" ] || file=
 fi
 if [ -n "$file" ]; then
     sum=$(sha256sum "$file")

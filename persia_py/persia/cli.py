@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import persia
-from persia.errors import ConfigError, PersiaError
+from persia.errors import ConfigError, PersiaError, UsageError
 
 app = typer.Typer(
     add_completion=False,
@@ -117,22 +117,31 @@ def ckpt_list(
 
 
 @ckpt_app.command("show")
-def ckpt_show(directory: Annotated[Path, typer.Argument(help="A checkpoint.")]) -> None:
+def ckpt_show(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
     """Show what a checkpoint's manifest says, as JSON."""
     from persia_core import checkpoint
 
-    typer.echo(checkpoint.Checkpoint(str(directory)).manifest)
+    typer.echo(checkpoint.Checkpoint(_folder(directory)).manifest)
 
 
 @ckpt_app.command("verify")
-def ckpt_verify(directory: Annotated[Path, typer.Argument(help="A checkpoint.")]) -> None:
+def ckpt_verify(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
     """Check size and hash of every file of a checkpoint."""
     from persia_core import checkpoint
 
-    opened = checkpoint.Checkpoint(str(directory))
+    opened = checkpoint.Checkpoint(_folder(directory))
     opened.verify()
     size = sum(file["bytes"] for file in opened.files)
     typer.echo(f"ok: {directory}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
+
+
+def _folder(directory: str) -> str:
+    """Return it, if it is no URL."""
+    from persia.copies import is_url
+
+    if is_url(directory):
+        raise UsageError(f"{directory}: fetch it first, which verifies it: persia ckpt copy {directory} FOLDER")
+    return directory
 
 
 @ckpt_app.command("copy")

@@ -17,15 +17,16 @@ from typing import Any
 import pyarrow
 import pyarrow.ipc
 import torch
+from containers import Containers
 from stack import Stack
-from supervisor import STACK, Job, Ledger
+from supervisor import STACK, Job, Ledger, Run
 
 from persia_core import checkpoint
 
 SILENT = "silent for"
 STORM_S = 60.0
 """How long a storm lasts if nothing else is said."""
-STORM_STEPS = 60
+STORM_STEPS, STORM_STEPS_IN_CONTAINERS = 60, 40
 """Steps of the run for each second of its storm."""
 PLAN: dict[str, Any] = {"steps": 400, "every": 50}
 """What the ledger's plan is if a fault says nothing else."""
@@ -63,14 +64,16 @@ class Fault:
         plan: What the ledger's plan has besides :data:`PLAN`.
         job: What :class:`supervisor.Job` gets.
         stack: What its :class:`stack.Stack` gets.
+        containers: The job is the compose stack: :class:`containers.Containers`.
     """
 
     what: str
-    inject: Callable[[Job, random.Random], None]
+    inject: Callable[[Any, random.Random], None]
     goes_on: bool = False
     plan: Mapping[str, Any] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
     stack: Mapping[str, Any] = field(default_factory=dict)
+    containers: bool = False
 
 
 def some_step(job: Job, rng: random.Random, low: float = 0.1, high: float = 0.4) -> None:
@@ -85,7 +88,7 @@ def a_save(job: Job) -> None:
     job.wait("a save", lambda: set(staging(job)) - before)
 
 
-def staging(job: Job) -> list[Path]:
+def staging(job: Run) -> list[Path]:
     """Return where saves are being written."""
     return list(job.checkpoints.glob("*/step-*/.saving-*"))
 
@@ -215,7 +218,7 @@ def disk_full(job: Job, rng: random.Random) -> None:
     job.wait("the next save", lambda: newest_save(job) != newest)
 
 
-def kills(job: Job, rng: random.Random) -> list[Callable[[], None]]:
+def kills(job: Run, rng: random.Random) -> list[Callable[[], None]]:
     """Return a kill of each kind."""
     return [
         lambda: job.kill("nats"),
@@ -235,7 +238,7 @@ def everything(job: Job, rng: random.Random) -> None:
         job.recover()
 
 
-def storm(job: Job, rng: random.Random) -> None:
+def storm(job: Run, rng: random.Random) -> None:
     """Kill -9 what comes, at intervals of three times the longest pause so far in the mean, the start among them."""
     until = time.monotonic() + job.plan["storm_s"]
     victims = kills(job, rng)
@@ -266,6 +269,7 @@ FAULTS: dict[str, Fault] = {
     "F12": Fault("checkpoint disk full", disk_full, goes_on=True, job={"disk": DISK}),
     "F26": Fault("storm: anything killed at any time", storm),
     "F26l": Fault("the same storm, servers with logs", storm, stack={"log": "every_second"}),
+    "F26d": Fault("the same storm on the compose stack", storm, containers=True),
     "reset": Fault("connections reset, five times", reset, goes_on=True, job={"links": True}),
     "equal": Fault("five parts killed, reproducible run", everything, plan={"bits": True, "reproducible": True}),
     "equall": Fault(
@@ -292,14 +296,15 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
     fault = FAULTS[name]
     plan = {**PLAN, **fault.plan}
     if fault.inject is storm:
-        plan |= {"storm_s": seconds, "steps": int(seconds * STORM_STEPS)}
+        pace = STORM_STEPS_IN_CONTAINERS if fault.containers else STORM_STEPS
+        plan |= {"storm_s": seconds, "steps": int(seconds * pace)}
     job = new_job(fault, plan, new_stack)
     checked = wrong = 0
     problem: str | None = None
     try:
         job.start()
         fault.inject(job, random.Random(seed))
-        ledger = job.finish(seconds + 120)
+        ledger = job.finish(seconds + 2 * job.patience)
         checked, wrong = ledger.rows_checked, ledger.rows_wrong
         check(job, fault, ledger)
         if plan.get("bits"):
@@ -312,13 +317,15 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
     return record, problem
 
 
-def new_job(fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> Job:
+def new_job(fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> Run:
     """Return the job of a fault, not started."""
+    if fault.containers:
+        return Containers(plan)
     options = {**STACK, "tcp": True, "env": {"PERSIA_RPC_TIMEOUT": str(4 * TRY_S)}} if "links" in fault.job else STACK
     return Job(new_stack(**options, **fault.stack), plan, **fault.job)
 
 
-def check(job: Job, fault: Fault, ledger: Ledger) -> None:
+def check(job: Run, fault: Fault, ledger: Ledger) -> None:
     """Check what must hold at the end of every run."""
     assert not ledger.rows_wrong, f"{ledger.rows_wrong} rows are wrong: {ledger.wrong}\n{job.logs()}"
     assert ledger.steps == job.plan["steps"], f"{ledger.steps} steps, want {job.plan['steps']}"
@@ -330,11 +337,12 @@ def check(job: Job, fault: Fault, ledger: Ledger) -> None:
         f"{job.injected} faults, {job.late} of them at the end, {job.recovered} recoveries"
     )
     if fault.goes_on:
+        assert isinstance(job, Job)
         assert job.trainer_starts == 1, f"the trainers were started {job.trainer_starts} times\n{job.logs()}"
         assert job.epoch == 1, f"epoch {job.epoch}, want 1"
 
 
-def compare_bits(job: Job, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:
+def compare_bits(job: Run, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:
     """Compare the last save with that of a run that nothing was done to: rows, those that differ, what is wrong."""
     twin = new_job(fault, plan, new_stack)
     try:
@@ -354,7 +362,7 @@ def compare_bits(job: Job, fault: Fault, plan: Mapping[str, Any], new_stack: New
         twin.close()
 
 
-def newest_save(job: Job) -> Path:
+def newest_save(job: Run) -> Path:
     """Return the newest whole save of a run."""
     folder = job.saves()
     newest = None if folder is None else checkpoint.latest(folder)

@@ -1,8 +1,8 @@
-"""A ledger run with everything it needs, kept alive the way a container engine does it.
+"""A ledger run with everything it needs, kept alive: by ``Job`` the way a container engine does it.
 
-``Job`` starts NATS, servers, middlewares, a data-compose and the trainers. What was killed is started again, and so is
-a trainer or a data-compose that ends with 75; any other end fails. Who waits for something waits with
-:meth:`Job.wait`, which looks after the parts meanwhile.
+``Job`` starts NATS, servers, middlewares, a data-compose and the trainers as processes. What was killed is started
+again, and so is a trainer or a data-compose that ends with 75; any other end fails. Who waits for something waits with
+:meth:`Run.wait`, which looks after the parts meanwhile. ``containers.py`` has the same run in containers.
 """
 
 import json
@@ -11,7 +11,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import psutil
 from links import Link
 from stack import TESTS, Part, Stack
+from typing_extensions import Self
 from waiting import wait_until
 
 from persia import job as job_files
@@ -38,10 +40,7 @@ BEHIND = "127.0.0.2"
 """The address that parts behind a link announce; they listen on 127.0.0.1."""
 UNDER_WAY = 10
 """Steps that may still be done after a part is lost, from look-ups made ahead."""
-TICK = 0.005
-"""Seconds between two looks at the parts."""
-
-_STEP = re.compile(r"step (\d+) done")
+STEP = re.compile(r"step (\d+) done")
 
 Found = TypeVar("Found")
 
@@ -57,7 +56,141 @@ class Ledger:
     dense: float
 
 
-class Job:
+class Run(ABC):
+    """A ledger run, the faults done to it, and how it came through them.
+
+    Attributes:
+        plan: What ``ledger_train.py`` gets.
+        step: The last step of rank 0.
+        furthest: The highest step of rank 0.
+        injected: Faults so far.
+        recovered: Those after which training was seen to come further than before.
+        late: Those so close to the end that no step could be seen to come behind them.
+        longest_pause_s: The longest time between two steps of rank 0.
+        first_step_s: The time from the start of the trainers to the first step.
+    """
+
+    tick = 0.005
+    """Seconds between two looks at the parts."""
+    patience = 60.0
+    """Seconds that training may need to come to a step, or to go on after a fault."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        self.plan = dict(plan)
+        self.step = self.furthest = self.injected = self.recovered = self.late = 0
+        self.longest_pause_s = self.first_step_s = 0.0
+        self._started = time.monotonic()
+        self._step_at: float | None = None
+        self._marks: list[int] = []
+
+    # --- what kinds of runs differ in
+
+    @abstractmethod
+    def start(self) -> Self:
+        """Start everything."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether every trainer has come to its end."""
+
+    @property
+    @abstractmethod
+    def checkpoints(self) -> Path:
+        """Where servers and trainers keep them."""
+
+    @property
+    @abstractmethod
+    def ledger_file(self) -> Path:
+        """What rank 0 writes at the end."""
+
+    @abstractmethod
+    def look_after(self) -> None:
+        """Note the steps that were done, and whatever else keeps it going."""
+
+    @abstractmethod
+    def kill(self, name: str) -> None:
+        """Kill -9 a part, such as ``server-0``; it is started again."""
+
+    @abstractmethod
+    def kill_rank(self, rank: int) -> None:
+        """Kill -9 a rank; it is started again."""
+
+    @abstractmethod
+    def logs(self) -> str:
+        """Return what every part wrote, but for the steps."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything."""
+
+    # --- steps
+
+    def saw(self, lines: Iterable[str]) -> None:
+        """Note the steps that rank 0 has written of."""
+        now = time.monotonic()
+        for line in lines:
+            if not (match := STEP.search(line)):
+                continue
+            if self._step_at is None:
+                self.first_step_s = now - self._started
+            else:
+                self.longest_pause_s = max(self.longest_pause_s, now - self._step_at)
+            self._step_at = now
+            self.step = int(match[1])
+            self.furthest = max(self.furthest, self.step)
+            over = [mark for mark in self._marks if self.step > mark + UNDER_WAY]
+            self._marks = [mark for mark in self._marks if mark not in over]
+            self.recovered += len(over)
+
+    def note_fault(self) -> None:
+        """Count a fault; it is recovered from when training has come further."""
+        self.look_after()
+        self.injected += 1
+        self._marks.append(self.furthest)
+
+    # --- waiting
+
+    def wait(self, what: str, condition: Callable[[], Found | None], timeout: float = 60.0) -> Found:
+        """Return what ``condition`` finds, and look after the parts until then."""
+
+        def look() -> Found | None:
+            ended = self.finished
+            self.look_after()
+            found = condition()
+            assert found or not ended, f"the run ended before {what}\n{self.logs()}"
+            return found
+
+        return wait_until(what, look, timeout, evidence=self.logs, interval=self.tick)
+
+    def reach(self, step: int) -> None:
+        """Wait until rank 0 has done ``step``, or a later one."""
+        self.wait(f"step {step}", lambda: self.furthest >= step, self.patience)
+
+    def recover(self) -> None:
+        """Wait until training is further than it was at any fault."""
+        self.wait("training to go on", lambda: not self._marks, self.patience)
+
+    def let_pass(self, seconds: float) -> None:
+        """Look after the parts for so long, or until the run has ended."""
+        until = time.monotonic() + seconds
+        self.wait("time to pass", lambda: self.finished or time.monotonic() >= until, seconds + 60)
+
+    # --- the end
+
+    def finish(self, timeout: float = 90.0) -> Ledger:
+        """Wait for the end of the run and return what it found."""
+        self.wait("the end of the run", lambda: self.finished, timeout)
+        self.look_after()  # the last steps were written behind the last look
+        self.late = sum(mark + UNDER_WAY >= self.plan["steps"] for mark in self._marks)
+        return Ledger(**json.loads(self.ledger_file.read_text()))
+
+    def saves(self) -> Path | None:
+        """Return the folder of the run's saves, once there is one."""
+        return next(self.checkpoints.glob("*/"), None)
+
+
+class Job(Run):
     """A ledger run.
 
     Args:
@@ -67,15 +200,6 @@ class Job:
         links: Put a :class:`Link` in front of every server and middleware.
         disk: Bytes of a file system of its own for the checkpoints; 0 leaves them where they are. Needs root.
         twice: A batch that data-compose sends in place of the one behind it as well.
-
-    Attributes:
-        step: The last step of rank 0.
-        furthest: The highest step of rank 0.
-        injected: Faults so far.
-        recovered: Those after which training was seen to come further than before.
-        late: Those so close to the end that no step could be seen to come behind them.
-        longest_pause_s: The longest time between two steps of rank 0.
-        first_step_s: The time from the start of the trainers to the first step.
     """
 
     def __init__(
@@ -88,18 +212,15 @@ class Job:
         disk: int = 0,
         twice: int | None = None,
     ) -> None:
-        self.stack, self.plan = stack, dict(plan)
+        super().__init__(plan)
+        self.stack = stack
         self.links: dict[str, Link] = {}
-        self.step = self.furthest = self.injected = self.recovered = self.late = 0
-        self.longest_pause_s = self.first_step_s = 0.0
         self._replicas = replicas
         self._with_links = links
         self._twice = twice
         self._away: set[str] = set()
         self._past: list[Part] = []
         self._read = 0
-        self._step_at: float | None = None
-        self._marks: list[int] = []
         self._mounted: Path | None = None
         self._folder = stack.folder / "ledger"
         self._folder.mkdir()
@@ -115,7 +236,7 @@ class Job:
 
     # --- its parts
 
-    def start(self) -> "Job":
+    def start(self) -> Self:
         """Start everything."""
         if self._with_links:
             for kind, index in self._served():
@@ -195,47 +316,7 @@ class Job:
     def _read_steps(self, part: Part) -> None:
         lines = part.lines[self._read :]
         self._read += len(lines)
-        now = time.monotonic()
-        for line in lines:
-            if not (match := _STEP.search(line)):
-                continue
-            if self._step_at is None:
-                self.first_step_s = now - self._started
-            else:
-                self.longest_pause_s = max(self.longest_pause_s, now - self._step_at)
-            self._step_at = now
-            self.step = int(match[1])
-            self.furthest = max(self.furthest, self.step)
-            over = [mark for mark in self._marks if self.step > mark + UNDER_WAY]
-            self._marks = [mark for mark in self._marks if mark not in over]
-            self.recovered += len(over)
-
-    # --- waiting
-
-    def wait(self, what: str, condition: Callable[[], Found | None], timeout: float = 60.0) -> Found:
-        """Return what ``condition`` finds, and look after the parts until then."""
-
-        def look() -> Found | None:
-            ended = self.finished
-            self.look_after()
-            found = condition()
-            assert found or not ended, f"the run ended before {what}\n{self.logs()}"
-            return found
-
-        return wait_until(what, look, timeout, evidence=self.logs, interval=TICK)
-
-    def reach(self, step: int, timeout: float = 60.0) -> None:
-        """Wait until rank 0 has done ``step``, or a later one."""
-        self.wait(f"step {step}", lambda: self.furthest >= step, timeout)
-
-    def recover(self, timeout: float = 60.0) -> None:
-        """Wait until training is further than it was at any fault."""
-        self.wait("training to go on", lambda: not self._marks, timeout)
-
-    def let_pass(self, seconds: float) -> None:
-        """Look after the parts for so long, or until the run has ended."""
-        until = time.monotonic() + seconds
-        self.wait("time to pass", lambda: self.finished or time.monotonic() >= until, seconds + 60)
+        self.saw(lines)
 
     def said(self, text: str, name: str = "trainer-0") -> list[str]:
         """Return the lines with ``text`` that a part has written, in all its lives."""
@@ -243,12 +324,6 @@ class Job:
         return [line for part in parts for line in list(part.lines) if text in line]
 
     # --- faults
-
-    def note_fault(self) -> None:
-        """Count a fault; it is recovered from when training has come further."""
-        self.look_after()
-        self.injected += 1
-        self._marks.append(self.furthest)
 
     def kill(self, name: str) -> None:
         """Kill -9 a part; it is started again."""
@@ -279,12 +354,10 @@ class Job:
 
     # --- the end
 
-    def finish(self, timeout: float = 90.0) -> Ledger:
-        """Wait for the end of the run and return what it found."""
-        self.wait("the end of the run", lambda: self.finished, timeout)
-        self.look_after()  # the last steps were written behind the last look
-        self.late = sum(mark + UNDER_WAY >= self.plan["steps"] for mark in self._marks)
-        return Ledger(**json.loads((self._folder / "ledger.json").read_text()))
+    @property
+    def ledger_file(self) -> Path:
+        """What rank 0 writes at the end."""
+        return self._folder / "ledger.json"
 
     @property
     def epoch(self) -> int:
@@ -298,17 +371,13 @@ class Job:
         """Where servers and trainers keep them."""
         return Path(self.stack.settings["PERSIA_CKPT_DIR"])
 
-    def saves(self) -> Path | None:
-        """Return the folder of the run's saves, once there is one."""
-        return next(self.checkpoints.glob("*/"), None)
-
     def logs(self) -> str:
         """Return what every part wrote, but for the steps."""
         parts = [*self._past, *self.stack.parts.values()]
         return "\n".join(
             line
             for part in parts
-            for line in (f"--- {part.process.name}", *(line for line in list(part.lines) if not _STEP.search(line)))
+            for line in (f"--- {part.process.name}", *(line for line in list(part.lines) if not STEP.search(line)))
         )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from stack import MakeStack, Stack
 from supervisor import STACK, Job, Ledger
 
 SEED = 1
-LONG = {"F7", "F26", "F26l", "equal"}
+LONG = {"F7", "F26", "F26d", "F26l", "equal"}
 
 
 @pytest.mark.timeout(240)

@@ -232,6 +232,7 @@ def test_the_command_copies_there_and_back(configure: Configure, tmp_path: Path)
     assert re.search(rf"^{URL}/best  step 10  [\d,]+ rows  [\d,]+ bytes  20", listed)
     assert run(app, ["ckpt", "copy", f"{URL}/best", str(tmp_path / "back")]).exit_code == 0
     core.Checkpoint(str(tmp_path / "back")).verify()
+    assert "persia ckpt copy" in str(run(app, ["ckpt", "verify", f"{URL}/best"]).exception)
     for wrong in ([str(saved), str(tmp_path / "x")], [URL, URL], [str(saved), "s3://bucket"], [str(saved), "xy://a/b"]):
         with pytest.raises(ConfigError, match="s3://bucket/"):
             copy(*wrong)

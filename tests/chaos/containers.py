@@ -1,0 +1,163 @@
+"""A ledger run on the compose stack: what is killed, the container engine starts again.
+
+Needs root on the engine's host: processes are killed from outside of their containers, because an engine does not start
+again what it was asked to kill itself.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compose.conftest import Project, docker
+from supervisor import CHAOS, RANKS, STACK, STEP, Run
+from typing_extensions import Self
+
+SERVICES = {
+    "nats": "persia_nats_service",
+    "server": "emb_server",
+    "middleware": "middleware",
+    "data": "data_compose",
+    "trainer": "trainer",
+}
+KILLED = 128 + signal.SIGKILL
+AGAIN = {75, KILLED}
+"""How trainers and data-compose may end to be started again."""
+
+
+@dataclass
+class Log:
+    """What one container has written, in all its lives, as the engine keeps it."""
+
+    path: Path
+    read: int = 0
+
+    def new_lines(self) -> list[str]:
+        """Return the lines since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self.read)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self.read += len(whole)
+        return [json.loads(line)["log"] for line in whole.splitlines()]
+
+
+class Containers(Run):
+    """A ledger run of two servers, two middlewares, a data-compose and two trainers of one rank each.
+
+    Args:
+        plan: What ``ledger_train.py`` gets.
+    """
+
+    tick = 0.5
+    patience = 300.0
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        super().__init__(plan)
+        self._folder = tempfile.TemporaryDirectory(prefix="persia-chaos-")
+        self._workspace = Path(self._folder.name, "workspace")
+        (self._workspace / "config").mkdir(parents=True)
+        for script in ("ledger_train.py", "ledger_data.py"):
+            shutil.copy(CHAOS / script, self._workspace)
+        slots = STACK["slots"].replace("\n", "\n  ")
+        (self._workspace / "config" / "embedding_config.yml").write_text(f"slots_config:\n  {slots}\n")
+        (self._workspace / "config" / "global_config.yml").write_text(
+            "embedding_parameter_server_config: {capacity: 100000}\n"
+        )
+        for path in (self._workspace, *self._workspace.rglob("*")):  # a container's user is not this one
+            path.chmod(0o777 if path.is_dir() else 0o666)
+        train = ["ledger_train.py", "/workspace", json.dumps(self.plan)]
+        data = ["ledger_data.py", json.dumps({"count": self.plan["steps"] * RANKS})]
+        self._project = Project(
+            f"persia-chaos-{os.getpid()}",
+            self._workspace,
+            PERSIA_RESTART="on-failure",
+            PERSIA_NN_WORKER_ENTRY=shlex.join(train),
+            PERSIA_DATALOADER_ENTRY=shlex.join(data),
+            SERVER_REPLICA="2",
+            MIDDLEWARE_REPLICA="2",
+            COMPOSE_REPLICA="1",
+            TRAINER_REPLICA=str(RANKS),
+        )
+        self._ids: dict[str, str] = {}
+        self._logs: list[Log] = []
+        self._ends = Path(self._folder.name, "ends")
+        self._events: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Start everything; images that are missing are built."""
+        form = '{{index .Actor.Attributes "com.docker.compose.service"}} {{.Actor.Attributes.exitCode}}'
+        wanted = ["--filter", f"label=com.docker.compose.project={self._project.name}", "--filter", "event=die"]
+        with self._ends.open("wb") as out:
+            self._events = subprocess.Popen(["docker", "events", *wanted, "--format", form], stdout=out)
+        self._project("up", "--detach", timeout=2400)
+        for part, service in SERVICES.items():
+            for number, container in enumerate(self._project.containers(service)):
+                self._ids[f"{part}-{number}"] = container
+        self._logs = [Log(Path(self._inspect(f"trainer-{rank}", "{{.LogPath}}"))) for rank in range(RANKS)]
+        return self
+
+    def _inspect(self, name: str, form: str) -> str:
+        return docker("inspect", "--format", form, self._ids[name]).stdout.strip()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every trainer has come to its end."""
+        if not self.ledger_file.exists():
+            return False
+        return all(
+            self._inspect(f"trainer-{rank}", "{{.State.Status}} {{.State.ExitCode}}") == "exited 0"
+            for rank in range(RANKS)
+        )
+
+    def look_after(self) -> None:
+        """Note the steps that were done; fail where a container ended as none may."""
+        for log in self._logs:
+            self.saw(log.new_lines())
+        for line in self._ends.read_text().splitlines():
+            service, code = line.split()
+            may = AGAIN | {0} if service in {SERVICES["trainer"], SERVICES["data"]} else {KILLED}
+            assert int(code) in may, f"a container of {service} ended with {code}\n{self.logs()}"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where servers and trainers keep them."""
+        volume = f"{self._project.name}_checkpoints"
+        return Path(docker("volume", "inspect", "--format", "{{.Mountpoint}}", volume).stdout.strip())
+
+    @property
+    def ledger_file(self) -> Path:
+        """What rank 0 writes at the end."""
+        return self._workspace / "ledger.json"
+
+    def kill(self, name: str) -> None:
+        """Kill -9 all of a container, as soon as it runs; the engine starts it again."""
+        name = "nats-0" if name == "nats" else name
+        pid = self.wait(f"{name} to run", lambda: int(self._inspect(name, "{{.State.Pid}}")), self.patience)
+        self.note_fault()
+        with suppress(ProcessLookupError):  # it has just ended by itself, with those that miss another one
+            os.kill(pid, signal.SIGKILL)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill -9 the container of a rank."""
+        self.kill(f"trainer-{rank}")
+
+    def logs(self) -> str:
+        """Return what every part wrote, but for the steps."""
+        return "\n".join(line for line in self._project.logs().splitlines() if not STEP.search(line))
+
+    def close(self) -> None:
+        """End everything, and remove it."""
+        self._project.remove()
+        if self._events is not None:
+            self._events.terminate()
+            self._events.wait()
+        self._folder.cleanup()
