@@ -20,10 +20,10 @@ CORE := $(VENV)/.persia-core
 BINARIES := $(VENV)/.persia-binaries
 PACKAGE := $(VENV)/.persia
 PEERS := .venv-peers/.installed
-RUST := $(shell find rust_core -name target -prune -o -type f \
+RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
 
-.PHONY: help setup demo up down images third-party test test-rust test-python test-compose chaos chaos-all lint lint-rust lint-python format bench wheels lock clean
+.PHONY: help setup demo up down images third-party test test-rust test-python test-compose chaos chaos-all fuzz lint lint-rust lint-python format bench wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -66,6 +66,9 @@ chaos: setup ## Do one fault to a running job and check every row after it (F=F3
 
 chaos-all: setup ## Do every fault, one after another, and add the results to runs/chaos.json (SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py all $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
+
+fuzz: ## Fuzz what comes from outside and is parsed (T=manifest SECONDS=60; all targets in turn without T)
+	tools/fuzz.sh $(or $(SECONDS),60) $(T)
 
 lint: lint-rust lint-python ## Check formatting, types, lints and the direction of dependencies
 

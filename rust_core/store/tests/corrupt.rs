@@ -194,6 +194,19 @@ fn a_manifest_that_names_what_no_checkpoint_holds() {
 }
 
 #[test]
+fn numbers_that_no_checkpoint_has() {
+    let dir = saved();
+    rewrite(dir.path(), "\"weight_bound\": 10.0", "\"weight_bound\": 1e39");
+    refused(dir.path(), &dir.path().join(MANIFEST));
+    let dir = saved();
+    for name in ["shard-003.arrow", "shard-011.arrow"] {
+        let size = format!("\"name\": {name:?},\n      \"bytes\": ");
+        rewrite(dir.path(), &size, &format!("{size}999999999999999"));
+    }
+    assert_eq!(Manifest::open(dir.path()).unwrap().bytes(), u64::MAX);
+}
+
+#[test]
 fn a_staging_directory_that_is_a_link_is_not_followed() {
     let (dir, elsewhere) = (saved(), scratch());
     fs::write(elsewhere.path().join("dense.pt"), "someone's").unwrap();

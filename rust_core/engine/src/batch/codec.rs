@@ -10,7 +10,7 @@
 
 use crate::batch::feature::IdFeature;
 use crate::batch::tensor::{Dtype, MAX_AXES, Tensor};
-use crate::batch::{Batch, BatchParts};
+use crate::batch::{Batch, BatchParts, check_counts};
 use crate::error::Error;
 
 const MAGIC: &[u8; 4] = b"PBAT";
@@ -70,6 +70,8 @@ impl Batch {
         }
         let batch_size = reader.u32()? as usize;
         let counts = [reader.u32()?, reader.u32()?, reader.u32()?];
+        // Before they are read: a feature of a few bytes takes a thousand here.
+        check_counts(counts.map(|count| count as usize))?;
         let meta_len = reader.u32()? as usize;
         let meta = reader.take(meta_len)?.to_vec();
         if flags & HAS_META == 0 && !meta.is_empty() {
@@ -255,6 +257,7 @@ impl<'a> Reader<'a> {
 
 #[cfg(test)]
 mod tests {
+    use persia_types::limits::MAX_SLOTS;
     use proptest::prelude::*;
 
     use super::*;
@@ -335,6 +338,17 @@ mod tests {
         let mut future = bytes;
         future[4] = 3;
         assert!(Batch::from_bytes(&resealed(future)).unwrap_err().to_string().contains("version 3"));
+    }
+
+    #[test]
+    fn counts_beyond_the_limit_are_refused_before_anything_is_read() {
+        let bytes = sample_batch().to_bytes().unwrap();
+        for place in [12, 16, 20] {
+            let mut many = bytes.clone();
+            many[place..place + 4].copy_from_slice(&(MAX_SLOTS as u32 + 1).to_le_bytes());
+            let error = Batch::from_bytes(&resealed(many)).unwrap_err();
+            assert!(matches!(error, Error::TooLarge { limit: MAX_SLOTS, .. }), "{error}");
+        }
     }
 
     proptest! {

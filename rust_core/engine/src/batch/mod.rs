@@ -48,7 +48,7 @@ impl Batch {
     /// [`Error::Empty`], [`Error::UnequalBatchSizes`] (every part named), [`Error::DuplicateNames`],
     /// [`Error::NonFinite`], [`Error::TooLarge`].
     pub fn new(parts: BatchParts) -> Result<Self, Error> {
-        check_counts(&parts)?;
+        check_counts([parts.id_features.len(), parts.dense.len(), parts.labels.len()])?;
         let batch_size = common_size(&parts)?;
         check_names("id feature", parts.id_features.iter().map(IdFeature::name))?;
         check_names("dense tensor", parts.dense.iter().filter_map(Tensor::name))?;
@@ -117,15 +117,13 @@ impl Batch {
     }
 }
 
-fn check_counts(parts: &BatchParts) -> Result<(), Error> {
-    if parts.id_features.is_empty() {
+/// Check the numbers of id features, dense tensors and labels.
+fn check_counts(counts: [usize; 3]) -> Result<(), Error> {
+    if counts[0] == 0 {
         return Err(Error::Empty { what: "it has no id feature" });
     }
-    for (what, size) in [
-        ("id features of a batch", parts.id_features.len()),
-        ("dense tensors of a batch", parts.dense.len()),
-        ("labels of a batch", parts.labels.len()),
-    ] {
+    let names = ["id features of a batch", "dense tensors of a batch", "labels of a batch"];
+    for (what, size) in names.into_iter().zip(counts) {
         if size > MAX_SLOTS {
             return Err(Error::TooLarge { what: what.into(), size, limit: MAX_SLOTS });
         }

@@ -181,7 +181,9 @@ impl Journal {
         let mut number = base.segment;
         let segment = loop {
             let path = shared.path_of(number);
-            let is_last = !shared.path_of(number + 1).exists();
+            let next =
+                number.checked_add(1).ok_or_else(|| format!("{}: no more can follow", path.display()))?;
+            let is_last = !shared.path_of(next).exists();
             let describe = |error: io::Error| format!("{}: {error}", path.display());
             let mut each = |entry| {
                 recovered.records += 1;
@@ -189,7 +191,7 @@ impl Journal {
                     cut = None;
                 }
                 if let Some((made, mark)) = apply(entry)? {
-                    cut = Some(Cut { number: made, segment: number + 1, mark });
+                    cut = Some(Cut { number: made, segment: next, mark });
                 }
                 Ok(())
             };
@@ -204,7 +206,7 @@ impl Journal {
                 (&file).seek(SeekFrom::End(0)).map_err(describe)?;
                 break Segment { number, path, file: Arc::new(file), bytes };
             }
-            number += 1;
+            number = next;
         };
         // A process may have ended between the record of a cut and the segment behind it.
         let cut = cut.filter(|cut: &Cut| cut.segment <= segment.number);

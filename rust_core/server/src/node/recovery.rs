@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use persia_types::kernels::Gradients;
-use persia_types::tables::{LookupRequest, PushRequest, TableGradients, TableIds};
+use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients, TableIds};
 use persia_types::{Mode, ShardedIds, Tables, TablesError};
 
 use super::Node;
@@ -38,8 +38,17 @@ impl Node {
         Ok(())
     }
 
+    /// Begin a run of the journal: a directory may have been another job's.
+    fn start_again(&self, run: &Run) -> Result<(), TablesError> {
+        if run.job == self.options.job {
+            return self.start(run);
+        }
+        let what = format!("it is of job {:?}, this server works for {:?}", run.job, self.options.job);
+        Err(TablesError::BadRun { what })
+    }
+
     fn resume(&self, base: &Base) -> Result<(), TablesError> {
-        self.start(&base.run)?;
+        self.start_again(&base.run)?;
         if let Some(Rows { directory, files }) = &base.rows {
             let dir = self.options.checkpoints.resolve(directory)?;
             self.store.restore(&dir, files)?;
@@ -52,7 +61,7 @@ impl Node {
     /// Do again what a record says; a cut with where the run stood then.
     fn replay(&self, entry: Entry) -> Result<Option<(u64, Mark)>, TablesError> {
         match entry {
-            Entry::Begin(run) => self.start(&run)?,
+            Entry::Begin(run) => self.start_again(&run)?,
             Entry::Cut(cut) => {
                 self.store.cut(cut)?;
                 return Ok(Some((cut, self.mark())));

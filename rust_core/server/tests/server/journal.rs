@@ -403,11 +403,15 @@ fn a_damaged_journal_is_never_used() {
     let node = server(data.path(), checkpoints.path());
     assert_eq!(Stats { memory_bytes: 0, ..node.stats().unwrap() }, *last);
     drop(node);
-    // Nor is one of another server, or from before the epoch that began last.
+    // Nor is one of another server or job, or from before the epoch that began last.
     let of =
         |capacity| NodeOptions { capacity, ..options(checkpoints.path(), Some(data.path().join("journal"))) };
     let other = Node::new(of(1024), owned(data.path())).unwrap();
     assert!(matches!(other.cut(fence(1), 1), Err(TablesError::NotBegun)));
+    drop(other);
+    let other = Node::new(NodeOptions { job: "other".into(), ..of(512) }, owned(data.path())).unwrap();
+    assert!(matches!(other.cut(fence(1), 1), Err(TablesError::NotBegun)));
+    assert_eq!(other.stats().unwrap().rows, [0, 0]);
     drop(other);
     fs::write(data.path().join("epoch"), "2\n").unwrap();
     let late = server(data.path(), checkpoints.path());

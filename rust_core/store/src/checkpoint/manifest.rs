@@ -113,9 +113,9 @@ impl Manifest {
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// Bytes of all files.
+    /// Bytes of all files, as far as a number counts: a manifest may claim any sizes.
     pub fn bytes(&self) -> u64 {
-        self.files.iter().map(|entry| entry.bytes).sum()
+        self.files.iter().fold(0, |sum, entry| sum.saturating_add(entry.bytes))
     }
 
     /// What [`Self::open`] accepts.

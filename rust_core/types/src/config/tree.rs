@@ -165,6 +165,9 @@ impl Builder {
             Event::Scalar(_, _, _, Some(tag))
             | Event::SequenceStart(_, Some(tag))
             | Event::MappingStart(_, Some(tag)) => {
+                // A tag may say any character by its number.
+                let tag = tag.to_string();
+                let tag = shorten(&tag).escape_debug().to_string();
                 Err(place.error(format!("the tag `{tag}` is not understood here: remove it")))
             }
             Event::Scalar(text, style, anchor, None) => {

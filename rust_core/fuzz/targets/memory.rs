@@ -1,0 +1,60 @@
+//! What a thread allocates, counted: a length that only claims to be one must cost nothing.
+
+#![allow(unsafe_code, reason = "an allocator")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+struct Counting;
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+thread_local! {
+    static HELD: Cell<isize> = const { Cell::new(0) };
+    static PEAK: Cell<isize> = const { Cell::new(0) };
+}
+
+/// Bytes are held from now on, or given back.
+fn count(bytes: isize) {
+    let held = HELD.get() + bytes;
+    HELD.set(held);
+    PEAK.set(PEAK.get().max(held));
+}
+
+// SAFETY: every call is passed on as it is to the system's allocator; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: the caller's promises are those that are asked for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(size as isize - layout.size() as isize);
+        // SAFETY: as above.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        // SAFETY: as above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+/// What `work` returns, having held at most `limit` bytes at a time on this thread beyond what was held before.
+pub fn within<T>(limit: usize, work: impl FnOnce() -> T) -> T {
+    let before = HELD.get();
+    PEAK.set(before);
+    let done = work();
+    let peak = PEAK.get() - before;
+    assert!(peak <= limit as isize, "{peak} bytes were held at a time, {limit} are allowed");
+    done
+}
