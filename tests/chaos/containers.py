@@ -50,6 +50,15 @@ class Log:
         return [json.loads(line)["log"] for line in whole.splitlines()]
 
 
+def missing() -> str | None:
+    """Return why no containers can be killed here, or None."""
+    if os.geteuid() != 0:
+        return "killing what runs in containers needs root"
+    if shutil.which("docker") is None or docker("version", check=False).returncode != 0:
+        return "no Docker engine answers here"
+    return None
+
+
 class Containers(Run):
     """A ledger run of two servers, two middlewares, a data-compose and two trainers of one rank each.
 
@@ -141,10 +150,17 @@ class Containers(Run):
     def kill(self, name: str) -> None:
         """Kill -9 all of a container, as soon as it runs; the engine starts it again."""
         name = "nats-0" if name == "nats" else name
-        pid = self.wait(f"{name} to run", lambda: int(self._inspect(name, "{{.State.Pid}}")), self.patience)
+
+        def struck() -> bool:
+            pid = int(self._inspect(name, "{{.State.Pid}}"))
+            with suppress(ProcessLookupError):  # it has just ended by itself, with those that miss another one
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+                    return True
+            return False
+
+        self.wait(f"{name} to run", struck, self.patience)
         self.note_fault()
-        with suppress(ProcessLookupError):  # it has just ended by itself, with those that miss another one
-            os.kill(pid, signal.SIGKILL)
 
     def kill_rank(self, rank: int) -> None:
         """Kill -9 the container of a rank."""

@@ -26,10 +26,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def whole(configure: Configure, folder: Path, steps: int = STEPS, **options: object) -> bytes:
+def whole(configure: Configure, folder: Path, steps: int = STEPS, seed: int = 1, **options: object) -> bytes:
     """Train up to ``steps`` with a save after every tenth."""
     configure(SLOTS)
-    with make(checkpoints=Checkpoints(folder, every=10, **options)) as ctx:  # type: ignore[arg-type]
+    with make(seed, checkpoints=Checkpoints(folder, every=10, **options)) as ctx:  # type: ignore[arg-type]
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), steps - ctx.step)
         return everything(ctx)
 

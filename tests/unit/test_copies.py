@@ -15,6 +15,7 @@ from conftest import Batches, Configure
 from test_checkpoints import STEPS, flip, names, whole
 from test_training import SLOTS, everything, make, train
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from persia.cli import app
 from persia.copies import MANIFEST, Copies, copy
@@ -34,9 +35,12 @@ class Server:
         command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        while (found := re.search(r"Running on (http://127.0.0.1:\d+)", self.log.read_text())) is None:
-            assert self.process.poll() is None, self.log.read_text()
-        self.address = found[1]
+        self.address = wait_until("moto to listen", self._says_where, 120, evidence=log.read_text)
+
+    def _says_where(self) -> str | None:
+        found = re.search(r"Running on (http://127.0.0.1:\d+)", self.log.read_text())
+        assert self.process.poll() is None, self.log.read_text()
+        return found[1] if found else None
 
     def empty(self) -> None:
         """Begin anew, with one bucket."""
@@ -73,8 +77,8 @@ def objects(url: str = URL) -> list[str]:
     return sorted(each["path"] for each in obstore.list(Copies(url)._store).collect())
 
 
-def checkpoint(configure: Configure, folder: Path) -> Path:
-    whole(configure, folder, steps=11)  # one further: a save is made behind the body of the loop
+def checkpoint(configure: Configure, folder: Path, seed: int = 1) -> Path:
+    whole(configure, folder, steps=11, seed=seed)  # one further: a save is made behind the body of the loop
     return folder / "step-10"
 
 
@@ -147,9 +151,7 @@ def test_a_copy_that_is_broken_off_is_none(
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
         assert ctx.common.writing is not None
         ctx.common.writing.wait()
-        assert [key for key in objects() if key.startswith("step-10/")] == sorted(
-            put for put in puts if put in objects()
-        )
+        assert 0 < len([key for key in objects() if key.startswith("step-10/")]) < len(set(puts))
         assert Copies(URL).whole() == []
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 10)
     assert checkpoints.uncopied == 1
@@ -170,7 +172,7 @@ def test_another_checkpoint_of_the_same_name_is_never_mixed_with_the_first(
     with monkeypatch.context() as patch:
         patch.setattr(Copies, "_put", refuse)
         Copies(URL).put(first, "step-10")  # the same one: nothing to do
-        second = checkpoint(configure, tmp_path / "second")
+        second = checkpoint(configure, tmp_path / "second", seed=2)
         with pytest.raises(StorageError, match="the store is gone"):
             Copies(URL).put(second, "step-10")
     assert objects() == [key for key in before if not key.endswith(MANIFEST)]

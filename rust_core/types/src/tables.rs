@@ -292,9 +292,9 @@ pub trait Tables: Send + Sync {
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
     /// Keep the rows as they are now, for a [`snapshot`](Self::snapshot) of this `cut`: a number above that of every cut
-    /// of the run before; the last one again changes nothing. What is asked for meanwhile goes on; rows that change are copied before,
-    /// until they are written, so that up to all of them are held twice. The next cut replaces this one, and so does
-    /// whatever drops or replaces all rows.
+    /// of the run before; the last one again changes nothing. What is asked for meanwhile goes on; rows that change are
+    /// copied before, until they are written, so that up to all of them are held twice. The next cut replaces this one,
+    /// and so does whatever drops or replaces all rows.
     ///
     /// # Errors
     /// `BadShape` for a number that is not above that of a cut that is held no more; `Io` while a snapshot is being written; `Unreachable`.

@@ -39,7 +39,7 @@ impl Place {
         match phase {
             _ if rank + 1 < ranks => Self { rank: rank + 1, ..self },
             Phase::Lookup => Self { seq, phase: Phase::Push, rank: 0 },
-            Phase::Push => Self { seq: seq + 1, phase: Phase::Lookup, rank: 0 },
+            Phase::Push => Self { seq: seq.saturating_add(1), phase: Phase::Lookup, rank: 0 },
         }
     }
 }

@@ -19,7 +19,8 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "line {}, column {}: ", self.line, self.column)?;
         if !self.path.is_empty() {
-            write!(f, "{}: ", self.path)?;
+            // A key in quotes may hold any character.
+            write!(f, "{}: ", self.path.escape_debug())?;
         }
         f.write_str(&self.message)
     }
