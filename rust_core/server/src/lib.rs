@@ -7,6 +7,7 @@
 //! * [`process`]: what both binaries do at their start and end; [`args`], [`logs`], [`metrics`], [`watchdog`],
 //!   [`probe`], [`exit`]: the parts of it
 
+mod allocator;
 pub mod args;
 mod connection;
 pub mod exit;

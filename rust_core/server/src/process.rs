@@ -24,7 +24,7 @@ use tonic::transport::ClientTlsConfig;
 use crate::args::{self, CommonArgs};
 use crate::exit::Exit;
 use crate::serve::{Health, HealthService, Host};
-use crate::{logs, metrics, probe, watchdog};
+use crate::{allocator, logs, metrics, probe, watchdog};
 
 /// The usual port of metrics.
 const METRICS_PORT: u16 = 9464;
@@ -78,6 +78,7 @@ where
     A: CommandFactory + FromArgMatches,
     F: Future<Output = Result<(), Exit>>,
 {
+    allocator::keep_what_is_freed();
     let ended = args::parse::<A>().and_then(|args| {
         let common = common(&args).clone();
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
