@@ -145,6 +145,19 @@ def nats(job: Job, rng: random.Random) -> None:
     further(job, 50)
 
 
+def messages(job: Job, rng: random.Random) -> None:
+    """Parts come and go while of NATS's messages a fifth is lost, a fifth comes twice and a fifth late."""
+    link = job.nats_link
+    assert link is not None
+    some_step(job, rng)
+    link.disturb(0.2)
+    for name in (f"middleware-{rng.randrange(2)}", f"middleware-{rng.randrange(2)}", f"server-{rng.randrange(2)}"):
+        job.kill(name)
+        job.recover()
+        further(job, rng.randrange(10, 30))
+    assert link.lost and link.twice and link.late, (link.lost, link.twice, link.late)
+
+
 def rank(job: Job, rng: random.Random) -> None:
     some_step(job, rng)
     job.kill_rank(rng.randrange(2))
@@ -261,6 +274,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "F3": Fault("middleware killed, three times", middleware, goes_on=True),
     "F4": Fault("NATS killed, and back with nothing", nats, goes_on=True),
+    "F5": Fault("NATS loses, doubles and reorders messages while parts are killed", messages, job={"nats_seed": 5}),
     "F6": Fault("rank killed", rank),
     "F7": Fault("rank stopped, replaced, and woken", hang, plan={"silence_s": 8.0}, job={"replicas": 2}),
     "F8": Fault("data-compose killed", data, goes_on=True),

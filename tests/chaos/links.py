@@ -1,11 +1,13 @@
-"""A TCP proxy between two parts of a job, which a fault can slow down, hold up or reset."""
+"""A TCP proxy between two parts of a job, which a fault can slow down, hold up or reset, and one that knows NATS."""
 
 import contextlib
 import queue
+import random
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 Way = Literal["requests", "replies"]
@@ -81,14 +83,18 @@ class Link:
 
     def _carry(self, source: socket.socket, sink: socket.socket, way: Way) -> None:
         chunks: Chunks = queue.Queue(_CHUNKS)
-        threading.Thread(target=self._read, args=(source, chunks), daemon=True).start()
+        threading.Thread(target=self._read, args=(source, chunks, way), daemon=True).start()
         threading.Thread(target=self._write, args=(sink, chunks, way), daemon=True).start()
 
-    def _read(self, source: socket.socket, chunks: Chunks) -> None:
+    def _read(self, source: socket.socket, chunks: Chunks, way: Way) -> None:
         with contextlib.suppress(OSError):  # reset; the other side learns of it by the end
-            while data := source.recv(_CHUNK):
+            for data in self._arrivals(source, way):
                 chunks.put((time.monotonic() + self.delay_s, data))
         chunks.put(None)
+
+    def _arrivals(self, source: socket.socket, way: Way) -> Iterator[bytes]:
+        while data := source.recv(_CHUNK):
+            yield data
 
     def _write(self, sink: socket.socket, chunks: Chunks, way: Way) -> None:
         gone = False
@@ -104,3 +110,51 @@ class Link:
                     gone = True  # the rest is taken and dropped, so that the reader does not wait for room
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
+
+
+class NatsLink(Link):
+    """Stands in front of NATS, and may lose what it delivers, deliver it twice, or one message behind the next.
+
+    Attributes:
+        lost: Messages that were not delivered.
+        twice: Messages that were delivered twice.
+        late: Messages that came behind a later one.
+    """
+
+    def __init__(self, near: tuple[str, int], far: tuple[str, int], seed: int) -> None:
+        self._random = random.Random(seed)
+        self._share = 0.0
+        self.lost = self.twice = self.late = 0
+        super().__init__(near, far)
+
+    def disturb(self, share: float) -> None:
+        """Do each of the three to this share of the messages from now on."""
+        self._share = share
+
+    def _arrivals(self, source: socket.socket, way: Way) -> Iterator[bytes]:
+        if way == "requests":
+            yield from super()._arrivals(source, way)
+            return
+        behind = b""
+        with source.makefile("rb") as stream:
+            while line := stream.readline():
+                words = line.split()
+                if words[0] not in {b"MSG", b"HMSG"}:
+                    yield line
+                    continue
+                message = line + stream.read(int(words[-1]) + 2)  # the payload and the end of its line
+                fate = self._random.random() / self._share if self._share else 3.0
+                if fate < 1:
+                    self.lost += 1
+                elif fate < 2 and not behind:
+                    self.late += 1
+                    behind = message
+                    continue
+                elif fate < 3:
+                    self.twice += 1
+                    yield message + message
+                else:
+                    yield message
+                if behind:
+                    yield behind
+                    behind = b""

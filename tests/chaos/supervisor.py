@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from links import Link
+from links import Link, NatsLink
 from stack import TESTS, Part, Stack
 from typing_extensions import Self
 from waiting import wait_until
@@ -200,6 +200,7 @@ class Job(Run):
         links: Put a :class:`Link` in front of every server and middleware.
         disk: Bytes of a file system of its own for the checkpoints; 0 leaves them where they are. Needs root.
         twice: A batch that data-compose sends in place of the one behind it as well.
+        nats_seed: Put a :class:`NatsLink` of this seed in front of NATS.
     """
 
     def __init__(
@@ -211,6 +212,7 @@ class Job(Run):
         links: bool = False,
         disk: int = 0,
         twice: int | None = None,
+        nats_seed: int | None = None,
     ) -> None:
         super().__init__(plan)
         self.stack = stack
@@ -218,6 +220,8 @@ class Job(Run):
         self._replicas = replicas
         self._with_links = links
         self._twice = twice
+        self._nats_seed = nats_seed
+        self.nats_link: NatsLink | None = None
         self._away: set[str] = set()
         self._past: list[Part] = []
         self._read = 0
@@ -225,7 +229,7 @@ class Job(Run):
         self._folder = stack.folder / "ledger"
         self._folder.mkdir()
         self._env = {"PYTHONPATH": os.pathsep.join([str(CHAOS), TESTS, os.environ.get("PYTHONPATH", "")])}
-        self._starts: dict[str, Callable[[], object]] = {"nats": stack.start_nats}
+        self._starts: dict[str, Callable[[], object]] = {"nats": self._start_nats}
         for kind, index in self._served():
             self._starts[f"{kind}-{index}"] = partial(self._start_part, kind, index)
         self._starts["data-0"] = self._start_data
@@ -250,6 +254,14 @@ class Job(Run):
     def _served(self) -> list[tuple[Kind, int]]:
         servers: list[tuple[Kind, int]] = [("server", index) for index in range(self.stack.job.servers)]
         return [*servers, *(("middleware", index) for index in range(self.stack.job.middlewares))]
+
+    def _start_nats(self) -> None:
+        self.stack.start_nats()
+        if self._nats_seed is not None:
+            port = int(self.stack.nats_url.rsplit(":", 1)[1])
+            if self.nats_link is None:
+                self.nats_link = NatsLink((BEHIND, port), ("127.0.0.1", port), self._nats_seed)
+            self.stack.nats_url = f"nats://{BEHIND}:{port}"
 
     def _start_part(self, kind: Kind, index: int) -> None:
         self.stack.start_part(kind, index, env={"PERSIA_ADVERTISE": BEHIND} if self._with_links else {})
@@ -387,7 +399,7 @@ class Job(Run):
                 part.process.signal(signal.SIGKILL)
                 part.wait()
         self.stack.close()
-        for link in self.links.values():
+        for link in [*self.links.values(), *filter(None, [self.nats_link])]:
             link.close()
         if self._mounted is not None:
             subprocess.run(["umount", self._mounted], check=True)
