@@ -1,5 +1,5 @@
 //! The kernels on a device give the bits of the CPU's loops. `make test-gpu` runs this; it needs a device.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used)]
 
 mod cases;
 

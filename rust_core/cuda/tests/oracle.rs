@@ -1,5 +1,5 @@
 //! The kernels' source, compiled for the CPU, gives the bits of the CPU's own loops.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, clippy::unwrap_used)]
 
 mod cases;
 mod host;
