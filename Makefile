@@ -19,16 +19,17 @@ INSTALLED := $(VENV)/.installed
 CORE := $(VENV)/.persia-core
 BINARIES := $(VENV)/.persia-binaries
 PACKAGE := $(VENV)/.persia
+NVRTC := $(VENV)/nvrtc/.installed
 PEERS := .venv-peers/.installed
 RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type f \
-	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock \) -print)
+	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock -o -name '*.ptx' \) -print)
 
-.PHONY: help setup demo up down images third-party test test-rust test-python test-compose chaos chaos-all fuzz lint lint-rust lint-python format bench wheels lock clean
+.PHONY: help setup demo up down images third-party test test-rust test-python test-compose test-gpu chaos chaos-all fuzz lint lint-rust lint-python format bench bench-gpu wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup: $(INSTALLED) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install everything into .venv (the other targets do so by themselves)
+setup: $(INSTALLED) $(NVRTC) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install everything into .venv (the other targets do so by themselves)
 
 demo: setup ## Train a DLRM on Census-Income and draw its curves
 	$(BIN)/python examples/dlrm/train.py
@@ -61,6 +62,9 @@ test-python: setup ## Run the Python tests
 test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
 	$(BIN)/python -m pytest tests/compose
 
+test-gpu: setup ## Run the tests that need a CUDA device; refused where there is none
+	tools/test_gpu.sh
+
 chaos: setup ## Do one fault to a running job and check every row after it (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py $(or $(F),--help) $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
 
@@ -77,6 +81,7 @@ lint-rust: $(INSTALLED) ## Check the Rust half
 		{ echo "missing: rustfmt or clippy: rustup component add rustfmt clippy" >&2; exit 2; }
 	$(CARGO) fmt --manifest-path $(MANIFEST) --all --check
 	$(CARGO) clippy --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked -- -D warnings
+	$(CARGO) clippy --manifest-path $(MANIFEST) --package persia-core --locked -- -D warnings
 	@if cargo deny --version >/dev/null 2>&1; then \
 		cd rust_core && cargo deny --locked check bans licenses sources; \
 	else $(BIN)/python tools/check_crates.py; fi
@@ -94,6 +99,9 @@ format: $(INSTALLED) ## Format Rust and Python, and fix what can be fixed
 
 bench: setup $(PEERS) ## Measure against the peers and write runs/bench.json (BENCH=--quick for a short run)
 	$(BIN)/python benches/run.py $(BENCH)
+
+bench-gpu: setup ## Measure on a CUDA device and write runs/bench-gpu.json (BENCH=--quick for a short run)
+	$(BIN)/python benches/on_gpu.py $(BENCH)
 
 wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/ (or DIST=elsewhere)
 	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(abspath $(DIST))
@@ -116,6 +124,11 @@ $(INSTALLED): requirements/dev.txt | $(BIN)/python
 	@tools/check_machine.sh $(BIN)/python
 	@echo "installing the locked requirements into $(VENV) (PyTorch and its libraries take a few minutes, once)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@touch $@
+
+# The compiler of the CUDA kernels, apart: PyTorch brings a newer one.
+$(NVRTC): requirements/nvrtc.txt $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --upgrade --target $(@D) -r $<
 	@touch $@
 
 $(PEERS): requirements/peers.txt | $(BIN)/python

@@ -1,6 +1,7 @@
 """Check that dependencies point one way only: the layers of the architecture, for crates and for Python.
 
-examples -> persia -> persia_core -> engine, store, wire -> types; server -> store, wire. Nothing points back.
+examples -> persia -> persia_core -> cuda -> engine; persia_core -> engine, store, wire -> types; server -> store, wire.
+Nothing points back.
 """
 
 import ast
@@ -18,7 +19,8 @@ CRATES: dict[str, set[str]] = {
     "persia-store": {"persia-types"},
     "persia-wire": {"persia-types"},
     "persia-embedding-sharded-server": {"persia-types", "persia-store", "persia-wire"},
-    "persia-core": {"persia-types", "persia-engine", "persia-store", "persia-wire"},
+    "persia-cuda": {"persia-types", "persia-engine"},
+    "persia-core": {"persia-types", "persia-engine", "persia-store", "persia-wire", "persia-cuda"},
 }
 """What each crate may depend on; tests may use more."""
 
@@ -27,6 +29,7 @@ FORBIDDEN_CRATES: dict[str, set[str]] = {
     "persia-engine": {"tokio", "tonic", "pyo3"},
     "persia-store": {"tokio", "tonic", "pyo3"},
     "persia-wire": {"pyo3"},
+    "persia-cuda": {"tokio", "tonic", "pyo3"},
     "persia-embedding-sharded-server": {"pyo3"},
 }
 """The network and Python stay out of what must work without them."""

@@ -1,7 +1,8 @@
 """Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help.
 
 With PERSIA_NATS_URL set, this is one rank of a job: data_compose.py sends the batches, rank 0 alone reports, and a job
-that is interrupted goes on from its newest checkpoint when it is started again.
+that is interrupted goes on from its newest checkpoint when it is started again. With GPU_NUM set, each rank trains on a
+CUDA device of its own.
 """
 
 import contextlib
@@ -74,6 +75,9 @@ def main(
         bottom_mlp=[64, EMBEDDING_DIM],
         top_mlp=[256, 64, 1],
     )
+    device = env.get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
+    if device is not None:
+        model.cuda(device)
     loss_fn = torch.nn.BCEWithLogitsLoss()
     dense_optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     embedding_optimizer = Adam(lr=lr)
@@ -85,7 +89,12 @@ def main(
     run = report.Run(out, f"seed{seed}", steps=len(train_set)) if env.get_rank() == 0 else None
     with run or contextlib.nullcontext():
         with TrainCtx(
-            embedding_optimizer, dense_optimizer, mixed_precision=False, model=model, checkpoints=checkpoints
+            embedding_optimizer,
+            dense_optimizer,
+            mixed_precision=False,
+            model=model,
+            device_id=device,
+            checkpoints=checkpoints,
         ) as ctx:
             if run is not None:
                 run.goes_on_behind(ctx.step)

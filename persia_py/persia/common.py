@@ -41,6 +41,34 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Device:
+    """A CUDA device, and what the model gets there.
+
+    Attributes:
+        number: As CUDA counts.
+        dtype: Of the embedding tensors: float32, float16 or bfloat16.
+    """
+
+    number: int
+    dtype: torch.dtype = torch.float32
+
+    def serve(self, engine: Engine) -> None:
+        """Let ``engine`` pool its look-ups on this device.
+
+        Raises:
+            DeviceError: This build or machine has no such device.
+            UsageError: Another dtype.
+        """
+        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+        if self.dtype not in names:
+            raise UsageError(
+                f"embedding_dtype={self.dtype}: want torch.float32, torch.float16 or torch.bfloat16, which a CUDA "
+                "device makes of the rows"
+            )
+        engine.use_device(self.number, names[self.dtype])
+
+
+@dataclass(frozen=True)
 class Offender:
     """The first tensor of a step that has NaN or infinity.
 
@@ -60,6 +88,7 @@ class CommonContext(ABC):
         engine: The engine.
         configuration: Slots and general settings; read from the two files where none is given.
         settings: What the run's epoch began with.
+        device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or given up.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
         gradient_scale: What every summed embedding gradient is multiplied by.
@@ -68,9 +97,10 @@ class CommonContext(ABC):
     engine: Engine
     gradient_scale = 1.0
 
-    def __init__(self, configuration: Configuration | None = None) -> None:
+    def __init__(self, configuration: Configuration | None = None, device: "Device | None" = None) -> None:
         self.configuration = configuration or Configuration.find()
         self.settings = Settings(None, get_default_embedding_config())
+        self.device = device
         self.trained_step = 0
         self.writing: Writing | None = None
         self._unwritten: BaseException | None = None
@@ -201,9 +231,9 @@ class CommonContext(ABC):
         del together
         pipeline.close()
 
-    def lookup(self, batch: Batch) -> TrainingBatch:
-        """Look a batch up for evaluation; no row is changed."""
-        return self.engine.lookup(batch)
+    def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
+        """Look a batch up for evaluation, on the context's device or another; no row is changed."""
+        return self.engine.lookup(batch, device_id)
 
     def first_offender(self, mine: Offender | None) -> str | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""

@@ -1,7 +1,7 @@
 """The embedded mode: the embedding store inside this process, nothing else to start."""
 
 from persia import env
-from persia.common import CommonContext, Settings
+from persia.common import CommonContext, Device, Settings
 from persia.configs import Configuration
 from persia.errors import UsageError
 from persia.logger import get_logger
@@ -14,15 +14,17 @@ _logger = get_logger("embedded")
 class EmbeddedContext(CommonContext):
     """One engine over one in-process store."""
 
-    def __init__(self, configuration: Configuration | None = None) -> None:
+    def __init__(self, configuration: Configuration | None = None, device: Device | None = None) -> None:
         if env.get_world_size() > 1:
             raise UsageError(
                 f"WORLD_SIZE={env.get_world_size()}: the embedded mode keeps all rows in one process and trains with "
                 "one rank; unset WORLD_SIZE and RANK"
             )
-        super().__init__(configuration)
+        super().__init__(configuration, device)
         _logger.info("embedding slots from %s, embedded store", self.configuration.source)
         self.engine = Engine(self.configuration.embedding, self.configuration.general)
+        if device is not None:
+            device.serve(self.engine)
 
     def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
         self._begin_rows(settings, after_epoch, step, seed)

@@ -1,6 +1,9 @@
 """The backward half of a training step: gradients checked, sent to the rows, and applied to the model."""
 
+from typing import Any
+
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from persia.common import CommonContext, Offender
 from persia.embedding.optim import Optimizer
@@ -14,16 +17,117 @@ _logger = get_logger("gradients")
 MAX_SKIPPED_STEPS = 25
 """Steps in a row that may be skipped for NaN or infinity before training stops."""
 
+_FIRST_SCALE = 2.0**16
+_MAX_SCALE = 2.0**24
+"""A model of float32 never overflows: its scale stops here, far below what float32 holds."""
+
+
+class LossScale:
+    """What the loss is multiplied by, so that small gradients are not 0 in float16: torch's GradScaler, and its policy.
+
+    The policy is applied here, where it is known anyway whether a step was finite, for model and rows together: asking
+    the scaler would wait for the device once more.
+
+    Args:
+        growth_interval: Steps without infinity after which the scale is doubled; a step with one halves it.
+        device: Where the loss is.
+    """
+
+    def __init__(self, growth_interval: int, device: str = "cuda") -> None:
+        self.scaler = torch.amp.GradScaler(device, init_scale=_FIRST_SCALE, growth_interval=growth_interval)
+        self.value = _FIRST_SCALE
+        self._good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Choose the scale of the next step."""
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.value *= self.scaler.get_backoff_factor()
+        elif self._good_steps % self.scaler.get_growth_interval() == 0:
+            self.value = min(self.value * self.scaler.get_growth_factor(), _MAX_SCALE)
+        self.scaler.update(self.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, and for how long it has been good."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
+        self.scaler.load_state_dict(
+            {
+                "scale": self.value,
+                "growth_factor": self.scaler.get_growth_factor(),
+                "backoff_factor": self.scaler.get_backoff_factor(),
+                "growth_interval": self.scaler.get_growth_interval(),
+                "_growth_tracker": 0,
+            }
+        )
+
+
+class Gradients:
+    """The embedding gradients of one step, on their way from PyTorch to the rows.
+
+    On a device they are summed at once, and whether the sums are finite is known there, together with the sums: the
+    caller puts :attr:`nonfinite` together with its own flags and waits for the device once.
+
+    Args:
+        batch: The batch they are of.
+        gradients: One for each feature; None where the loss does not depend on it.
+        scale: What they are multiplied by.
+    """
+
+    def __init__(self, batch: TrainingBatch, gradients: list[torch.Tensor | None], scale: float = 1.0) -> None:
+        self._batch = batch
+        self._scale = scale
+        self._tensors = [None if each is None else each.detach().contiguous() for each in gradients]
+        whole = [each for each in self._tensors if each is not None]
+        self._sums: _core.Sums | None = None
+        if batch.device_id is not None and len(whole) == len(gradients):
+            self._sums = batch.sum(whole, scale)
+        elif batch.device_id is not None:
+            # Which rows a step updates depends on which features got a gradient: only the CPU's path knows that.
+            self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
+
+    @property
+    def nonfinite(self) -> torch.Tensor | None:
+        """A flag on the device, 1 if a sum is not finite; None where :meth:`offender` finds out without waiting."""
+        return None if self._sums is None else from_dlpack(self._sums.nonfinite)
+
+    def offender(self, kind: str) -> str | None:
+        """Return the first gradient that has NaN or infinity, with its ``kind``, name and sample."""
+        for name, gradient in zip(self._batch.slots, self._tensors, strict=True):
+            if gradient is not None and (place := _first_nonfinite(gradient)) is not None:
+                sample = place // gradient[0].numel()
+                return f"the gradient of {kind} {name!r}, sample {sample}, is {gradient.flatten()[place].item()}"
+        return None
+
+    def push(self, lr_factor: float) -> None:
+        """Send them on their way."""
+        if self._sums is not None:
+            self._batch.push_sums(self._sums, lr_factor)
+        else:
+            self._batch.push(self._tensors, lr_factor, self._scale)
+
+
+def _first_nonfinite(gradient: torch.Tensor) -> int | None:
+    if gradient.device.type == "cpu" and gradient.dtype == torch.float32:
+        return _core.first_nonfinite(gradient)
+    places = torch.isfinite(gradient).logical_not().flatten().nonzero()
+    return int(places[0]) if len(places) else None
+
 
 class Backward:
     """Back-propagates and applies a step to model and rows together, or to neither.
 
     Args:
         dense_optimizer: Updates the model.
+        loss_scale: With mixed precision, what the loss is multiplied by.
     """
 
-    def __init__(self, dense_optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
         self._dense_optimizer = dense_optimizer
+        self.loss_scale = loss_scale
         self._skipped = 0
 
     def __call__(
@@ -33,7 +137,7 @@ class Backward:
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
         common: CommonContext,
-    ) -> None:
+    ) -> torch.Tensor:
         """Run one step; with several ranks, all of them apply it or none.
 
         Args:
@@ -43,13 +147,19 @@ class Backward:
             embedding_optimizer: Gives the learning rate in force.
             common: Knows the other ranks.
 
+        Returns:
+            What was back-propagated: the loss, scaled where it is.
+
         Raises:
             NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
         """
+        if self.loss_scale is not None:
+            loss = self.loss_scale.scaler.scale(loss)
         try:
             self._step(loss, batch, embeddings, embedding_optimizer, common)
         finally:
             self._dense_optimizer.zero_grad()
+        return loss
 
     def _step(
         self,
@@ -61,38 +171,58 @@ class Backward:
     ) -> None:
         with common.collective():
             loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [None if tensor.grad is None else tensor.grad.contiguous() for tensor in embeddings]
-        offender = common.first_offender(self._first_nonfinite(loss, batch, gradients))
+        scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+        gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
+        parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.loss_scale is not None and parameters:
+            self.loss_scale.scaler.unscale_(self._dense_optimizer)
+        mine = None
+        if gradients.nonfinite is None or _any_nonfinite(loss, parameters, gradients.nonfinite):
+            mine = _first_offender(loss, gradients, parameters)
+        offender = common.first_offender(mine)
         if offender is not None:
             batch.discard()
-            self._skip(offender, batch.step)
         else:
             self._skipped = 0
-            batch.push(gradients, embedding_optimizer.lr_factor(batch.step))
+            gradients.push(embedding_optimizer.lr_factor(batch.step))
             self._dense_optimizer.step()
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite=offender is None)
+        if offender is not None:
+            self._skip(offender, batch.step)
 
     def _skip(self, offender: str, step: int) -> None:
         self._skipped += 1
-        _logger.warning("step %d skipped, model and rows unchanged: %s", step, offender)
+        scale = "" if self.loss_scale is None else f"; the loss is scaled by {self.loss_scale.value:g} from now on"
+        _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, offender, scale)
         if self._skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
                 f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {offender}"
             )
 
-    def _first_nonfinite(
-        self, loss: torch.Tensor, batch: TrainingBatch, gradients: list[torch.Tensor | None]
-    ) -> Offender | None:
-        if not torch.isfinite(loss.detach()).all():
-            return Offender(f"the loss is {loss.detach().flatten()[0].item()}")
-        for name, gradient in zip(batch.slots, gradients, strict=True):
-            if gradient is not None and (place := _core.first_nonfinite(gradient)) is not None:
-                sample = place // gradient[0].numel()
-                value = gradient.flatten()[place].item()
-                return Offender(f"the gradient of slot {name!r}, sample {sample}, is {value}")
-        parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if parameters and not torch.isfinite(torch.nn.utils.get_total_norm([p.grad for p in parameters])):
-            for index, parameter in enumerate(parameters):
-                if not torch.isfinite(parameter.grad).all():
-                    shape = tuple(parameter.shape)
-                    return Offender(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
-        return None
+
+def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:
+    """Whether anything is not finite: the one place of a step on a device that waits for it."""
+    wrong = [torch.isfinite(loss.detach()).logical_not().any(), (flag != 0).any()]
+    if parameters:
+        wrong.append(torch.isfinite(_total_norm(parameters)).logical_not())
+    return bool(torch.stack(wrong).any().item())
+
+
+def _total_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def _first_offender(loss: torch.Tensor, gradients: Gradients, parameters: list[torch.nn.Parameter]) -> Offender | None:
+    if not torch.isfinite(loss.detach()).all():
+        return Offender(f"the loss is {loss.detach().flatten()[0].item()}")
+    if (text := gradients.offender("slot")) is not None:
+        return Offender(text)
+    if parameters and not torch.isfinite(_total_norm(parameters)):
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                shape = tuple(parameter.shape)
+                return Offender(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
+    if gradients.nonfinite is not None and bool(gradients.nonfinite.any()):
+        return Offender("the sum of the gradients of one id is not finite")
+    return None

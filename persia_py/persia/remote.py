@@ -10,7 +10,7 @@ import torch
 from torch import distributed as torch_distributed
 
 from persia import auth, distributed, env, errors, interfaces, job, peers, service, watchdog
-from persia.common import CommonContext, Offender, Settings
+from persia.common import CommonContext, Device, Offender, Settings
 from persia.configs import Configuration
 from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
 from persia.logger import get_logger
@@ -40,7 +40,7 @@ class RemoteContext(CommonContext):
 
     Args:
         trains: This process is a rank.
-        device_id: The model's CUDA device, or None.
+        device: The model's CUDA device, or None.
         option: How the dense part is trained by several ranks; None is the default for the device.
         gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
             ``none`` sums them.
@@ -56,18 +56,18 @@ class RemoteContext(CommonContext):
         self,
         *,
         trains: bool,
-        device_id: int | None = None,
+        device: Device | None = None,
         option: "DistributedBaseOption | None" = None,
         gradient_scale: str = "mean",
         configuration: Configuration | None = None,
         takes_batches: bool = True,
     ) -> None:
-        super().__init__(configuration)
+        super().__init__(configuration, device)
         interfaces.check()
         self.rank, self.world_size = (env.get_rank(), env.get_world_size()) if trains else (0, 1)
         self._trains = trains
-        self._device_id = device_id
-        self._option = option or distributed.get_default_distributed_option(device_id)
+        self._device_id = None if device is None else device.number
+        self._option = option or distributed.get_default_distributed_option(self._device_id)
         self.gradient_scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
         self._takes_batches = takes_batches
         self._job = job.job_name()
@@ -96,6 +96,8 @@ class RemoteContext(CommonContext):
             checkpoint_root=env.checkpoint_root(),
             rpc_timeout_s=env.rpc_timeout(),
         )
+        if self.device is not None:
+            self.device.serve(self.engine)
         self._discovery.wait_connected(self._place.left())
         if self._trains:
             self._meet()
@@ -296,17 +298,17 @@ class RemoteContext(CommonContext):
             torch_distributed.broadcast_object_list(box, src=0, device=device)
         return None if self.rank == 0 else box[0]
 
-    def lookup(self, batch: Batch) -> TrainingBatch:
+    def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
         """Look a batch up for evaluation, in the epoch that is current by now."""
         try:
-            return self.engine.lookup(batch)
+            return self.engine.lookup(batch, device_id)
         except StaleEpochError:
             epoch = self.engine.highest_epoch()
             begins = self._trains and self.rank == 0
             if begins or self.engine.iterating or epoch == self.engine.epoch:
                 raise
             self.engine.join(epoch, self.trained_step)
-            return self.engine.lookup(batch)
+            return self.engine.lookup(batch, device_id)
 
     def first_offender(self, mine: Offender | None) -> str | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step.

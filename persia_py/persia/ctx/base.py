@@ -3,10 +3,11 @@
 from enum import Enum
 from types import TracebackType
 
+import torch
 from typing_extensions import Self
 
 from persia import env, stopping
-from persia.common import CommonContext
+from persia.common import CommonContext, Device
 from persia.embedded import EmbeddedContext
 from persia.errors import UsageError
 from persia_core import forward as _forward
@@ -31,7 +32,9 @@ class BaseCtx:
 
     Args:
         threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
-        device_id: CUDA device of the model, 0 included; None trains on the CPU.
+        device_id: CUDA device of the model, 0 included; None trains on the CPU. Batches arrive on it, and gradients are
+            summed on it. Contexts inside another use its device.
+        embedding_dtype: What the embedding tensors are on that device: float32, float16 or bfloat16.
 
     Attributes:
         device_id: As given.
@@ -39,13 +42,22 @@ class BaseCtx:
 
     Raises:
         DeviceError: This build or machine has no such device.
+        UsageError: An ``embedding_dtype`` that there is not, or none without a device.
     """
 
-    def __init__(self, threadpool_worker_size: int = 10, device_id: int | None = None) -> None:
+    def __init__(
+        self,
+        threadpool_worker_size: int = 10,
+        device_id: int | None = None,
+        embedding_dtype: torch.dtype = torch.float32,
+    ) -> None:
         del threadpool_worker_size
         if device_id is not None:
             _forward.check_device(device_id)
+        elif embedding_dtype != torch.float32:
+            raise UsageError(f"embedding_dtype={embedding_dtype}: without device_id embedding tensors are float32")
         self.device_id = device_id
+        self._device = None if device_id is None else Device(device_id, embedding_dtype)
         self.common_context: CommonContext | None = None
         self._owner = False
 
@@ -83,8 +95,8 @@ class BaseCtx:
         if env.nats_url() is not None:
             from persia.remote import RemoteContext
 
-            return RemoteContext(trains=False, device_id=self.device_id)
-        return EmbeddedContext()
+            return RemoteContext(trains=False, device=self._device)
+        return EmbeddedContext(device=self._device)
 
     def _enter(self) -> None:
         """What a subclass does on entry."""

@@ -95,10 +95,12 @@ class EmbeddingCtx(BaseCtx):
         """Return a batch's tensors.
 
         Returns:
-            Dense inputs ``[batch, ...]``; one float32 tensor per id feature, in the batch's order, through which
-            gradients flow to the rows in training; labels. A pooled feature is ``[batch, dim]``. A raw (sequence)
-            feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros behind them,
-            and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes them apart).
+            Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, in the batch's
+            order, through which gradients flow to the rows in training; labels. All are on the context's device: use
+            them on the stream that is PyTorch's current one in this call. A pooled feature is ``[batch, dim]``. A raw
+            (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros
+            behind them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
+            them apart).
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
@@ -128,7 +130,7 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> "_forward.TrainingBatch":
-        """Look a batch up now, outside any data loader, without changing a row."""
+        """Look a batch up now, outside any data loader, without changing a row; ``device_id`` None is the context's."""
         return self._lookup(persia_batch.data, device_id)
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> "_forward.TrainingBatch":
@@ -141,9 +143,7 @@ class EmbeddingCtx(BaseCtx):
 
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
         stopping.leave_if_asked()
-        if device_id is not None:
-            _forward.check_device(device_id)
-        return self._common.lookup(batch)
+        return self._common.lookup(batch, None if device_id == self.device_id else device_id)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode."""

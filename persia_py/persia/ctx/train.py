@@ -15,7 +15,7 @@ from persia.ctx.embedding import EmbeddingCtx, bare
 from persia.distributed import DistributedBaseOption
 from persia.embedding.optim import Optimizer
 from persia.errors import UsageError
-from persia.gradients import Backward
+from persia.gradients import Backward, LossScale
 from persia.logger import get_logger
 from persia_core.forward import Pipeline
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _logger = get_logger("ctx")
 
 _first_done = False
+
+_LOSS_SCALE = "loss_scale.pt"
+"""The file of a checkpoint that holds the scale of the loss."""
 
 
 class TrainCtx(EmbeddingCtx):
@@ -38,7 +41,8 @@ class TrainCtx(EmbeddingCtx):
         backward_workers_size: PersiaML's; the engine sizes its own threads.
         grad_update_buffer_size: PersiaML's; the staleness bounds what is in flight.
         lookup_emb_directly: PersiaML's; look-ups always start when a batch is there.
-        mixed_precision: Scale the loss for float16; without a GPU it means nothing, and a log line says so once.
+        mixed_precision: Scale the loss for float16, dense and embedding gradients together (``torch.autocast`` is the
+            model's own); without a GPU it means nothing, and a log line says so once.
         distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
             effect where there is one rank.
         *args: For :class:`EmbeddingCtx`, after its mode.
@@ -94,13 +98,14 @@ class TrainCtx(EmbeddingCtx):
             raise UsageError(f"TrainCtx(grad_scalar_update_factor={grad_scalar_update_factor}): want at least 1")
         self.embedding_optimizer = embedding_optimizer
         self.dense_optimizer = dense_optimizer
-        if mixed_precision and self.device_id is None:
+        scale = LossScale(int(grad_scalar_update_factor)) if mixed_precision and self.device_id is not None else None
+        if mixed_precision and scale is None:
             _logger.info("mixed_precision: no GPU, so the loss is not scaled")
         self._checkpoints = checkpoints
         self._option = distributed_option
         self._gradient_scale = embedding_gradient_scale
         self._bare: torch.nn.Module | None = None
-        self._backward = Backward(dense_optimizer)
+        self._backward = Backward(dense_optimizer, scale)
         self._cursor: dict[str, Any] | None = None
         self._random: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has it
         self._loader: DataLoader | None = None
@@ -116,7 +121,7 @@ class TrainCtx(EmbeddingCtx):
             from persia.remote import RemoteContext
 
             return RemoteContext(
-                trains=True, device_id=self.device_id, option=self._option, gradient_scale=self._gradient_scale
+                trains=True, device=self._device, option=self._option, gradient_scale=self._gradient_scale
             )
         return super()._open()
 
@@ -166,6 +171,7 @@ class TrainCtx(EmbeddingCtx):
             lambda: {
                 "dense": None if module is None else module.state_dict(),
                 "optimizer": self.dense_optimizer.state_dict(),
+                "loss_scale": self._loss_scale_state(),
                 "embedding_lr": self._optimizer.lr,
                 "cursor": self._cursor,
                 "more": None if self._checkpoints is None else self._checkpoints.state_dict(),
@@ -178,12 +184,28 @@ class TrainCtx(EmbeddingCtx):
         if module is not None:
             module.load_state_dict(state["dense"])
         self.dense_optimizer.load_state_dict(state["optimizer"])
+        self._load_loss_scale(state["loss_scale"])
         self._optimizer.update_lr(state["embedding_lr"])
         self._loader, self._cursor = None, state["cursor"]
         if self._checkpoints is not None and state["more"] is not None:
             self._checkpoints.go_on(state["saved"], state["more"])
         if (random := state["random"].get(checkpoint.rank_state(env.get_rank()))) is not None:
             checkpoint.restore_random_state(random, self._optimizer)
+
+    def _loss_scale_state(self) -> dict[str, Any] | None:
+        scale = self._backward.loss_scale
+        return None if scale is None else scale.state_dict()
+
+    def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
+        scale = self._backward.loss_scale
+        if scale is not None and state is not None:
+            scale.load_state_dict(state)
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the loss, and the dense gradients back; None without mixed precision or a GPU."""
+        scale = self._backward.loss_scale
+        return None if scale is None else scale.scaler
 
     @property
     def common(self) -> CommonContext:
@@ -215,7 +237,7 @@ class TrainCtx(EmbeddingCtx):
             embedding_gradient_check_frequency: PersiaML's; every step is checked.
 
         Returns:
-            The loss that was back-propagated, detached.
+            The loss that was back-propagated, detached: scaled with mixed precision.
 
         Raises:
             UsageError: No :meth:`forward` of a training batch came before.
@@ -227,7 +249,7 @@ class TrainCtx(EmbeddingCtx):
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
         embeddings, self._embeddings = self._embeddings, []
-        self._backward(loss, batch, embeddings, self._optimizer, self._common)
+        loss = self._backward(loss, batch, embeddings, self._optimizer, self._common)
         self._common.trained_step = batch.step
         stopping.trained()
         _log_first(batch.step)
@@ -322,6 +344,8 @@ class TrainCtx(EmbeddingCtx):
                 if jit is not None:
                     save.add_module(jit, bare(self.model))
             save.add_state(optimizer, self.dense_optimizer.state_dict())
+            if (scale := self._loss_scale_state()) is not None:
+                save.add_state(_LOSS_SCALE, scale)
             for name, state in {checkpoint.rank_state(0): self.random_state(), **more}.items():
                 save.add_state(name, state)
         return save
@@ -375,6 +399,7 @@ class TrainCtx(EmbeddingCtx):
         ranks = {name: loaded.state(name) for name in loaded.names if checkpoint.is_rank_state(name)}
         rank = loaded.state(checkpoint.rank_state(0))
         more = None if self._checkpoints is None else self._checkpoints.state_in(loaded)
+        scale = loaded.state(_LOSS_SCALE) if _LOSS_SCALE in loaded.names else None
         if self.model is not None and dense is not None:
             checkpoint.check_module(bare(self.model), dense, loaded.path)
         checkpoint.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
@@ -383,6 +408,7 @@ class TrainCtx(EmbeddingCtx):
         if self.model is not None and dense is not None:
             bare(self.model).load_state_dict(dense)
         self.dense_optimizer.load_state_dict(optimizer)
+        self._load_loss_scale(scale)
         checkpoint.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor, self._random = None, loaded.cursor, ranks
         if self._checkpoints is not None:

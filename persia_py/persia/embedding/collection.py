@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.dlpack import from_dlpack
 
 from persia import checkpoint
+from persia.common import Device
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.embedding.session import Session, Step
@@ -58,8 +59,8 @@ class EmbeddingCollection(torch.nn.Module):
     ``torch.no_grad()``) nothing changes, and rows that are missing are zeros.
 
     The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the rest of
-    it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on the CPU. The factor of a gradient
-    scaler would reach the rows: train without one.
+    it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on ``device``. The factor of a
+    gradient scaler would reach the rows: train without one.
 
     Gradients are pushed once: a second backward through the same forward is a :class:`~persia.errors.UsageError`.
     With NaN or infinity in one of them the backward pushes none of this rank's: no row changes, a warning names the
@@ -99,8 +100,12 @@ class EmbeddingCollection(torch.nn.Module):
         config: How rows start, and how far they may go.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
             ``REPRODUCIBLE`` set it is 1.
+        device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),
+            or None for the CPU.
+        dtype: What vectors are on a CUDA device: float32, float16 or bfloat16.
 
     Raises:
+        DeviceError: This build or machine has no such device.
         ConfigError: Tables that contradict themselves or each other; every mistake is named.
         UsageError: Inside a context of :mod:`persia.ctx`, the second collection over servers in this process, or a
             staleness that ``REPRODUCIBLE`` contradicts.
@@ -113,6 +118,8 @@ class EmbeddingCollection(torch.nn.Module):
         config: EmbeddingConfig | None = None,
         *,
         staleness: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if not isinstance(optimizer, Optimizer):
@@ -125,7 +132,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.optimizer = optimizer
         self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
         self._anchor = torch.zeros((), requires_grad=True)  # what makes autograd record a forward
-        self._session = Session(self.embedding_config(), optimizer, config, staleness)
+        self._session = Session(self.embedding_config(), optimizer, config, staleness, _device(device, dtype))
 
     def embedding_config(self) -> str:
         """Return the ``embedding_config.yml`` of these tables, for the servers of a job."""
@@ -149,7 +156,8 @@ class EmbeddingCollection(torch.nn.Module):
                 no gradient. Negative ids stand for themselves as unsigned 64-bit numbers.
 
         Returns:
-            For each feature, in the order of the tables, a float32 tensor ``[batch, embedding_dim]``.
+            For each feature, in the order of the tables, a tensor ``[batch, embedding_dim]``, float32 unless the module
+            was made with another dtype.
 
         Raises:
             DataError: Features missing or unknown, offsets and weights that do not fit the ids, or more ids than a
@@ -332,6 +340,21 @@ def _array(name: str, what: str, value: object, dtypes: tuple[str, ...]) -> npt.
             array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
             return np.ascontiguousarray(array)
     raise FeatureTypeError(f"feature {name!r}, {what}: want 1-d {' or '.join(dtypes)}, got {found}")
+
+
+def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Device | None:
+    """Return the CUDA device, or None for the CPU."""
+    place = torch.device("cpu" if device is None else device)
+    if place.type == "cuda":
+        number: int | None = place.index
+        if number is None:
+            number = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        return Device(number, dtype)
+    if place.type != "cpu":
+        raise UsageError(f"EmbeddingCollection(device={device!r}): want a CUDA device, or None for the CPU")
+    if dtype != torch.float32:
+        raise UsageError(f"EmbeddingCollection(dtype={dtype}): on the CPU vectors are float32")
+    return None
 
 
 def _check_tables(tables: Sequence[TableConfig]) -> None:

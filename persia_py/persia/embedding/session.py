@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from persia import checkpoint, distributed, env
-from persia.common import CommonContext, Settings
+from persia.common import CommonContext, Device, Settings
 from persia.configs import Configuration
 from persia.ctx import cnt_ctx
 from persia.distributed import DDPOption
@@ -16,9 +16,8 @@ from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.optim import Optimizer
 from persia.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PersiaError, RunLostError, UsageError
-from persia.gradients import MAX_SKIPPED_STEPS
+from persia.gradients import MAX_SKIPPED_STEPS, Gradients
 from persia.logger import get_logger
-from persia_core import backward as _backward
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, Tensor, TrainingBatch
@@ -78,9 +77,17 @@ class Session:
         optimizer: Updates the rows.
         config: How rows start; None is the default.
         staleness: Steps that may wait for their push.
+        device: Where vectors are made; None is the CPU.
     """
 
-    def __init__(self, slots: str, optimizer: Optimizer, config: EmbeddingConfig | None, staleness: int | None) -> None:
+    def __init__(
+        self,
+        slots: str,
+        optimizer: Optimizer,
+        config: EmbeddingConfig | None,
+        staleness: int | None,
+        device: Device | None = None,
+    ) -> None:
         if cnt_ctx() is not None:
             raise UsageError(
                 "EmbeddingCollection inside a context of persia.ctx, which has tables of its own: make it outside, or "
@@ -99,7 +106,7 @@ class Session:
         self._pipeline: Pipeline | None = None
         self._refused = False  # the pipeline has ended with a batch that was not looked up
         self._lost = ""
-        self._common = self._open(Configuration.of(slots, "the tables of EmbeddingCollection"))
+        self._common = self._open(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
         self._finalizer = weakref.finalize(self, _end, self._common)
         try:
             self._common.apply(Settings(optimizer, config or get_default_embedding_config()))
@@ -107,9 +114,9 @@ class Session:
             self.close(error)
             raise
 
-    def _open(self, configuration: Configuration) -> CommonContext:
+    def _open(self, configuration: Configuration, device: Device | None) -> CommonContext:
         if env.nats_url() is None:
-            return EmbeddedContext(configuration)
+            return EmbeddedContext(configuration, device)
         if distributed.holds_session():
             raise UsageError(
                 "a second EmbeddingCollection over the servers of one job would replace the first one's rows: put all "
@@ -118,7 +125,9 @@ class Session:
         from persia.remote import RemoteContext
 
         group = _GivenGroup(backend="gloo")
-        common = RemoteContext(trains=True, option=group, configuration=configuration, takes_batches=False)
+        common = RemoteContext(
+            trains=True, device=device, option=group, configuration=configuration, takes_batches=False
+        )
         distributed.hold(self)
         return common
 
@@ -167,18 +176,17 @@ class Session:
             UsageError: They were pushed before.
         """
         self._waiting.discard(step)
-        dense = [None if each is None else each.detach().contiguous() for each in gradients]
-        for name, gradient in zip(batch.slots, dense, strict=True):
-            if gradient is not None and (place := _backward.first_nonfinite(gradient)) is not None:
+        mine = Gradients(batch, list(gradients))
+        if mine.nonfinite is None or bool(mine.nonfinite.any()):
+            offender = mine.offender("feature")
+            if offender is None and mine.nonfinite is not None:
+                offender = "the sum of the gradients of one id is not finite"
+            if offender is not None:
                 batch.discard()
-                self._skip(
-                    f"the gradient of feature {name!r}, sample {place // gradient.shape[1]}, is "
-                    f"{gradient.flatten()[place].item()}",
-                    batch.step,
-                )
+                self._skip(offender, batch.step)
                 return
         self.skipped = 0
-        batch.push(dense, self._optimizer.lr_factor(batch.step))
+        mine.push(self._optimizer.lr_factor(batch.step))
         self._common.trained_step = max(self._common.trained_step, batch.step)
 
     def _skip(self, what: str, step: int) -> None:

@@ -1,8 +1,46 @@
 //! `persia_core.backward`: what a training loop gives back.
 
+use parking_lot::Mutex;
+use persia_engine::device::DeviceGradients;
 use pyo3::prelude::*;
 
-use crate::dlpack::borrow_f32;
+use crate::dlpack::{Tensor, borrow_f32};
+
+/// Gradients of one step that its device sums, on their way to the rows. `TrainingBatch.push_sums` takes them.
+#[pyclass(module = "persia_core.backward", frozen)]
+pub(crate) struct Sums {
+    flag: Py<Tensor>,
+    gradients: Mutex<Option<Box<dyn DeviceGradients>>>,
+}
+
+impl Sums {
+    #[cfg(feature = "cuda")]
+    pub(crate) fn new(flag: Py<Tensor>, gradients: Box<dyn DeviceGradients>) -> Self {
+        Self { flag, gradients: Mutex::new(Some(gradients)) }
+    }
+
+    /// Once.
+    pub(crate) fn take(&self) -> Option<Box<dyn DeviceGradients>> {
+        self.gradients.lock().take()
+    }
+}
+
+#[pymethods]
+impl Sums {
+    /// One int32 on the device: not 0 if the sum of an id is not finite. To read it is to wait for the device.
+    #[getter]
+    fn nonfinite(&self, py: Python<'_>) -> Py<Tensor> {
+        self.flag.clone_ref(py)
+    }
+}
+
+impl Drop for Sums {
+    fn drop(&mut self) {
+        // It waits for the device.
+        let gradients = self.gradients.lock().take();
+        Python::attach(|py| py.detach(|| drop(gradients)));
+    }
+}
 
 /// Position of the first NaN or infinity of a contiguous float32 CPU tensor, flattened; None if all is finite.
 #[pyfunction]

@@ -1,28 +1,63 @@
-//! Which devices this build can use.
+//! Devices, in a build without them: each is refused, with what to do.
 
+use std::sync::Arc;
+
+use persia_engine::device::{Device, OnDevice};
+use persia_types::Dtype;
 use pyo3::prelude::*;
 
+use crate::backward::Sums;
+use crate::dlpack::{ElementType, Tensor};
 use crate::errors;
+use crate::forward::Which;
 
 /// Refuse a CUDA device that this build or machine does not have.
 #[pyfunction]
 pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
+    open(py, device_id, Dtype::F32, Dtype::F32).map(drop)
+}
+
+/// Bytes of a CUDA device that steps hold, and those that are taken from it.
+#[pyfunction]
+pub(crate) fn device_memory(py: Python<'_>, device_id: i32) -> PyResult<(u64, u64)> {
+    check_device(py, device_id).map(|()| (0, 0))
+}
+
+/// The device, as an engine uses it.
+pub(crate) fn open(py: Python<'_>, ordinal: i32, _vectors: Dtype, _wire: Dtype) -> PyResult<Arc<dyn Device>> {
     let file = py.import("persia_core")?.getattr("__file__").and_then(|file| file.extract::<String>());
     let file = file.unwrap_or_else(|_| "persia_core".into());
-    let features = crate::features();
-    let built =
-        if features.is_empty() { "no features".into() } else { format!("features {}", features.join(", ")) };
-    let advice = if cfg!(feature = "cuda") {
-        "CUDA kernels are not in this version; leave device_id out to train on the CPU".to_owned()
-    } else {
-        "build it with CUDA: cargo build --release --package persia-core --features cuda \
-         --manifest-path rust_core/Cargo.toml, then copy rust_core/target/release/libpersia_core.so to \
-         persia_core.so in a folder on PYTHONPATH; or leave device_id out to train on the CPU"
-            .to_owned()
-    };
-    Err(errors::raise(
-        py,
-        "DeviceError",
-        format!("CUDA device {device_id} was asked for, but {file} was built with {built}; {advice}"),
-    ))
+    let text = format!(
+        "CUDA device {ordinal} was asked for, but {file} was built with no features; build it with CUDA: cargo build \
+         --release --package persia-core --features cuda --manifest-path rust_core/Cargo.toml, then copy \
+         rust_core/target/release/libpersia_core.so to persia_core.so in a folder on PYTHONPATH; or leave device_id out \
+         to train on the CPU"
+    );
+    Err(errors::raise(py, "DeviceError", text))
+}
+
+/// The number of the device that has a step.
+pub(crate) fn ordinal(_step: &OnDevice) -> Option<i32> {
+    None
+}
+
+/// What the vectors of a step are.
+pub(crate) fn vectors(_step: &OnDevice) -> ElementType {
+    ElementType::F32
+}
+
+/// A tensor of a step.
+pub(crate) fn tensor(_: &OnDevice, _: Which, _: ElementType, _: &[usize]) -> Option<Tensor> {
+    None
+}
+
+/// Sum gradients where they are.
+pub(crate) fn sum(
+    py: Python<'_>,
+    step: u64,
+    _: &OnDevice,
+    _: &[(Bound<'_, PyAny>, Vec<usize>)],
+    _: f32,
+) -> PyResult<Sums> {
+    Err(errors::raise(py, "UsageError", format!("step {step} is not on a device")))
 }

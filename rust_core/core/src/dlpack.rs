@@ -9,11 +9,19 @@ use std::sync::Arc;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 
 use crate::errors;
 
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
+/// DLPack's number for memory of CUDA devices.
+#[cfg(feature = "cuda")]
+pub(crate) const CUDA: i32 = 2;
+/// CUDA's default stream, as DLPack numbers it.
+const DEFAULT_STREAM: i64 = 1;
+/// A consumer that sees to the order itself.
+const NO_ORDER: i64 = -1;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -39,6 +47,23 @@ impl ElementType {
     pub(crate) const F32: Self = Self::new(2, 32);
 }
 
+/// IEEE binary16.
+#[cfg(feature = "cuda")]
+pub(crate) const F16: ElementType = ElementType::new(2, 16);
+/// The upper half of a binary32.
+#[cfg(feature = "cuda")]
+pub(crate) const BF16: ElementType = ElementType::new(4, 16);
+
+/// Memory of a device, whose order of uses is that of streams.
+pub(crate) trait OnStream: Send + Sync {
+    /// Kind and number, as DLPack has them.
+    fn device(&self) -> (i32, i32);
+    /// Let what is queued on `stream` from now on wait until the memory is written.
+    fn hand_to(&self, stream: usize) -> Result<(), String>;
+    /// Note that what is queued on `stream` so far uses the memory.
+    fn used_on(&self, stream: usize);
+}
+
 #[repr(C)]
 struct DlTensor {
     data: *mut c_void,
@@ -61,13 +86,17 @@ struct Managed {
 struct Exported {
     managed: Managed,
     shape: Vec<i64>,
-    _owner: Arc<dyn Any + Send + Sync>,
+    /// Where a device's tensor was handed over.
+    stream: Option<(Arc<dyn OnStream>, usize)>,
+    _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// A tensor on the CPU that Python takes over by `torch.from_dlpack(tensor)`.
+/// A tensor that Python takes over by `torch.from_dlpack(tensor)`.
 #[pyclass(module = "persia_core.forward", frozen)]
 pub(crate) struct Tensor {
-    owner: Arc<dyn Any + Send + Sync>,
+    /// None where a device has it.
+    owner: Option<Arc<dyn Any + Send + Sync>>,
+    device: Option<Arc<dyn OnStream>>,
     data: *mut c_void,
     dtype: ElementType,
     shape: Vec<i64>,
@@ -92,13 +121,45 @@ impl Tensor {
             "shape and bytes agree"
         );
         let shape = shape.iter().map(|&n| n as i64).collect();
-        Self { owner, data: bytes.as_ptr().cast_mut().cast(), dtype, shape }
+        Self { owner: Some(owner), device: None, data: bytes.as_ptr().cast_mut().cast(), dtype, shape }
+    }
+
+    /// A row-major tensor at an address of a device, which `device` keeps.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device(
+        device: Arc<dyn OnStream>,
+        address: u64,
+        dtype: ElementType,
+        shape: &[usize],
+    ) -> Self {
+        let shape = shape.iter().map(|&n| n as i64).collect();
+        Self { owner: None, device: Some(device), data: address as *mut c_void, dtype, shape }
+    }
+
+    fn place(&self) -> (i32, i32) {
+        self.device.as_ref().map_or((CPU, 0), |device| device.device())
+    }
+
+    /// Let the consumer's stream wait for the tensor; returns where its uses are queued.
+    fn hand_over(
+        &self,
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Option<(Arc<dyn OnStream>, usize)>> {
+        let Some(device) = &self.device else { return Ok(None) };
+        let stream: Option<i64> = stream.map(|stream| stream.extract()).transpose()?;
+        let number = stream.filter(|stream| *stream > 0).unwrap_or(DEFAULT_STREAM) as usize;
+        if stream != Some(NO_ORDER) {
+            device.hand_to(number).map_err(|text| errors::raise(py, "DeviceError", text))?;
+        }
+        Ok(Some((Arc::clone(device), number)))
     }
 }
 
 #[pymethods]
 impl Tensor {
-    /// The capsule; `stream` is ignored on the CPU.
+    /// The capsule. On a device the tensor is ready for what is queued on `stream` from now on, and the last use of it has
+    /// to be queued there, too.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -108,17 +169,19 @@ impl Tensor {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let _ = (stream, max_version);
-        if dl_device.is_some_and(|device| device != (CPU, 0)) || copy == Some(true) {
+        let _ = max_version;
+        let (kind, id) = self.place();
+        if dl_device.is_some_and(|device| device != (kind, id)) || copy == Some(true) {
             return Err(PyBufferError::new_err(
-                "persia tensors are on the CPU and are handed over without a copy",
+                "persia tensors are handed over where they are, without a copy",
             ));
         }
+        let stream = self.hand_over(py, stream)?;
         let mut exported = Box::new(Exported {
             managed: Managed {
                 tensor: DlTensor {
                     data: self.data,
-                    device: Device { kind: CPU, id: 0 },
+                    device: Device { kind, id },
                     ndim: self.shape.len() as i32,
                     dtype: self.dtype,
                     shape: std::ptr::null_mut(),
@@ -129,6 +192,7 @@ impl Tensor {
                 deleter: Some(release_exported),
             },
             shape: self.shape.clone(),
+            stream,
             _owner: self.owner.clone(),
         });
         exported.managed.tensor.shape = exported.shape.as_mut_ptr();
@@ -146,9 +210,9 @@ impl Tensor {
         }
     }
 
-    /// `(1, 0)`: the CPU.
+    /// `(1, 0)` is the CPU, `(2, n)` CUDA device n.
     fn __dlpack_device__(&self) -> (i32, i32) {
-        (CPU, 0)
+        self.place()
     }
 
     /// The tensor's shape.
@@ -160,7 +224,10 @@ impl Tensor {
 
 unsafe extern "C" fn release_exported(managed: *mut Managed) {
     // SAFETY: only `Tensor::__dlpack__` installs this deleter, with `context` set to its box.
-    unsafe { drop(Box::from_raw((*managed).context.cast::<Exported>())) }
+    let exported = unsafe { Box::from_raw((*managed).context.cast::<Exported>()) };
+    if let Some((device, stream)) = &exported.stream {
+        device.used_on(*stream);
+    }
 }
 
 unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
@@ -199,11 +266,47 @@ impl AsRef<[f32]> for Borrowed {
     }
 }
 
+/// A tensor of somebody else's, as it was handed over.
+pub(crate) struct Taken {
+    pub(crate) data: *const c_void,
+    pub(crate) dtype: ElementType,
+    /// Its owner.
+    pub(crate) capsule: Py<PyAny>,
+}
+
 /// Take a contiguous float32 CPU tensor of shape `want` from any object with `__dlpack__`.
 pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) -> PyResult<Borrowed> {
+    let Taken { data, dtype, capsule } = borrow_from(object, what, want, (CPU, 0), None)?;
+    let refuse = |text: String| Err(errors::feature_type(object.py(), format!("{what}: {text}")));
+    if dtype != ElementType::F32 {
+        return refuse(format!("want float32, got DLPack type {} of {} bits", dtype.code, dtype.bits));
+    }
+    let (len, start) = (want.iter().product(), data.cast::<f32>());
+    if len > 0 && !start.is_aligned() {
+        return refuse("its data is not aligned to 4 bytes; make a copy".into());
+    }
+    Ok(Borrowed { start, len, _capsule: capsule })
+}
+
+/// Take a contiguous tensor of shape `want` at `place` from any object with `__dlpack__`; on a device it is ready for what
+/// is queued on `stream` from now on.
+pub(crate) fn borrow_from(
+    object: &Bound<'_, PyAny>,
+    what: &str,
+    want: &[usize],
+    place: (i32, i32),
+    stream: Option<usize>,
+) -> PyResult<Taken> {
     let py = object.py();
     let refuse = |text: String| Err(errors::feature_type(py, format!("{what}: {text}")));
-    let capsule = object.call_method0("__dlpack__")?;
+    let capsule = match stream {
+        None => object.call_method0("__dlpack__")?,
+        Some(stream) => {
+            let arguments = PyDict::new(py);
+            arguments.set_item("stream", stream)?;
+            object.call_method("__dlpack__", (), Some(&arguments))?
+        }
+    };
     // SAFETY: the name is checked before the pointer is taken; shape and strides have `ndim` elements by the protocol, and
     // all of it lives as long as the capsule.
     let (data, device, dtype, shape, strides) = unsafe {
@@ -216,21 +319,15 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
         let shape = if dims == 0 { &[][..] } else { std::slice::from_raw_parts(tensor.shape, dims) };
         let strides = (!tensor.strides.is_null() && dims > 0)
             .then(|| std::slice::from_raw_parts(tensor.strides, dims).to_vec());
-        let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize).cast::<f32>();
+        let data = tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize).cast::<c_void>();
         (data, tensor.device, tensor.dtype, shape.to_vec(), strides)
     };
-    if device.kind != CPU {
-        return refuse("not on the CPU".into());
-    }
-    if dtype != ElementType::F32 {
-        return refuse(format!("want float32, got DLPack type {} of {} bits", dtype.code, dtype.bits));
+    if device.kind != place.0 || (place.0 != CPU && device.id != place.1) {
+        let wanted = if place.0 == CPU { "the CPU".into() } else { format!("CUDA device {}", place.1) };
+        return refuse(format!("not on {wanted}"));
     }
     if shape.len() != want.len() || shape.iter().zip(want).any(|(&have, &want)| have != want as i64) {
         return refuse(format!("shape {shape:?}, want {want:?}"));
-    }
-    let len = want.iter().product();
-    if len > 0 && !data.is_aligned() {
-        return refuse("its data is not aligned to 4 bytes; make a copy".into());
     }
     if let Some(strides) = strides {
         let mut expected = 1;
@@ -241,5 +338,5 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
             expected *= size;
         }
     }
-    Ok(Borrowed { start: data, len, _capsule: capsule.unbind() })
+    Ok(Taken { data, dtype, capsule: capsule.unbind() })
 }

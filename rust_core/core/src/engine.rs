@@ -3,10 +3,11 @@
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
+use persia_engine::device::Device;
 use persia_engine::{Drained, Engine as RankEngine, EngineOptions};
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{Mode, Run};
-use persia_types::{Schema, Tables};
+use persia_types::{Dtype, Schema, Tables};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -16,7 +17,7 @@ use crate::discovery::Discovery;
 use crate::forward::{Open, Pipeline, TrainingBatch};
 use crate::optim::{InitializerSpec, OptimizerSpec};
 use crate::remote::{Remote, RemoteOptions};
-use crate::{errors, stats, wait};
+use crate::{device, errors, stats, wait};
 
 /// The run in force, and the rank engine that works on it.
 struct Current {
@@ -43,6 +44,10 @@ pub(crate) struct Engine {
     current: Mutex<Option<Current>>,
     /// The pipeline opened last.
     open: Mutex<Weak<Open>>,
+    /// What gradients travel as.
+    wire: Dtype,
+    /// Where look-ups are pooled; None is the CPU.
+    device: Mutex<Option<Arc<dyn Device>>>,
 }
 
 impl Drop for Engine {
@@ -66,7 +71,7 @@ impl Engine {
         };
         let store = Store::new(schema.clone(), options).map_err(|error| errors::tables(py, &error))?;
         let job = general.parsed.job_name.clone();
-        Ok(Self::over(Rows::Here(Arc::new(store)), schema, job, 0, 1))
+        Ok(Self::over(Rows::Here(Arc::new(store)), schema, job, (0, 1), Dtype::F32))
     }
 
     /// Rows on the job's servers, reached through its middlewares; both are found by `discovery`, now or later.
@@ -90,7 +95,15 @@ impl Engine {
         let options = RemoteOptions { rank, token_file, checkpoint_root, rpc_timeout_s, wire_dtype };
         let remote = Remote::connect(py, discovery, options)?;
         let schema = embedding.parsed.schema.clone();
-        Ok(Self::over(Rows::There(remote), schema, discovery.job().to_owned(), rank, world_size))
+        let job = discovery.job().to_owned();
+        Ok(Self::over(Rows::There(remote), schema, job, (rank, world_size), wire_dtype))
+    }
+
+    /// Pool look-ups on a CUDA device from the next epoch or loop on, and sum gradients there; vectors are `dtype`.
+    #[pyo3(signature = (device_id, dtype="f32"))]
+    fn use_device(&self, py: Python<'_>, device_id: i32, dtype: &str) -> PyResult<()> {
+        *self.device.lock() = Some(device::open(py, device_id, vectors(py, dtype)?, self.wire)?);
+        Ok(())
     }
 
     /// Start an epoch after `after_epoch` and every one before it; the next step is `step` + 1. `fresh` drops the rows
@@ -210,12 +223,19 @@ impl Engine {
     }
 
     /// Look a batch up now, for evaluation: nothing is changed, missing rows are zeros. Pushes in flight are waited for.
-    fn lookup(&self, py: Python<'_>, batch: &Batch) -> PyResult<TrainingBatch> {
+    /// The tensors are on the engine's device, or on that of `device_id`.
+    #[pyo3(signature = (batch, device_id=None))]
+    fn lookup(&self, py: Python<'_>, batch: &Batch, device_id: Option<i32>) -> PyResult<TrainingBatch> {
         self.drain(py)?;
         let engine = self.rank_engine(py)?;
-        let found = py.detach(|| engine.lookup_now(&batch.0, Mode::Eval));
+        let device = match device_id {
+            Some(number) => Some(device::open(py, number, Dtype::F32, self.wire)?),
+            None => self.device.lock().clone(),
+        };
+        let found = py.detach(|| engine.lookup_on(device.as_deref(), &batch.0, Mode::Eval));
         let found = found.map_err(|error| errors::engine(py, &error))?;
-        Ok(TrainingBatch::evaluated(engine.step(), Arc::clone(&batch.0), found.outputs))
+        let (outputs, on_device) = (found.outputs, found.on_device);
+        Ok(TrainingBatch::evaluated(engine.step(), Arc::clone(&batch.0), outputs, on_device))
     }
 
     /// Wait until every push is applied.
@@ -298,9 +318,9 @@ impl Engine {
 }
 
 impl Engine {
-    fn over(rows: Rows, schema: Schema, job: String, rank: u32, world_size: u32) -> Self {
-        let (current, open) = (Mutex::default(), Mutex::default());
-        Self { rows, schema, job, rank, world_size, current, open }
+    fn over(rows: Rows, schema: Schema, job: String, (rank, world_size): (u32, u32), wire: Dtype) -> Self {
+        let (current, open, device) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { rows, schema, job, rank, world_size, current, open, wire, device }
     }
 
     pub(crate) fn tables(&self) -> Arc<dyn Tables> {
@@ -363,11 +383,22 @@ impl Engine {
             world_size: self.world_size,
             ..options
         };
-        let engine = RankEngine::new(self.tables(), self.schema.clone(), options);
+        let device = self.device.lock().clone();
+        let engine = RankEngine::with_device(self.tables(), self.schema.clone(), options, device);
         let engine = engine.map_err(|error| errors::engine(py, &error))?;
         let before = self.current.lock().replace(Current { epoch, run, engine });
         py.detach(move || drop(before));
         Ok(())
+    }
+}
+
+/// What the model gets.
+fn vectors(py: Python<'_>, dtype: &str) -> PyResult<Dtype> {
+    match dtype {
+        "f32" => Ok(Dtype::F32),
+        "f16" => Ok(Dtype::F16),
+        "bf16" => Ok(Dtype::Bf16),
+        other => Err(errors::raise(py, "UsageError", format!("dtype={other:?}: want f32, f16 or bf16"))),
     }
 }
 

@@ -65,6 +65,7 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
             };
         }
         Error::Lookup { source, .. } | Error::Push { source, .. } => tables_class(source),
+        Error::Device { .. } => "DeviceError",
         Error::Empty { .. } | Error::UnequalBatchSizes { .. } => "BatchSizeError",
         Error::BadOption { .. } => "ConfigError",
         Error::Closed { .. } => "UsageError",

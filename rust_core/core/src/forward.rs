@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use persia_engine::device::OnDevice;
 use persia_engine::{
     Batch as EngineBatch, Dtype, Fed, Gradient, Next, Output, Pipeline as Line, PushOptions,
     Tensor as DenseTensor, Ticket, Wait,
 };
 use pyo3::prelude::*;
 
+use crate::backward::Sums;
 use crate::data::Batch;
 use crate::dlpack::{ElementType, Tensor, borrow_f32};
-use crate::{errors, wait};
+use crate::{device, errors, wait};
 
 /// How often waiting for the source of batches is logged.
 const REMIND: Duration = Duration::from_secs(30);
@@ -37,6 +39,17 @@ impl Open {
             line.close();
         }
     }
+}
+
+/// Which of a step's tensors on a device.
+#[derive(Clone, Copy)]
+pub(crate) enum Which {
+    /// Vectors of an id feature.
+    Vectors(usize),
+    /// Mask of a raw feature.
+    Mask(usize),
+    /// A dense input or label.
+    Given(usize),
 }
 
 /// The right to push a batch's gradients, until somebody takes or discards it.
@@ -127,7 +140,13 @@ impl Pipeline {
         wait::until(py, |slice| match line.next(slice) {
             Ok(Next::Ready(looked)) => {
                 let looked = *looked;
-                let batch = TrainingBatch::new(looked.step, looked.batch, looked.outputs, looked.ticket);
+                let batch = TrainingBatch::new(
+                    looked.step,
+                    looked.batch,
+                    looked.outputs,
+                    looked.on_device,
+                    looked.ticket,
+                );
                 *self.last.lock() = Some((batch.step, Arc::clone(&batch.right)));
                 Ok(Some(Some(batch)))
             }
@@ -208,16 +227,23 @@ pub(crate) struct TrainingBatch {
     position: Option<String>,
     batch: Arc<EngineBatch>,
     outputs: Vec<Arc<Output>>,
+    on_device: Option<OnDevice>,
     /// Whether it came with the right to push.
     trains: bool,
     right: Right,
 }
 
 impl TrainingBatch {
-    fn new(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>, ticket: Option<Ticket>) -> Self {
+    fn new(
+        step: u64,
+        batch: Arc<EngineBatch>,
+        outputs: Vec<Output>,
+        on_device: Option<OnDevice>,
+        ticket: Option<Ticket>,
+    ) -> Self {
         let outputs = outputs.into_iter().map(Arc::new).collect();
         let trains = ticket.is_some();
-        Self { step, position: None, batch, outputs, trains, right: Arc::new(Mutex::new(ticket)) }
+        Self { step, position: None, batch, outputs, on_device, trains, right: Arc::new(Mutex::new(ticket)) }
     }
 
     /// Of an output's tensor.
@@ -226,8 +252,31 @@ impl TrainingBatch {
         [Some(self.batch.batch_size()), places, Some(output.dim())].into_iter().flatten().collect()
     }
 
-    pub(crate) fn evaluated(step: u64, batch: Arc<EngineBatch>, outputs: Vec<Output>) -> Self {
-        Self::new(step, batch, outputs, None)
+    pub(crate) fn evaluated(
+        step: u64,
+        batch: Arc<EngineBatch>,
+        outputs: Vec<Output>,
+        on_device: Option<OnDevice>,
+    ) -> Self {
+        Self::new(step, batch, outputs, on_device, None)
+    }
+
+    /// The device's tensor, if there is a device.
+    fn elsewhere(&self, which: Which, dtype: ElementType, shape: &[usize]) -> Option<Tensor> {
+        device::tensor(self.on_device.as_ref()?, which, dtype, shape)
+    }
+
+    /// The right to push, once.
+    fn take_right(&self, py: Python<'_>) -> PyResult<Ticket> {
+        let step = self.step;
+        let ticket = self.right.lock().take();
+        ticket.ok_or_else(|| {
+            let text = format!(
+                "step {step}: no gradients can be pushed: they were before, or the batch was discarded (by hand, or \
+                 because the loop went on to the next one), or it is not trained on"
+            );
+            errors::raise(py, "UsageError", text)
+        })
     }
 }
 
@@ -251,6 +300,12 @@ impl TrainingBatch {
         self.trains
     }
 
+    /// The CUDA device that the tensors are on; None is the CPU.
+    #[getter]
+    fn device_id(&self) -> Option<i32> {
+        self.on_device.as_ref().and_then(device::ordinal)
+    }
+
     /// The user's own bytes.
     #[getter]
     fn meta(&self) -> Option<&[u8]> {
@@ -259,22 +314,29 @@ impl TrainingBatch {
 
     /// One float32 tensor per id feature, in the batch's order: `[batch, dim]`, of a raw feature `[batch, places, dim]`.
     fn embeddings(&self) -> Vec<Tensor> {
-        let share = |output: &Arc<Output>| {
-            let bytes = bytemuck::cast_slice(output.as_ref().as_ref());
-            Tensor::new(Arc::clone(output) as _, bytes, ElementType::F32, &self.shape(output))
+        let vectors = self.on_device.as_ref().map_or(ElementType::F32, device::vectors);
+        let share = |(index, output): (usize, &Arc<Output>)| {
+            let shape = self.shape(output);
+            self.elsewhere(Which::Vectors(index), vectors, &shape).unwrap_or_else(|| {
+                let bytes = bytemuck::cast_slice(output.as_ref().as_ref());
+                Tensor::new(Arc::clone(output) as _, bytes, ElementType::F32, &shape)
+            })
         };
-        self.outputs.iter().map(share).collect()
+        self.outputs.iter().enumerate().map(share).collect()
     }
 
     /// For each raw feature a `[batch, places]` bool tensor, true where an id is; None for the others.
     fn masks(&self) -> Vec<Option<Tensor>> {
-        let share = |output: &Arc<Output>| {
+        let bool8 = ElementType::new(6, 8);
+        let share = |(index, output): (usize, &Arc<Output>)| {
             let raw = output.raw()?;
             let shape = [self.batch.batch_size(), raw.places];
-            let bytes = bytemuck::cast_slice(&raw.mask);
-            Some(Tensor::new(Arc::clone(output) as _, bytes, ElementType::new(6, 8), &shape))
+            self.elsewhere(Which::Mask(index), bool8, &shape).or_else(|| {
+                let bytes = bytemuck::cast_slice(&raw.mask);
+                Some(Tensor::new(Arc::clone(output) as _, bytes, bool8, &shape))
+            })
         };
-        self.outputs.iter().map(share).collect()
+        self.outputs.iter().enumerate().map(share).collect()
     }
 
     /// For each feature how many of its ids were left out: those behind a sample's places in a raw feature.
@@ -282,27 +344,28 @@ impl TrainingBatch {
         self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.cut)).collect()
     }
 
-    /// Dense inputs, in the batch's order.
+    /// Dense inputs, in the batch's order. On a device every call gives the same memory.
     fn dense(&self) -> Vec<Tensor> {
-        self.batch.dense().iter().map(copied).collect()
+        self.given(0, self.batch.dense())
     }
 
     /// Labels, in the batch's order.
     fn labels(&self) -> Vec<Tensor> {
-        self.batch.labels().iter().map(copied).collect()
+        self.given(self.batch.dense().len(), self.batch.labels())
     }
 
     /// Hand the gradients of `embeddings` over, in their order, None where there is none, and return at once.
-    fn push(&self, py: Python<'_>, gradients: Vec<Option<Bound<'_, PyAny>>>, lr_factor: f32) -> PyResult<()> {
+    /// Each is multiplied by `scale`, for example 1 / the scale of the loss.
+    #[pyo3(signature = (gradients, lr_factor, scale=1.0))]
+    fn push(
+        &self,
+        py: Python<'_>,
+        gradients: Vec<Option<Bound<'_, PyAny>>>,
+        lr_factor: f32,
+        scale: f32,
+    ) -> PyResult<()> {
         let step = self.step;
-        let ticket = self.right.lock().take();
-        let Some(ticket) = ticket else {
-            let text = format!(
-                "step {step}: no gradients can be pushed: they were before, or the batch was discarded (by hand, or \
-                 because the loop went on to the next one), or it is not trained on"
-            );
-            return Err(errors::raise(py, "UsageError", text));
-        };
+        let ticket = self.take_right(py)?;
         let mut borrowed: Vec<Option<Gradient>> = Vec::with_capacity(gradients.len());
         for (index, gradient) in gradients.iter().enumerate() {
             let (Some(gradient), Some(output)) = (gradient, self.outputs.get(index)) else {
@@ -312,14 +375,49 @@ impl TrainingBatch {
             let what = format!("step {step}, gradient {index}");
             borrowed.push(Some(Box::new(borrow_f32(gradient, &what, &self.shape(output))?)));
         }
+        ticket.push(borrowed, PushOptions { lr_factor, scale }).map_err(|error| errors::engine(py, &error))
+    }
+
+    /// Let the device sum the gradients of `embeddings`, one for each, in their order, and multiply them by `scale`; returns
+    /// at once. Nothing is pushed yet.
+    fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
+        let (step, right) = (self.step, self.right.lock().as_ref().map(Ticket::gradient_scale));
+        let (Some(on_device), Some(more)) = (&self.on_device, right) else {
+            let text =
+                format!("step {step}: its vectors are not on a device, or its gradients cannot be pushed");
+            return Err(errors::raise(py, "UsageError", text));
+        };
+        let shapes = self.outputs.iter().map(|output| self.shape(output));
+        let gradients: Vec<_> = gradients.into_iter().zip(shapes).collect();
+        device::sum(py, step, on_device, &gradients, scale * more)
+    }
+
+    /// Hand over what `sum` gave, and return at once.
+    fn push_sums(&self, py: Python<'_>, sums: &Sums, lr_factor: f32) -> PyResult<()> {
+        let ticket = self.take_right(py)?;
+        let Some(gradients) = sums.take() else {
+            return Err(errors::raise(py, "UsageError", "these sums were pushed before"));
+        };
         let options = PushOptions { lr_factor, ..PushOptions::default() };
-        ticket.push(borrowed, options).map_err(|error| errors::engine(py, &error))
+        ticket.push_summed(gradients, options).map_err(|error| errors::engine(py, &error))
     }
 
     /// Give up the right to push: the rows stay as they are.
     fn discard(&self) {
         let ticket = self.right.lock().take();
         drop(ticket);
+    }
+}
+
+impl TrainingBatch {
+    /// Dense inputs or labels; on a device `first` of them lie before.
+    fn given(&self, first: usize, tensors: &[DenseTensor]) -> Vec<Tensor> {
+        let share = |(index, tensor): (usize, &DenseTensor)| {
+            let dtype = element(tensor.dtype());
+            let which = Which::Given(first + index);
+            self.elsewhere(which, dtype, tensor.shape()).unwrap_or_else(|| copied(tensor))
+        };
+        tensors.iter().enumerate().map(share).collect()
     }
 }
 

@@ -15,6 +15,10 @@ mod backward;
 mod checkpoint;
 mod config;
 mod data;
+#[cfg(feature = "cuda")]
+#[path = "cuda.rs"]
+mod device;
+#[cfg(not(feature = "cuda"))]
 mod device;
 mod discovery;
 mod dlpack;
@@ -96,8 +100,10 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     forward.add_class::<forward::TrainingBatch>()?;
     forward.add_class::<dlpack::Tensor>()?;
     forward.add_function(wrap_pyfunction!(device::check_device, &forward)?)?;
+    forward.add_function(wrap_pyfunction!(device::device_memory, &forward)?)?;
 
     let backward = submodule(m, "backward")?;
+    backward.add_class::<backward::Sums>()?;
     backward.add_function(wrap_pyfunction!(backward::first_nonfinite, &backward)?)?;
     backward.add_function(wrap_pyfunction!(device::check_device, &backward)?)?;
 

@@ -10,6 +10,7 @@ use persia_types::tables::{LookupReport, Mode, Tables};
 use persia_types::token::JobId;
 
 use crate::batch::Batch;
+use crate::device::{Device, OnDevice};
 use crate::error::Error;
 use crate::pipeline::push;
 use crate::pipeline::shared::{Context, Shared, deadline, guarded, join, spawn};
@@ -99,6 +100,8 @@ pub enum Drained {
 pub struct Evaluated {
     /// One per id feature, in the batch's order.
     pub outputs: Vec<Output>,
+    /// The vectors, where the engine has a device; those of `outputs` are empty then.
+    pub on_device: Option<OnDevice>,
     /// What was found.
     pub report: LookupReport,
 }
@@ -121,7 +124,20 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::BadOption`], [`Error::Spawn`].
-    pub fn new(tables: Arc<dyn Tables>, schema: Schema, mut options: EngineOptions) -> Result<Self, Error> {
+    pub fn new(tables: Arc<dyn Tables>, schema: Schema, options: EngineOptions) -> Result<Self, Error> {
+        Self::with_device(tables, schema, options, None)
+    }
+
+    /// As [`Self::new`]; look-ups are pooled on the `device`, where there is one.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_device(
+        tables: Arc<dyn Tables>,
+        schema: Schema,
+        mut options: EngineOptions,
+        device: Option<Arc<dyn Device>>,
+    ) -> Result<Self, Error> {
         options.check()?;
         if options.reproducible {
             options.staleness = 1;
@@ -135,6 +151,7 @@ impl Engine {
             epoch: options.epoch,
             rank: options.rank,
             gradient_scale: options.gradient_scale,
+            device,
         };
         let shared = Arc::new(Shared::new(context, options));
         let for_thread = Arc::clone(&shared);
@@ -157,6 +174,19 @@ impl Engine {
     /// # Errors
     /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::Lookup`].
     pub fn lookup_now(&self, batch: &Batch, mode: Mode) -> Result<Evaluated, Error> {
+        self.lookup_on(self.inner.shared.context.device.as_deref(), batch, mode)
+    }
+
+    /// As [`Self::lookup_now`], on another device than the engine's, or on the CPU.
+    ///
+    /// # Errors
+    /// As [`Self::lookup_now`], and [`Error::Device`].
+    pub fn lookup_on(
+        &self,
+        device: Option<&dyn Device>,
+        batch: &Batch,
+        mode: Mode,
+    ) -> Result<Evaluated, Error> {
         if mode == Mode::Train {
             let what = "Train needs a permit: feed the batch to a pipeline".into();
             return Err(Error::BadOption { option: "mode", what });
@@ -169,10 +199,9 @@ impl Engine {
         };
         let plan = Plan::new(batch, &shared.context.schema)?;
         let done = guarded("look-up", step, || {
-            forward(&shared.context, batch, &plan, shared.context.token(step), mode)
-                .map_err(|error| Error::Lookup { step, source: error.into() })
+            forward(&shared.context, device, (batch, &plan), shared.context.token(step), mode)
         })?;
-        Ok(Evaluated { outputs: done.outputs, report: done.report })
+        Ok(Evaluated { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
     /// Wait until every push is acknowledged: the consistent cut. Tickets not yet pushed do not count.

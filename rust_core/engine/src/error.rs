@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use persia_types::TablesError;
 
+use crate::device::DeviceError;
+
 /// What went wrong, where, and what to do.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
@@ -126,6 +128,16 @@ pub enum Error {
         step: u64,
         /// Why.
         source: Arc<TablesError>,
+    },
+    /// A device that could not pool a look-up, or sum gradients; the engine stops.
+    #[error("{worker} of step {step} failed: {source}")]
+    Device {
+        /// Look-up or push.
+        worker: &'static str,
+        /// The batch's step.
+        step: u64,
+        /// Why, and what to do.
+        source: DeviceError,
     },
     /// The source of batches failed.
     #[error("the source of batches failed: {0}")]

@@ -35,6 +35,7 @@ compile_error!(
 mod batch;
 #[cfg(feature = "contract")]
 pub mod contract;
+pub mod device;
 mod engine;
 mod error;
 mod memory;

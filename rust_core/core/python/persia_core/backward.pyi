@@ -1,9 +1,16 @@
-from typing import Protocol
+from typing import Protocol, final
+
+from .forward import Tensor
 
 class SupportsDlpack(Protocol):
     @property
     def shape(self) -> object: ...
     def __dlpack__(self) -> object: ...
+
+@final
+class Sums:
+    @property
+    def nonfinite(self) -> Tensor: ...
 
 def check_device(device_id: int) -> None: ...
 def first_nonfinite(tensor: SupportsDlpack) -> int | None: ...

@@ -6,7 +6,6 @@ use std::time::Duration;
 use persia_types::tables::Mode;
 
 use crate::batch::Batch;
-use crate::error::Error;
 use crate::pipeline::Looked;
 use crate::pipeline::permits::Stage;
 use crate::pipeline::push::Ticket;
@@ -76,8 +75,8 @@ fn serve(shared: &Arc<Shared>, line: u64, batch: Arc<Batch>) -> bool {
     let before = Before { plan: plan_time, permit_wait: watch.lap() };
     let mode = if batch.requires_grad() { Mode::Train } else { Mode::Eval };
     let looked = guarded("look-up", step, || {
-        forward(&shared.context, &batch, &plan, shared.context.token(step), mode)
-            .map_err(|error| Error::Lookup { step, source: error.into() })
+        let device = shared.context.device.as_deref();
+        forward(&shared.context, device, (&batch, &plan), shared.context.token(step), mode)
     });
     match looked {
         Ok(looked) => hand_over(shared, line, step, batch, plan, before, looked),
@@ -135,7 +134,8 @@ fn hand_over(
         state.permits.advance(step, Stage::Ready);
     }
     let ticket = trains.then(|| Ticket::new(Arc::clone(shared), step, Arc::clone(&batch), plan));
-    let looked = Looked { step, batch, outputs: done.outputs, report: done.report, ticket };
+    let Forward { outputs, on_device, report, .. } = done;
+    let looked = Looked { step, batch, outputs, on_device, report, ticket };
     let Some(queue) = state.lines.get_mut(&line) else {
         drop(state);
         drop(looked); // unlocked, because its ticket gives the permit back

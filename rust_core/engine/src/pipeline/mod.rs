@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use persia_types::tables::LookupReport;
 
 use crate::batch::Batch;
+use crate::device::OnDevice;
 use crate::engine::Inner;
 use crate::error::Error;
 use crate::pipeline::permits::Stage;
@@ -96,6 +97,8 @@ pub struct Looked {
     pub batch: Arc<Batch>,
     /// One per id feature, in the batch's order.
     pub outputs: Vec<Output>,
+    /// The vectors, where the engine has a device; those of `outputs` are empty then.
+    pub on_device: Option<OnDevice>,
     /// What the look-up found.
     pub report: LookupReport,
     /// The right to push gradients; `None` for a batch that does not train.

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::batch::Batch;
+use crate::device::DeviceGradients;
 use crate::error::Error;
 use crate::pipeline::permits::Stage;
 use crate::pipeline::shared::{Shared, guarded};
@@ -13,6 +14,14 @@ use crate::step::plan::Plan;
 
 /// The gradient of one id feature's output, of the same shape, wherever the floats live.
 pub type Gradient = Box<dyn AsRef<[f32]> + Send>;
+
+/// The gradients of one push, wherever they are summed.
+pub(crate) enum PushGradients {
+    /// One per id feature.
+    Here(Vec<Option<Gradient>>),
+    /// Summed already.
+    OnDevice(Box<dyn DeviceGradients>),
+}
 
 /// What travels with a push.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -64,8 +73,27 @@ impl Ticket {
     /// # Errors
     /// [`Error::BadGradient`] and [`Error::BadOption`] (nothing is pushed, the permit returns),
     /// [`Error::Closed`] when the engine is gone, or the failure that stopped it.
-    pub fn push(mut self, gradients: Vec<Option<Gradient>>, options: PushOptions) -> Result<(), Error> {
+    pub fn push(self, gradients: Vec<Option<Gradient>>, options: PushOptions) -> Result<(), Error> {
         self.check(&gradients, options)?;
+        self.hand_over(PushGradients::Here(gradients), options)
+    }
+
+    /// As [`Self::push`], with gradients that the engine's device sums; every id feature has one. They are multiplied by
+    /// [`Self::gradient_scale`] already; `options.scale` means nothing.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub fn push_summed(self, gradients: Box<dyn DeviceGradients>, options: PushOptions) -> Result<(), Error> {
+        check_options(options)?;
+        self.hand_over(PushGradients::OnDevice(gradients), options)
+    }
+
+    /// What every summed gradient is multiplied by, whatever the options say.
+    pub fn gradient_scale(&self) -> f32 {
+        self.shared.context.gradient_scale
+    }
+
+    fn hand_over(mut self, gradients: PushGradients, options: PushOptions) -> Result<(), Error> {
         let mut state = self.shared.lock();
         // The ticket is dropped with the error, and its drop locks again: hence no early `?` under the lock.
         if let Some(error) = state.failed.clone() {
@@ -102,18 +130,19 @@ impl Ticket {
                 return bad(format!("{:?} has {found} floats, want {want}", feature.name()));
             }
         }
-        if !(options.lr_factor.is_finite() && options.lr_factor >= 0.0) {
-            let what = format!("{} is not a number of at least 0", options.lr_factor);
-            return Err(Error::BadOption { option: "lr_factor", what });
-        }
-        if !(options.scale.is_finite() && options.scale > 0.0) {
-            return Err(Error::BadOption {
-                option: "scale",
-                what: format!("{} is not above 0", options.scale),
-            });
-        }
-        Ok(())
+        check_options(options)
     }
+}
+
+fn check_options(options: PushOptions) -> Result<(), Error> {
+    if !(options.lr_factor.is_finite() && options.lr_factor >= 0.0) {
+        let what = format!("{} is not a number of at least 0", options.lr_factor);
+        return Err(Error::BadOption { option: "lr_factor", what });
+    }
+    if !(options.scale.is_finite() && options.scale > 0.0) {
+        return Err(Error::BadOption { option: "scale", what: format!("{} is not above 0", options.scale) });
+    }
+    Ok(())
 }
 
 impl Drop for Ticket {
@@ -127,7 +156,7 @@ impl Drop for Ticket {
             drop(state);
             return self.shared.release(self.step);
         }
-        let gradients = batch.id_features().iter().map(|_| None).collect();
+        let gradients = PushGradients::Here(batch.id_features().iter().map(|_| None).collect());
         state.permits.advance(self.step, Stage::Pushing);
         state.pushes.push_back(PushJob {
             step: self.step,
@@ -146,7 +175,7 @@ pub(crate) struct PushJob {
     step: u64,
     batch: Arc<Batch>,
     plan: Plan,
-    gradients: Vec<Option<Gradient>>,
+    gradients: PushGradients,
     options: PushOptions,
 }
 

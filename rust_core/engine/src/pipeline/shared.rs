@@ -16,6 +16,7 @@ use persia_types::tables::Tables;
 use persia_types::token::{JobId, Token};
 
 use crate::batch::Batch;
+use crate::device::Device;
 use crate::engine::EngineOptions;
 use crate::error::Error;
 use crate::pipeline::permits::{Permits, Stage};
@@ -33,6 +34,8 @@ pub(crate) struct Context {
     pub(crate) epoch: u64,
     pub(crate) rank: u32,
     pub(crate) gradient_scale: f32,
+    /// Pools in the place of the CPU.
+    pub(crate) device: Option<Arc<dyn Device>>,
 }
 
 impl Context {

@@ -8,10 +8,11 @@ use persia_types::token::Token;
 
 use crate::batch::Batch;
 use crate::error::Error;
-use crate::pipeline::push::{Gradient, PushOptions};
+use crate::pipeline::push::{Gradient, PushGradients, PushOptions};
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::buffer::Buffer;
+use crate::step::on_device;
 use crate::step::plan::{Plan, TablePlan};
 
 /// A push's result and its times.
@@ -31,9 +32,15 @@ pub(crate) fn backward(
     batch: &Batch,
     plan: &Plan,
     token: Token,
-    gradients: Vec<Option<Gradient>>,
+    gradients: PushGradients,
     options: PushOptions,
 ) -> Result<Backward, Error> {
+    let gradients = match gradients {
+        PushGradients::Here(gradients) => gradients,
+        PushGradients::OnDevice(gradients) => {
+            return on_device::push(context, (batch, plan), token, gradients, options.lr_factor);
+        }
+    };
     let mut watch = Stopwatch::start();
     let given: Vec<usize> = (0..gradients.len()).filter(|feature| gradients[*feature].is_some()).collect();
     let subset;
@@ -60,15 +67,26 @@ pub(crate) fn backward(
         })
         .collect();
     let segment_sum = watch.lap();
-    let request = PushRequest { token, step: token.seq, lr_factor: options.lr_factor, tables: &requests };
+    let report = push_all(context, token, options.lr_factor, &requests)?;
+    Ok(Backward { report, segment_sum, push: watch.lap() })
+}
+
+/// Push, and check that every row is accounted for.
+pub(super) fn push_all(
+    context: &Context,
+    token: Token,
+    lr_factor: f32,
+    tables: &[TableGradients<'_>],
+) -> Result<PushReport, Error> {
+    let request = PushRequest { token, step: token.seq, lr_factor, tables };
     let failed = |error: TablesError| Error::Push { step: token.seq, source: error.into() };
     let report = context.tables.push(&request).map_err(failed)?;
-    let rows = requests.iter().map(|table| table.ids.len() as u64).sum();
+    let rows = tables.iter().map(|table| table.ids.len() as u64).sum();
     if !report.accounts_for(rows) {
         let what = format!("it was given {rows} rows and reported {report:?}");
         return Err(failed(TablesError::Incompatible { peer: "the holder of the rows".into(), what }));
     }
-    Ok(Backward { report, segment_sum, push: watch.lap() })
+    Ok(report)
 }
 
 /// The gradients of one feature that has some, and who uses which id.

@@ -9,9 +9,12 @@ use persia_types::token::Token;
 
 use crate::batch::Batch;
 use crate::batch::feature::IdFeature;
+use crate::device::{Device, OnDevice};
+use crate::error::Error;
 use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::buffer::{Buffer, BufferPool};
+use crate::step::on_device;
 use crate::step::plan::{Member, Plan, TablePlan};
 
 /// The rows of one id feature, 64-byte aligned: pooled, `[batch, dim]`; of a raw feature `[batch, places, dim]`.
@@ -19,6 +22,7 @@ use crate::step::plan::{Member, Plan, TablePlan};
 pub struct Output {
     slot: usize,
     dim: usize,
+    /// Empty where a device has the rows.
     buffer: Buffer,
     raw: Option<Raw>,
 }
@@ -28,13 +32,20 @@ pub struct Output {
 pub struct Raw {
     /// Places of a sample: `sample_fixed_size`.
     pub places: usize,
-    /// `[batch, places]`: whether an id is there. Rows of the other places are zeros.
+    /// `[batch, places]`: whether an id is there. Rows of the other places are zeros. Empty where a device has it.
     pub mask: Vec<bool>,
     /// Ids left out, because their samples have more of them than places.
     pub cut: usize,
 }
 
 impl Output {
+    /// Of a feature whose rows a device has.
+    pub(super) fn elsewhere(context: &Context, plan: &Plan, feature: usize) -> Self {
+        let slot = plan.slots()[feature];
+        let dim = context.schema.tables[context.schema.slots[slot].table].dim;
+        Self { slot, dim, buffer: context.buffers.take(0), raw: raw(context, plan, feature, Vec::new) }
+    }
+
     /// Index of its slot in the schema.
     pub fn slot(&self) -> usize {
         self.slot
@@ -71,37 +82,58 @@ impl AsMut<[f32]> for Output {
 /// A look-up's result and its times.
 pub(crate) struct Forward {
     pub(crate) outputs: Vec<Output>,
+    pub(crate) on_device: Option<OnDevice>,
     pub(crate) report: LookupReport,
     pub(crate) lookup: Duration,
     pub(crate) pool: Duration,
 }
 
-/// Look the batch up and pool it.
+/// Look the batch up and pool it, on the device where one is given.
 ///
 /// Where every sample has one id, pooling is a copy: the tables then write rows straight to the output. So they do with
 /// pooled samples, where they [pool](persia_types::Tables::pools).
 pub(crate) fn forward(
     context: &Context,
-    batch: &Batch,
-    plan: &Plan,
+    device: Option<&dyn Device>,
+    (batch, plan): (&Batch, &Plan),
     token: Token,
     mode: Mode,
-) -> Result<Forward, TablesError> {
-    let mut watch = Stopwatch::start();
-    let dim = |table: usize| context.schema.tables[table].dim;
+) -> Result<Forward, Error> {
+    let divisors = divisors(context, batch, plan);
+    if let Some(device) = device {
+        return on_device::forward(context, device, (batch, plan), &divisors, token, mode);
+    }
+    on_cpu(context, batch, plan, &divisors, token, mode)
+        .map_err(|error| Error::Lookup { step: token.seq, source: error.into() })
+}
+
+/// Per feature what the sums of its samples are divided by.
+pub(super) fn divisors(context: &Context, batch: &Batch, plan: &Plan) -> Vec<Option<Buffer>> {
     let divisors = |(feature, slot): (usize, &usize)| {
         let divisors =
             kernels::divisors(&context.schema.slots[*slot], plan.feature(batch, feature).offsets());
         divisors.map(|divisors| context.buffers.collect(divisors))
     };
-    let divisors: Vec<Option<Buffer>> = plan.slots().iter().enumerate().map(divisors).collect();
+    plan.slots().iter().enumerate().map(divisors).collect()
+}
+
+fn on_cpu(
+    context: &Context,
+    batch: &Batch,
+    plan: &Plan,
+    divisors: &[Option<Buffer>],
+    token: Token,
+    mode: Mode,
+) -> Result<Forward, TablesError> {
+    let mut watch = Stopwatch::start();
+    let dim = |table: usize| context.schema.tables[table].dim;
     let tables: Vec<TableIds<'_>> = plan
         .tables()
         .iter()
         .map(|table| TableIds {
             table: table.table,
             ids: table.ids(plan, batch),
-            uses: uses(context, batch, plan, table, &divisors),
+            uses: uses(context, batch, plan, table, divisors),
         })
         .collect();
     let mut rows: Vec<Buffer> =
@@ -125,16 +157,20 @@ pub(crate) fn forward(
             let mut buffer = context.buffers.take(feature.samples() * dim);
             let bags = bags(feature, divisors[member.feature].as_ref().map(AsRef::as_ref));
             pool_member(&context.buffers, bags, member, rows.as_ref(), dim, buffer.as_mut());
-            let raw = context.schema.slots[slot].sample_fixed_size.map(|places| Raw {
-                places: places as usize,
-                mask: (0..feature.samples()).map(|place| !feature.occurrences_of(place).is_empty()).collect(),
-                cut: plan.cut(member.feature),
-            });
+            let mask =
+                || (0..feature.samples()).map(|place| !feature.occurrences_of(place).is_empty()).collect();
+            let raw = raw(context, plan, member.feature, mask);
             outputs[member.feature] = Some(Output { slot, dim, buffer, raw });
         }
     }
     let outputs = outputs.into_iter().flatten().collect();
-    Ok(Forward { outputs, report, lookup, pool: watch.lap() })
+    Ok(Forward { outputs, on_device: None, report, lookup, pool: watch.lap() })
+}
+
+/// What a raw feature has beside its rows.
+fn raw(context: &Context, plan: &Plan, feature: usize, mask: impl FnOnce() -> Vec<bool>) -> Option<Raw> {
+    let places = context.schema.slots[plan.slots()[feature]].sample_fixed_size?;
+    Some(Raw { places: places as usize, mask: mask(), cut: plan.cut(feature) })
 }
 
 /// How samples use the ids of a table that serves one feature, where they are better off without rows of ids.
@@ -156,7 +192,7 @@ fn uses<'a>(
 }
 
 /// What each sample of a feature adds up, of the feature's own unique ids.
-fn bags<'a>(feature: &'a IdFeature, divisors: Option<&'a [f32]>) -> Bags<'a> {
+pub(super) fn bags<'a>(feature: &'a IdFeature, divisors: Option<&'a [f32]>) -> Bags<'a> {
     Bags { places: feature.inverse(), offsets: feature.offsets(), weights: feature.weights(), divisors }
 }
 

@@ -3,4 +3,5 @@
 pub(crate) mod backward;
 pub(crate) mod buffer;
 pub(crate) mod forward;
+mod on_device;
 pub(crate) mod plan;

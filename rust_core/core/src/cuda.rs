@@ -1,0 +1,136 @@
+//! CUDA devices, in a build with them: between PyTorch's streams and the engine's.
+
+use std::sync::Arc;
+
+use persia_cuda::{Cuda, CudaDevice, Gradient, Part, Step};
+use persia_engine::device::{Device, OnDevice};
+use persia_types::Dtype;
+use pyo3::prelude::*;
+
+use crate::backward::Sums;
+use crate::dlpack::{BF16, CUDA, ElementType, F16, OnStream, Tensor, borrow_from};
+use crate::errors;
+use crate::forward::Which;
+
+fn failed(py: Python<'_>, error: &persia_cuda::CudaError) -> PyErr {
+    errors::raise(py, "DeviceError", error.to_string())
+}
+
+fn cuda(py: Python<'_>, ordinal: i32) -> PyResult<Arc<Cuda>> {
+    py.detach(|| Cuda::device(ordinal)).map_err(|error| failed(py, &error))
+}
+
+/// Refuse a CUDA device that this build or machine does not have.
+#[pyfunction]
+pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
+    cuda(py, device_id).map(drop)
+}
+
+/// Bytes of a CUDA device that steps hold, and those that are taken from it.
+#[pyfunction]
+pub(crate) fn device_memory(py: Python<'_>, device_id: i32) -> PyResult<(u64, u64)> {
+    let used = cuda(py, device_id)?.memory().map_err(|error| failed(py, &error))?;
+    Ok((used.held, used.reserved))
+}
+
+/// The device, as an engine uses it.
+pub(crate) fn open(py: Python<'_>, ordinal: i32, vectors: Dtype, wire: Dtype) -> PyResult<Arc<dyn Device>> {
+    Ok(Arc::new(CudaDevice::new(cuda(py, ordinal)?, vectors, wire)))
+}
+
+fn step(on_device: &OnDevice) -> Option<Arc<Step>> {
+    Arc::clone(on_device).downcast().ok()
+}
+
+/// The number of the device that has a step.
+pub(crate) fn ordinal(on_device: &OnDevice) -> Option<i32> {
+    step(on_device).map(|step| step.device().cuda().ordinal())
+}
+
+/// What the vectors of a step are.
+pub(crate) fn vectors(on_device: &OnDevice) -> ElementType {
+    match step(on_device).map(|step| step.device().vectors()) {
+        Some(Dtype::F16) => F16,
+        Some(Dtype::Bf16) => BF16,
+        Some(Dtype::F32) | None => ElementType::F32,
+    }
+}
+
+/// A tensor of a step, or of its sums.
+struct OnCuda {
+    part: Part,
+    ordinal: i32,
+    hand_to: Box<dyn Fn(usize) -> Result<(), persia_cuda::CudaError> + Send + Sync>,
+}
+
+impl OnStream for OnCuda {
+    fn device(&self) -> (i32, i32) {
+        (CUDA, self.ordinal)
+    }
+
+    fn hand_to(&self, stream: usize) -> Result<(), String> {
+        (self.hand_to)(stream).map_err(|error| error.to_string())
+    }
+
+    fn used_on(&self, stream: usize) {
+        self.part.used_on(stream);
+    }
+}
+
+/// A tensor of a step.
+pub(crate) fn tensor(
+    on_device: &OnDevice,
+    which: Which,
+    dtype: ElementType,
+    shape: &[usize],
+) -> Option<Tensor> {
+    let step = step(on_device)?;
+    let part = match which {
+        Which::Vectors(feature) => step.vectors(feature),
+        Which::Mask(feature) => step.mask(feature),
+        Which::Given(index) => step.tensor(index),
+    }?;
+    let (address, ordinal) = (part.address(), step.device().cuda().ordinal());
+    let hand_to = Box::new(move |stream| step.hand_to(stream));
+    Some(Tensor::on_device(Arc::new(OnCuda { part, ordinal, hand_to }), address, dtype, shape))
+}
+
+/// Sum gradients where they are: each with the shape it has to have, in the order of the features.
+pub(crate) fn sum(
+    py: Python<'_>,
+    number: u64,
+    on_device: &OnDevice,
+    gradients: &[(Bound<'_, PyAny>, Vec<usize>)],
+    scale: f32,
+) -> PyResult<Sums> {
+    let Some(step) = step(on_device) else {
+        return Err(errors::raise(py, "UsageError", format!("step {number} is not on a device")));
+    };
+    let cuda = step.device().cuda();
+    let place = (CUDA, cuda.ordinal());
+    let (mut taken, mut owners) = (Vec::new(), Vec::new());
+    for (index, (gradient, shape)) in gradients.iter().enumerate() {
+        let what = format!("step {number}, gradient {index}");
+        // PyTorch lets this stream wait until its own has made the gradient.
+        let borrowed = borrow_from(gradient, &what, shape, place, Some(cuda.sums_stream()))?;
+        let dtype = match borrowed.dtype {
+            ElementType::F32 => Dtype::F32,
+            F16 => Dtype::F16,
+            BF16 => Dtype::Bf16,
+            other => {
+                let text = format!("{what}: want float32, float16 or bfloat16, got DLPack's {other:?}");
+                return Err(errors::feature_type(py, text));
+            }
+        };
+        taken.push(Gradient { address: borrowed.data as u64, dtype });
+        owners.push(borrowed.capsule);
+    }
+    let sums = py.detach(|| step.sum(&taken, scale, Box::new(owners))).map_err(|error| failed(py, &error))?;
+    let flag = sums.flag();
+    let part = flag.part().clone();
+    let (address, ordinal) = (part.address(), cuda.ordinal());
+    let hand_to = Box::new(move |stream| flag.hand_to(stream));
+    let flag = Arc::new(OnCuda { part, ordinal, hand_to });
+    let flag = Tensor::on_device(flag, address, ElementType::new(0, 32), &[1]);
+    Ok(Sums::new(Py::new(py, flag)?, Box::new(sums)))
+}

@@ -1,0 +1,127 @@
+//! Memory and launches by hand, for tests and measurements. An engine goes by [`CudaDevice`](crate::CudaDevice).
+
+use std::time::{Duration, Instant};
+
+use crate::Cuda;
+use crate::error::CudaError;
+use crate::kernels::{Job, Kernel, lay_out};
+use crate::layout::Jobs;
+use crate::memory::Block;
+
+/// Memory of a device.
+#[derive(Debug)]
+pub struct Buffer {
+    block: Block,
+    bytes: usize,
+}
+
+impl Buffer {
+    /// Where it starts.
+    pub fn address(&self) -> u64 {
+        self.block.address()
+    }
+}
+
+/// Jobs that lie on a device.
+#[derive(Debug)]
+pub struct Launch {
+    kernel: Kernel,
+    jobs: Buffer,
+    count: u32,
+    blocks: u32,
+    flag: Buffer,
+}
+
+impl Cuda {
+    /// A copy of `bytes` on the device.
+    ///
+    /// # Errors
+    /// [`CudaError`]: no memory, or from the driver.
+    pub fn upload(&self, bytes: &[u8]) -> Result<Buffer, CudaError> {
+        let _current = self.context.enter()?;
+        let mut staging = self.pinned.take(bytes.len())?;
+        staging.bytes_mut().copy_from_slice(bytes);
+        let block = self.pool.take(bytes.len(), "a copy", &self.sums)?;
+        staging.upload(block.address(), &self.sums)?;
+        staging.give_back_behind(self.sums.record()?);
+        Ok(Buffer { block, bytes: bytes.len() })
+    }
+
+    /// What a buffer holds when everything queued so far is done.
+    ///
+    /// # Errors
+    /// [`CudaError`]: no memory, or from the driver.
+    pub fn download(&self, buffer: &Buffer) -> Result<Vec<u8>, CudaError> {
+        let _current = self.context.enter()?;
+        let mut staging = self.pinned.take(buffer.bytes)?;
+        staging.download(buffer.address(), &self.sums)?;
+        self.sums.record()?.synchronize()?;
+        Ok(staging.bytes().to_vec())
+    }
+
+    /// Lay jobs out, and put them on the device.
+    ///
+    /// # Errors
+    /// As [`Self::upload`].
+    pub fn prepare(&self, kernel: Kernel, jobs: &mut [Job]) -> Result<Launch, CudaError> {
+        let blocks = lay_out(jobs);
+        let jobs_there = self.upload(bytemuck::cast_slice(jobs))?;
+        let flag = self.upload(&0u32.to_le_bytes())?;
+        Ok(Launch { kernel, jobs: jobs_there, count: jobs.len() as u32, blocks, flag })
+    }
+
+    /// Queue jobs.
+    ///
+    /// # Safety
+    /// Every address of the jobs has as much memory as the job says.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub unsafe fn launch(&self, launch: &Launch) -> Result<(), CudaError> {
+        let _current = self.context.enter()?;
+        let Launch { kernel, count, blocks, .. } = *launch;
+        let jobs = Jobs { kernel, place: 0, count, blocks };
+        // SAFETY: the caller's.
+        unsafe { self.kernels.launch(jobs, launch.jobs.address(), launch.flag.address(), &self.sums) }
+    }
+
+    /// The flag of jobs when everything queued so far is done.
+    ///
+    /// # Errors
+    /// As [`Self::download`].
+    pub fn flag(&self, launch: &Launch) -> Result<u32, CudaError> {
+        Ok(bytemuck::pod_read_unaligned(&self.download(&launch.flag)?))
+    }
+
+    /// Queue a copy between two buffers of one size.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub fn copy(&self, from: &Buffer, to: &Buffer) -> Result<(), CudaError> {
+        let _current = self.context.enter()?;
+        to.block.copy_from(&from.block, from.bytes.min(to.bytes), &self.sums)
+    }
+
+    /// How long the device takes for each of `count` times `work`, which queues something.
+    ///
+    /// # Errors
+    /// [`CudaError`] from `work` or the driver.
+    pub fn time(
+        &self,
+        count: u32,
+        mut work: impl FnMut() -> Result<(), CudaError>,
+    ) -> Result<Duration, CudaError> {
+        let done = || {
+            let current = self.context.enter()?;
+            let event = self.sums.record()?;
+            drop(current);
+            event.synchronize()
+        };
+        work()?;
+        done()?;
+        let start = Instant::now();
+        (0..count).try_for_each(|_| work())?;
+        done()?;
+        Ok(start.elapsed() / count.max(1))
+    }
+}

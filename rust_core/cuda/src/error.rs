@@ -1,0 +1,158 @@
+//! What can go wrong with a device: what, where, why, and what to do next.
+
+/// A failure of CUDA.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CudaError {
+    /// There is no libcuda.
+    #[error(
+        "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and look at: \
+         nvidia-smi; a container is given GPUs by docker-compose.gpu.yaml; or leave device_id out to train on the CPU"
+    )]
+    NoDriver {
+        /// Asked for.
+        ordinal: i32,
+    },
+    /// The driver cannot read the kernels.
+    #[error(
+        "CUDA device {ordinal}: the NVIDIA driver speaks CUDA {}.{}, the kernels need {}.{} (driver 525 or later); \
+         update the driver, then look at: nvidia-smi", .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
+    )]
+    DriverTooOld {
+        /// Asked for.
+        ordinal: i32,
+        /// The driver's, as 1000 * major + 10 * minor.
+        found: i32,
+        /// The kernels'.
+        needed: i32,
+    },
+    /// A number without a device.
+    #[error(
+        "CUDA device {ordinal} was asked for, and there {} (CUDA_VISIBLE_DEVICES={visible}); look at: nvidia-smi -L",
+        describe_count(*.count)
+    )]
+    NoDevice {
+        /// Asked for.
+        ordinal: i32,
+        /// What the driver shows.
+        count: i32,
+        /// The environment variable.
+        visible: String,
+    },
+    /// A device that the kernels do not run on.
+    #[error(
+        "CUDA device {ordinal} has compute capability {}.{}, the kernels need {}.{} (A100 or later); choose another \
+         device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
+    )]
+    DeviceTooOld {
+        /// Asked for.
+        ordinal: i32,
+        /// Its compute capability.
+        found: (i32, i32),
+        /// The kernels'.
+        needed: (i32, i32),
+    },
+    /// No memory left on the device.
+    #[error(
+        "CUDA device {ordinal}: out of memory for {bytes} bytes of {what}, {free} of {total} bytes are free; use smaller \
+         batches or a lower staleness, or see who holds it: nvidia-smi"
+    )]
+    OutOfMemory {
+        /// Where.
+        ordinal: i32,
+        /// For what.
+        what: &'static str,
+        /// Asked for.
+        bytes: usize,
+        /// Free on the device.
+        free: usize,
+        /// Of the device.
+        total: usize,
+    },
+    /// No page-locked memory left.
+    #[error(
+        "CUDA device {ordinal}: {bytes} bytes of page-locked memory are refused ({code}); use smaller batches or a lower \
+         staleness, and look at: free -m; ulimit -l"
+    )]
+    NoPinnedMemory {
+        /// Where.
+        ordinal: i32,
+        /// Asked for.
+        bytes: usize,
+        /// The driver's reason.
+        code: String,
+    },
+    /// Any other failure of a call.
+    #[error(
+        "CUDA device {ordinal}: {what} failed with {code}; start again, and if it comes back find the kernel with: \
+         CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python SCRIPT"
+    )]
+    Failed {
+        /// Where.
+        ordinal: i32,
+        /// Which call.
+        what: &'static str,
+        /// The driver's name for the error, and its text.
+        code: String,
+    },
+    /// The library of the driver lacks a function.
+    #[error(
+        "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then look at: nvidia-smi"
+    )]
+    BrokenDriver {
+        /// Asked for.
+        ordinal: i32,
+        /// What is missing.
+        what: String,
+    },
+    /// Gradients that do not fit the step.
+    #[error("{what}")]
+    BadGradient {
+        /// Which, and what was expected.
+        what: String,
+    },
+}
+
+fn describe_count(count: i32) -> String {
+    match count {
+        0 => "is none".into(),
+        1 => "is one, number 0".into(),
+        _ => format!("are {count}, numbers 0 to {}", count - 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_failure_says_where_and_what_to_do_next() {
+        let (ordinal, what, code) = (3, "a copy", "CUDA_ERROR_UNKNOWN".to_owned());
+        let visible = "0,1".to_owned();
+        for (error, named) in [
+            (CudaError::NoDriver { ordinal }, ["libcuda.so.1", "nvidia-smi"]),
+            (
+                CudaError::DriverTooOld { ordinal, found: 11_080, needed: 12_000 },
+                ["CUDA 11.8", "12.0 (driver 525"],
+            ),
+            (CudaError::NoDevice { ordinal, count: 2, visible }, ["are 2, numbers 0 to 1", "nvidia-smi -L"]),
+            (
+                CudaError::DeviceTooOld { ordinal, found: (7, 5), needed: (8, 0) },
+                ["capability 7.5", "need 8.0"],
+            ),
+            (
+                CudaError::OutOfMemory { ordinal, what, bytes: 5, free: 1, total: 4 },
+                ["5 bytes of a copy, 1 of 4 bytes", "smaller batches"],
+            ),
+            (CudaError::NoPinnedMemory { ordinal, bytes: 5, code: code.clone() }, ["5 bytes", "ulimit -l"]),
+            (
+                CudaError::Failed { ordinal, what, code },
+                ["a copy failed with CUDA_ERROR_UNKNOWN", "compute-sanitizer"],
+            ),
+            (CudaError::BrokenDriver { ordinal, what: "no cuInit".into() }, ["no cuInit", "update it"]),
+        ] {
+            let text = error.to_string();
+            assert!(text.contains("CUDA device 3"), "{text}");
+            assert!(named.iter().all(|part| text.contains(part)), "{text}");
+        }
+    }
+}

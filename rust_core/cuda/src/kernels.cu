@@ -1,0 +1,291 @@
+// Rows pooled into samples (gather_pool, gather_raw) and gradients summed per unique id (segment_sum).
+//
+// All three are one loop: each sum adds some rows, in the order of its uses, one element after the other, and nothing is
+// fused or reordered. So they give the bits of the CPU's loops (persia_types::kernels), whatever the device. There are no
+// atomics. One launch does all features of a batch: each has a Job, and as many blocks as it needs.
+//
+// The file is CUDA C for NVRTC, without any header, and C++17 for tests: THREADS is then a loop over the threads of a block
+// (tests/shim.h), so that a thread keeps nothing in a variable from one THREADS to the next.
+
+#ifdef __CUDACC__
+#define THREADS
+#define SYNC __syncthreads()
+#define ROLLED _Pragma("unroll 1")
+#define UNROLLED _Pragma("unroll 8")
+#endif
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// As kernels.rs has them.
+enum : u32 {
+    BLOCK = 256,  // threads
+    COLUMNS = 32, // floats of a row that a block works on, at most
+    F32 = 0,
+    F16 = 1,
+    BF16 = 2
+};
+
+enum : u32 {
+    UNROLL = 4, // rows that a thread reads before it adds them
+    LONG = 256, // uses above which a block adds a sum together, so that one hot id does not take one thread's time
+    TILE = 128  // uses that such a block reads at a time
+};
+
+// One feature. Pointers that are null are said to be so.
+struct Job {
+    const void *rows;      // what is added: [*, dim] of type `from`
+    const u32 *places;     // per use its row; null: use i has row i
+    const u32 *map;        // gather: from places to rows; segment_sum: from sums to rows of `out`; null: the same
+    const u32 *starts;     // per sum where its uses start, one more than sums; null: one use each
+    const float *weights;  // per use what its row is multiplied by; null: 1
+    const float *divisors; // gather: per sum, what it is divided by; segment_sum: per row; null: 1
+    void *out;             // [sums, dim] of type `to`
+    u8 *mask;              // gather_raw: per sum whether it has a use
+    float scale;           // segment_sum: what a sum is multiplied by
+    u32 sums;
+    u32 dim;
+    u32 from, to;          // element types
+    u32 onto;              // segment_sum: start from what `out` has, which is of F32
+    u32 width;             // columns of a thread: 4, where rows and `out` are aligned to that, or 1
+    u32 lanes;             // threads of a row, as a power of 2: 1 << lanes of them, at most COLUMNS / width
+    u32 first;             // its first block
+};
+
+struct Shared {
+    float tile[TILE * COLUMNS];
+    float sums[COLUMNS];
+    u32 has_long;
+};
+
+__device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
+
+// Sixteen bits to a float, exactly (persia_types::half). In C: with inline assembly the compiler does not know any more that
+// all pointers are to global memory.
+__device__ inline float widen_f16(u16 half) {
+    // The exponent of a float is larger by 112; a product of tiny numbers is exact, too.
+    float value = __uint_as_float((u32)(half & 0x7FFF) << 13) * 5192296858534827628530496329220096.0f;
+    u32 special = value >= 65536.0f ? 0x7F800000 : 0; // infinity or NaN
+    return __uint_as_float(bits_of(value) | special | (u32)(half & 0x8000) << 16);
+}
+
+__device__ inline float widen_bf16(u16 half) { return __uint_as_float((u32)half << 16); }
+
+// A float to the nearest sixteen bits, ties to even; what is too large becomes the largest finite number.
+__device__ inline u16 narrow_f16(float value) {
+    u32 sign = bits_of(value) >> 16 & 0x8000, magnitude = bits_of(value) & 0x7FFFFFFF;
+    u32 least = magnitude < 0x477FE000 ? magnitude : 0x477FE000;
+    u32 tiny = bits_of(__uint_as_float(least) + 0.5f) - bits_of(0.5f); // the sum is rounded where it has to be
+    u32 normal = (least - (112u << 23) + 0xFFF + (least >> 13 & 1)) >> 13;
+    u32 number = least < 0x38800000 ? tiny : normal;
+    return (u16)(sign | (magnitude > 0x7F800000 ? 0x7E00 : number));
+}
+
+__device__ inline u16 narrow_bf16(float value) {
+    u32 sign = bits_of(value) >> 16 & 0x8000, magnitude = bits_of(value) & 0x7FFFFFFF;
+    u32 least = magnitude < 0x7F7F0000 ? magnitude : 0x7F7F0000;
+    u32 number = (least + 0x7FFF + (least >> 16 & 1)) >> 16;
+    return (u16)(sign | (magnitude > 0x7F800000 ? 0x7FC0 : number));
+}
+
+struct AsF32 {
+    template <u32 W> __device__ static void load(const void *from, u64 at, float *to) {
+        const float *place = (const float *)from + at;
+        if constexpr (W == 4) {
+            float4 four = *(const float4 *)place;
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        } else {
+            to[0] = *place;
+        }
+    }
+};
+
+template <float WIDEN(u16)> struct AsHalf {
+    template <u32 W> __device__ static void load(const void *from, u64 at, float *to) {
+        const u16 *place = (const u16 *)from + at;
+        if constexpr (W == 4) {
+            ushort4 four = *(const ushort4 *)place;
+            to[0] = WIDEN(four.x), to[1] = WIDEN(four.y), to[2] = WIDEN(four.z), to[3] = WIDEN(four.w);
+        } else {
+            to[0] = WIDEN(*place);
+        }
+    }
+};
+
+template <u32 W> __device__ inline void store(void *out, u32 type, u64 at, const float *from) {
+    if (type == F32) {
+        float *place = (float *)out + at;
+        if constexpr (W == 4) *(float4 *)place = float4{from[0], from[1], from[2], from[3]};
+        else *place = from[0];
+        return;
+    }
+    u16 half[W];
+    for (u32 i = 0; i < W; i++) half[i] = type == F16 ? narrow_f16(from[i]) : narrow_bf16(from[i]);
+    u16 *place = (u16 *)out + at;
+    if constexpr (W == 4) *(ushort4 *)place = ushort4{half[0], half[1], half[2], half[3]};
+    else *place = half[0];
+}
+
+// The row of `out` that a sum goes to.
+template <bool GATHER> __device__ inline u64 target_of(const Job &job, u32 sum) {
+    return (u64)(!GATHER && job.map ? job.map[sum] : sum) * job.dim;
+}
+
+template <bool GATHER> __device__ inline float start_of(const Job &job, u32 sum, u32 column) {
+    return !GATHER && job.onto ? ((const float *)job.out)[target_of<GATHER>(job, sum) + column] : 0.0f;
+}
+
+// What the uses of a job have, as bits.
+enum : u32 { PLACES = 1, MAP = 2, WEIGHTS = 4, DIVISORS = 8 };
+
+template <bool GATHER> __device__ inline u32 has(const Job &job) {
+    u32 given = 0;
+    if (job.places) given |= PLACES;
+    if (GATHER && job.map) given |= MAP;
+    if (job.weights) given |= WEIGHTS;
+    if (!GATHER && job.divisors) given |= DIVISORS;
+    return given;
+}
+
+// The rows of the uses `use`, `use + stride`, ... before `end`, UNROLL of them, and what each is multiplied by. All of one
+// kind are read before any of the next, which waits for them.
+template <bool GATHER, class From, u32 W>
+__device__ inline void fetch(const Job &job, u32 has, u32 use, u32 stride, u32 end, u32 column,
+                             float (&values)[UNROLL][W], float (&factors)[UNROLL]) {
+#define EACH for (u32 i = 0, at = use; i < UNROLL; i++, at += stride) if (at < end)
+    u32 rows[UNROLL];
+    EACH rows[i] = at;
+    if (has & PLACES) EACH rows[i] = job.places[at];
+    if (GATHER && has & MAP) EACH rows[i] = job.map[rows[i]];
+    EACH From::template load<W>(job.rows, (u64)rows[i] * job.dim + column, values[i]);
+    EACH factors[i] = 1.0f;
+    if (has & WEIGHTS) EACH factors[i] = job.weights[at];
+    if (!GATHER && has & DIVISORS) EACH factors[i] = 1.0f / job.divisors[rows[i]] * factors[i];
+#undef EACH
+}
+
+// Divide or scale a sum, and write it; a gradient that is not finite sets the flag.
+template <bool GATHER, u32 W>
+__device__ inline void finish(const Job &job, u32 sum, u32 column, float *values, u32 *flag) {
+    bool finite = true;
+    for (u32 k = 0; k < W; k++) {
+        if (GATHER) {
+            if (job.divisors) values[k] /= job.divisors[sum];
+        } else {
+            values[k] *= job.scale;
+            finite = finite && (bits_of(values[k]) & 0x7F800000) != 0x7F800000;
+        }
+    }
+    if (!finite) *flag = 1;
+    store<W>(job.out, job.to, target_of<GATHER>(job, sum) + column, values);
+}
+
+// One block: BLOCK >> lanes sums, of which it works on W << lanes columns.
+template <bool GATHER, bool RAW, class From, u32 W>
+__device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
+    u32 columns = W << job.lanes, column_blocks = (job.dim + columns - 1) / columns;
+    u32 number = blockIdx.x - job.first, rows = BLOCK >> job.lanes, lane = (1u << job.lanes) - 1;
+    u32 column = number % column_blocks * columns, first = number / column_blocks * rows;
+    u32 end = first + rows < job.sums ? first + rows : job.sums;
+    columns = column + columns < job.dim ? columns : job.dim - column;
+    u32 given = has<GATHER>(job);
+
+    if (!RAW) {
+        THREADS if (threadIdx.x == 0) shared.has_long = 0;
+        SYNC;
+    }
+    THREADS {
+        u32 sum = first + (threadIdx.x >> job.lanes), mine = (threadIdx.x & lane) * W;
+        if (sum < end && mine < columns) {
+            u32 from = job.starts ? job.starts[sum] : sum, to = job.starts ? job.starts[sum + 1] : sum + 1;
+            if (RAW && column + mine == 0) job.mask[sum] = to > from;
+            if (!RAW && to - from > LONG) {
+                shared.has_long = 1;
+            } else {
+                float total[W], values[UNROLL][W], factors[UNROLL];
+                for (u32 k = 0; k < W; k++) total[k] = start_of<GATHER>(job, sum, column + mine + k);
+                ROLLED for (u32 use = from; use < to; use += UNROLL) {
+                    fetch<GATHER, From, W>(job, given, use, 1, to, column + mine, values, factors);
+                    for (u32 i = 0; i < UNROLL; i++)
+                        if (use + i < to)
+                            for (u32 k = 0; k < W; k++) total[k] += values[i][k] * factors[i];
+                }
+                // A copy keeps the sign of a zero.
+                if (GATHER && !job.starts && !job.weights)
+                    for (u32 k = 0; k < W; k++) total[k] = values[0][k];
+                finish<GATHER, W>(job, sum, column + mine, total, flag);
+            }
+        }
+    }
+    if (RAW) return;
+    SYNC;
+    if (!shared.has_long) return;
+
+    // All threads read a tile of products, then one thread for each column adds them in order.
+    ROLLED for (u32 sum = first; sum < end; sum++) {
+        u32 from = job.starts[sum], to = job.starts[sum + 1];
+        if (to - from <= LONG) continue;
+        THREADS if (threadIdx.x < columns)
+            shared.sums[threadIdx.x] = start_of<GATHER>(job, sum, column + threadIdx.x);
+        ROLLED for (u32 use = from; use < to; use += TILE) {
+            u32 uses = to - use < TILE ? to - use : TILE;
+            THREADS {
+                u32 line = threadIdx.x >> job.lanes, mine = (threadIdx.x & lane) * W;
+                ROLLED for (; mine < columns && line < uses; line += rows * UNROLL) {
+                    float values[UNROLL][W], factors[UNROLL];
+                    fetch<GATHER, From, W>(job, given, use + line, rows, to, column + mine, values, factors);
+                    for (u32 i = 0, at = line; i < UNROLL && at < uses; i++, at += rows)
+                        for (u32 k = 0; k < W; k++) shared.tile[at * COLUMNS + mine + k] = values[i][k] * factors[i];
+                }
+            }
+            SYNC;
+            THREADS if (threadIdx.x < columns) {
+                float value = shared.sums[threadIdx.x];
+                UNROLLED for (u32 line = 0; line < uses; line++) value += shared.tile[line * COLUMNS + threadIdx.x];
+                shared.sums[threadIdx.x] = value;
+            }
+            SYNC;
+        }
+        THREADS if (threadIdx.x < columns) {
+            float value = shared.sums[threadIdx.x];
+            finish<GATHER, 1>(job, sum, column + threadIdx.x, &value, flag);
+        }
+    }
+}
+
+template <bool GATHER, bool RAW> __device__ inline void run(const Job *jobs, u32 count, u32 *flag, Shared &shared) {
+    u32 low = 0, high = count; // the block is of a job from `low` on, before `high`
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (jobs[middle].first <= blockIdx.x) low = middle;
+        else high = middle;
+    }
+    const Job job = jobs[low];
+    switch (job.from * 2 + (job.width == 4)) {
+    case F32 * 2: return block<GATHER, RAW, AsF32, 1>(job, flag, shared);
+    case F32 * 2 + 1: return block<GATHER, RAW, AsF32, 4>(job, flag, shared);
+    case F16 * 2: return block<GATHER, RAW, AsHalf<widen_f16>, 1>(job, flag, shared);
+    case F16 * 2 + 1: return block<GATHER, RAW, AsHalf<widen_f16>, 4>(job, flag, shared);
+    case BF16 * 2: return block<GATHER, RAW, AsHalf<widen_bf16>, 1>(job, flag, shared);
+    case BF16 * 2 + 1: return block<GATHER, RAW, AsHalf<widen_bf16>, 4>(job, flag, shared);
+    }
+}
+
+// Rows to samples: out[s] = (sum over uses of rows[use] * weight) / divisor.
+extern "C" __global__ void __launch_bounds__(BLOCK, 5) gather_pool(const Job *jobs, u32 count) {
+    __shared__ Shared shared;
+    run<true, false>(jobs, count, nullptr, shared);
+}
+
+// Rows to the places of a sequence, with a mask of those that have one. A place has few uses: those of one id.
+extern "C" __global__ void __launch_bounds__(BLOCK, 5) gather_raw(const Job *jobs, u32 count) {
+    run<true, true>(jobs, count, nullptr, *(Shared *)nullptr);
+}
+
+// Gradients of samples to unique ids: out[id] = (sum over uses of gradient[sample] / divisor * weight) * scale.
+extern "C" __global__ void __launch_bounds__(BLOCK, 5) segment_sum(const Job *jobs, u32 count, u32 *flag) {
+    __shared__ Shared shared;
+    run<false, false>(jobs, count, flag, shared);
+}

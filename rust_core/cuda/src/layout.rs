@@ -1,0 +1,381 @@
+//! Where everything of a step lies in memory, and the jobs on it. Addresses are of the device; nothing here calls it.
+
+use std::ops::Range;
+
+use bytemuck::Pod;
+use persia_engine::device::{DeviceFeature, DeviceTable, DeviceWork};
+use persia_types::Dtype;
+
+use crate::kernels::{Job, Kernel, element, element_bytes, lay_out};
+use crate::memory::ALIGNMENT;
+
+/// Where something lies in a block: an offset in bytes.
+pub type Place = usize;
+
+/// The gradient of one feature's vectors, on the device: `[samples, dim]`, row-major.
+#[derive(Debug, Clone, Copy)]
+pub struct Gradient {
+    /// Where it starts.
+    pub address: u64,
+    /// What its elements are.
+    pub dtype: Dtype,
+}
+
+/// Jobs of one kernel that lie in a block: where, how many, and the blocks of threads they take.
+#[derive(Debug, Clone, Copy)]
+pub struct Jobs {
+    /// What is launched.
+    pub kernel: Kernel,
+    /// Where they lie.
+    pub place: Place,
+    /// How many.
+    pub count: u32,
+    /// Blocks of threads.
+    pub blocks: u32,
+}
+
+/// Places of one feature's lists in the block of inputs; `None` is what the feature does not have.
+#[derive(Debug, Default)]
+struct FeaturePlaces {
+    table: usize,
+    samples: usize,
+    /// Unique ids of its own.
+    unique: usize,
+    /// The table's vectors are those of samples.
+    by_samples: bool,
+    raw: bool,
+    places: Option<Place>,
+    map: Option<Place>,
+    offsets: Option<Place>,
+    weights: Option<Place>,
+    divisors: Option<Place>,
+    use_starts: Option<Place>,
+    use_samples: Option<Place>,
+    use_weights: Option<Place>,
+    /// In the block of outputs.
+    vectors: Place,
+    mask: Place,
+}
+
+/// Hands out parts of a block.
+#[derive(Default)]
+struct Parts {
+    bytes: usize,
+}
+
+impl Parts {
+    fn add(&mut self, bytes: usize) -> Place {
+        let place = self.bytes;
+        self.bytes = (place + bytes).next_multiple_of(ALIGNMENT);
+        place
+    }
+
+    fn add_list<T>(&mut self, list: Option<&[T]>) -> Option<Place> {
+        list.map(|list| self.add(size_of_val(list)))
+    }
+}
+
+/// One look-up: a block of inputs (rows, lists, dense tensors, jobs), and one of outputs (vectors and masks).
+#[derive(Debug)]
+pub struct StepLayout {
+    inputs: usize,
+    outputs: usize,
+    rows: Vec<Range<usize>>,
+    tables: Vec<DeviceTable>,
+    features: Vec<FeaturePlaces>,
+    tensors: Vec<Place>,
+    jobs: Place,
+    vectors: Dtype,
+}
+
+impl StepLayout {
+    /// For `work`, whose vectors become `vectors`.
+    pub fn new(work: &DeviceWork<'_>, vectors: Dtype) -> Self {
+        let (mut inputs, mut outputs) = (Parts::default(), Parts::default());
+        let table = |table: &DeviceTable| {
+            let bytes = table.vectors * table.dim * size_of::<f32>();
+            let place = inputs.add(bytes);
+            place..place + bytes
+        };
+        let rows: Vec<Range<usize>> = work.tables.iter().map(table).collect();
+        let place = |feature| place_feature(work, vectors, feature, &mut inputs, &mut outputs);
+        let features: Vec<FeaturePlaces> = work.features.iter().map(place).collect();
+        let tensors = work.tensors.iter().map(|bytes| inputs.add(bytes.len())).collect();
+        let jobs = inputs.add(features.len() * size_of::<Job>());
+        let tables = work.tables.clone();
+        Self { inputs: inputs.bytes, outputs: outputs.bytes, rows, tables, features, tensors, jobs, vectors }
+    }
+
+    /// Bytes of the block of inputs.
+    pub fn input_bytes(&self) -> usize {
+        self.inputs
+    }
+
+    /// Bytes of the block of outputs.
+    pub fn output_bytes(&self) -> usize {
+        self.outputs
+    }
+
+    /// Number of id features.
+    pub fn features(&self) -> usize {
+        self.features.len()
+    }
+
+    /// Whether gradients can be summed.
+    pub fn trains(&self) -> bool {
+        self.features.iter().all(|feature| feature.use_starts.is_some())
+    }
+
+    /// Where a feature's vectors lie in the outputs.
+    pub fn vectors(&self, feature: usize) -> Option<Place> {
+        Some(self.features.get(feature)?.vectors)
+    }
+
+    /// Where a raw feature's mask lies in the outputs.
+    pub fn mask(&self, feature: usize) -> Option<Place> {
+        Some(self.features.get(feature).filter(|feature| feature.raw)?.mask)
+    }
+
+    /// Where a dense input or label lies in the inputs.
+    pub fn tensor(&self, index: usize) -> Option<Place> {
+        self.tensors.get(index).copied()
+    }
+
+    /// The rows of each table in a block of inputs.
+    pub fn rows<'a>(&self, inputs: &'a mut [u8]) -> Vec<&'a mut [f32]> {
+        let mut rest = inputs;
+        let mut at = 0;
+        let mut rows = Vec::with_capacity(self.rows.len());
+        for range in &self.rows {
+            let (_, from) = rest.split_at_mut(range.start - at);
+            let (own, behind) = from.split_at_mut(range.len());
+            rows.push(bytemuck::cast_slice_mut(own));
+            (rest, at) = (behind, range.end);
+        }
+        rows
+    }
+
+    /// Write everything but the rows into `memory`, which becomes the block at address `inputs`; vectors go to `outputs`.
+    pub fn write(&self, memory: &mut [u8], work: &DeviceWork<'_>, inputs: u64, outputs: u64) -> [Jobs; 2] {
+        for (feature, places) in work.features.iter().zip(&self.features) {
+            copy_feature(memory, feature, places);
+        }
+        for (bytes, place) in work.tensors.iter().zip(&self.tensors) {
+            put(memory, Some(*place), Some(*bytes));
+        }
+        let mut place = self.jobs;
+        [(Kernel::GatherPool, false), (Kernel::GatherRaw, true)].map(|(kernel, raw)| {
+            let chosen = self.features.iter().filter(|feature| feature.raw == raw);
+            let mut jobs: Vec<Job> = chosen.map(|feature| self.gather(feature, inputs, outputs)).collect();
+            let blocks = lay_out(&mut jobs);
+            put(memory, Some(place), Some(&jobs));
+            let written = Jobs { kernel, place, count: jobs.len() as u32, blocks };
+            place += size_of_val(&jobs[..]);
+            written
+        })
+    }
+
+    fn gather(&self, feature: &FeaturePlaces, inputs: u64, outputs: u64) -> Job {
+        Job {
+            rows: inputs + self.rows[feature.table].start as u64,
+            places: address(inputs, feature.places),
+            map: address(inputs, feature.map),
+            starts: address(inputs, feature.offsets),
+            weights: address(inputs, feature.weights),
+            divisors: address(inputs, feature.divisors),
+            out: outputs + feature.vectors as u64,
+            mask: outputs + feature.mask as u64,
+            sums: feature.samples as u32,
+            dim: self.tables[feature.table].dim as u32,
+            from: element(Dtype::F32),
+            to: element(self.vectors),
+            ..Job::default()
+        }
+    }
+}
+
+fn place_feature(
+    work: &DeviceWork<'_>,
+    vectors: Dtype,
+    feature: &DeviceFeature<'_>,
+    inputs: &mut Parts,
+    outputs: &mut Parts,
+) -> FeaturePlaces {
+    let dim = work.tables[feature.table].dim;
+    let bags = feature.bags;
+    FeaturePlaces {
+        table: feature.table,
+        samples: feature.samples,
+        unique: feature.uses.map_or(0, |uses| uses.starts.len().saturating_sub(1)),
+        by_samples: bags.is_none(),
+        raw: feature.raw,
+        places: inputs.add_list(bags.map(|bags| bags.places)),
+        map: inputs.add_list(feature.map),
+        offsets: inputs.add_list(bags.and_then(|bags| bags.offsets)),
+        weights: inputs.add_list(bags.and_then(|bags| bags.weights)),
+        divisors: inputs.add_list(bags.and_then(|bags| bags.divisors)),
+        use_starts: inputs.add_list(feature.uses.map(|uses| uses.starts)),
+        use_samples: inputs.add_list(feature.uses.map(|uses| uses.samples)),
+        use_weights: inputs.add_list(feature.uses.and(feature.use_weights)),
+        vectors: outputs.add(feature.samples * dim * element_bytes(vectors)),
+        mask: outputs.add(if feature.raw { feature.samples } else { 0 }),
+    }
+}
+
+fn copy_feature(memory: &mut [u8], feature: &DeviceFeature<'_>, places: &FeaturePlaces) {
+    let bags = feature.bags;
+    put(memory, places.places, bags.map(|bags| bags.places));
+    put(memory, places.map, feature.map);
+    put(memory, places.offsets, bags.and_then(|bags| bags.offsets));
+    put(memory, places.weights, bags.and_then(|bags| bags.weights));
+    put(memory, places.divisors, bags.and_then(|bags| bags.divisors));
+    put(memory, places.use_starts, feature.uses.map(|uses| uses.starts));
+    put(memory, places.use_samples, feature.uses.map(|uses| uses.samples));
+    put(memory, places.use_weights, feature.use_weights);
+}
+
+fn put<T: Pod>(memory: &mut [u8], place: Option<Place>, list: Option<&[T]>) {
+    if let (Some(place), Some(list)) = (place, list) {
+        let bytes: &[u8] = bytemuck::cast_slice(list);
+        memory[place..place + bytes.len()].copy_from_slice(bytes);
+    }
+}
+
+/// The address of a list; 0 of none.
+fn address(block: u64, place: Option<Place>) -> u64 {
+    place.map_or(0, |place| block + place as u64)
+}
+
+/// The sums of one step: a block with the flag, jobs, accumulators, and what is copied back.
+#[derive(Debug)]
+pub struct SumsLayout {
+    jobs: Place,
+    shared: Vec<Option<Range<usize>>>,
+    back: Place,
+    tables: Vec<Range<usize>>,
+    bytes: usize,
+    wire: Dtype,
+}
+
+impl SumsLayout {
+    /// Where the flag lies, a word.
+    pub const FLAG: Place = 0;
+
+    /// For the step laid out by `step`, whose sums travel as `wire`.
+    pub fn new(step: &StepLayout, wire: Dtype) -> Self {
+        let mut parts = Parts::default();
+        parts.add(size_of::<u32>());
+        let jobs = parts.add((step.features.len() + step.tables.len()) * size_of::<Job>());
+        let mut take = |floats: usize, bytes: usize| {
+            let place = parts.add(floats * bytes);
+            place..place + floats * bytes
+        };
+        let floats = |table: &DeviceTable| table.vectors * table.dim;
+        let shared =
+            |table: &DeviceTable| (table.members.len() > 1).then(|| take(floats(table), size_of::<f32>()));
+        let shared = step.tables.iter().map(shared).collect();
+        let tables: Vec<Range<usize>> =
+            step.tables.iter().map(|table| take(floats(table), element_bytes(wire))).collect();
+        let back = tables.first().map_or(0, |first| first.start);
+        Self { jobs, shared, back, tables, bytes: parts.bytes, wire }
+    }
+
+    /// Bytes of the block.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// What is copied back.
+    pub fn back(&self) -> Range<usize> {
+        self.back..self.bytes
+    }
+
+    /// Each table's vectors in what is copied back.
+    pub fn tables(&self) -> Vec<Range<usize>> {
+        self.tables.iter().map(|range| range.start - self.back..range.end - self.back).collect()
+    }
+
+    /// What has to be zeros before the launches: the flag, and accumulators.
+    pub fn zeros(&self) -> impl Iterator<Item = Range<usize>> {
+        std::iter::once(Self::FLAG..Self::FLAG + size_of::<u32>())
+            .chain(self.shared.iter().flatten().cloned())
+    }
+
+    /// The jobs, all in a row, for the block at address `memory`, and the launches on them one after the other.
+    pub fn jobs(
+        &self,
+        step: &StepLayout,
+        gradients: &[Gradient],
+        scale: f32,
+        inputs: u64,
+        memory: u64,
+    ) -> (Vec<Job>, Vec<Jobs>) {
+        let mut rounds = self.rounds(step, gradients, scale, inputs, memory);
+        let mut place = self.jobs;
+        let mut launches = Vec::new();
+        for jobs in &mut rounds {
+            let blocks = lay_out(jobs);
+            launches.push(Jobs { kernel: Kernel::SegmentSum, place, count: jobs.len() as u32, blocks });
+            place += size_of_val(&jobs[..]);
+        }
+        (rounds.concat(), launches)
+    }
+
+    /// Where jobs lie.
+    pub fn jobs_place(&self) -> Place {
+        self.jobs
+    }
+
+    /// Jobs that may run at the same time, one round after the other. Features that share a table add to the same rows: in
+    /// the order of their slots, so each has a round; what they have added up is scaled in the round behind.
+    fn rounds(
+        &self,
+        step: &StepLayout,
+        gradients: &[Gradient],
+        scale: f32,
+        inputs: u64,
+        memory: u64,
+    ) -> Vec<Vec<Job>> {
+        let most = step.tables.iter().map(|table| table.members.len()).max().unwrap_or(0);
+        let mut rounds = vec![Vec::new(); if most > 1 { most + 1 } else { 1 }];
+        let (f32, wire) = (element(Dtype::F32), element(self.wire));
+        for (table, (out, shared)) in step.tables.iter().zip(self.tables.iter().zip(&self.shared)) {
+            let out = memory + out.start as u64;
+            let (dim, sums) = (table.dim as u32, table.vectors as u32);
+            if let Some(shared) = shared {
+                let rows = memory + shared.start as u64;
+                for (round, member) in table.members.iter().enumerate() {
+                    let job = segment_sum(&step.features[*member], gradients[*member], dim, inputs);
+                    rounds[round].push(Job { out: rows, to: f32, onto: 1, scale: 1.0, ..job });
+                }
+                let scaled = Job { rows, from: f32, out, to: wire, sums, dim, scale, ..Job::default() };
+                rounds[table.members.len()].push(scaled);
+                continue;
+            }
+            let Some(&member) = table.members.first() else { continue };
+            let job = if step.features[member].by_samples {
+                let Gradient { address: rows, dtype } = gradients[member];
+                Job { rows, from: element(dtype), sums, dim, ..Job::default() }
+            } else {
+                segment_sum(&step.features[member], gradients[member], dim, inputs)
+            };
+            rounds[0].push(Job { out, to: wire, scale, ..job });
+        }
+        rounds
+    }
+}
+
+fn segment_sum(feature: &FeaturePlaces, gradient: Gradient, dim: u32, inputs: u64) -> Job {
+    Job {
+        rows: gradient.address,
+        from: element(gradient.dtype),
+        places: address(inputs, feature.use_samples),
+        map: address(inputs, feature.map),
+        starts: address(inputs, feature.use_starts),
+        weights: address(inputs, feature.use_weights),
+        divisors: address(inputs, feature.divisors),
+        sums: feature.unique as u32,
+        dim,
+        ..Job::default()
+    }
+}

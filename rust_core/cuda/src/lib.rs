@@ -1,0 +1,117 @@
+//! Embedding rows pooled, and their gradients summed, on a CUDA device.
+//!
+//! * [`Cuda`]: a device: its context, streams, kernels and memory, once per process and device
+//! * [`CudaDevice`]: a device as an engine uses it: a [`persia_engine::device::Device`]
+//! * [`Step`]: the tensors of one look-up, and the sums of their gradients
+//! * [`kernels`]: the three kernels and their arguments
+//! * [`layout`]: where a step's lists, vectors and sums lie
+//! * [`by_hand`]: memory and launches for tests and measurements
+//!
+//! Neither building nor loading needs anything of CUDA: the driver's library is opened when a device is asked for.
+//!
+//! A look-up is copied and pooled on a stream of its own, beside what the model computes on PyTorch's. Order between the
+//! streams is by events; no call here waits for a device, except [`Sums`](Step::sum) for its copy, in the push thread.
+#![allow(unsafe_code)] // the driver is a C library
+
+pub mod by_hand;
+mod driver;
+mod error;
+pub mod kernels;
+pub mod layout;
+mod memory;
+mod step;
+mod sums;
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+pub use driver::is_driver_present;
+pub use error::CudaError;
+pub use layout::Gradient;
+pub use memory::PoolUse;
+pub use step::{CudaDevice, Part, Step};
+pub use sums::{Flag, Sums};
+
+use driver::{Context, Stream};
+use kernels::Kernels;
+use memory::{DevicePool, PinnedPool};
+
+/// One device: everything that steps share.
+#[derive(Debug)]
+pub struct Cuda {
+    pub(crate) kernels: Kernels,
+    /// Look-ups: copies to the device, and pooling.
+    pub(crate) lookups: Stream,
+    /// Sums of gradients, and their copies back.
+    pub(crate) sums: Stream,
+    pub(crate) pinned: Arc<PinnedPool>,
+    pub(crate) pool: DevicePool,
+    pub(crate) context: Arc<Context>,
+}
+
+impl Cuda {
+    /// The device of this number, opened at its first use.
+    ///
+    /// # Errors
+    /// [`CudaError`]: no driver, no such device, or one that the kernels do not run on.
+    pub fn device(ordinal: i32) -> Result<Arc<Self>, CudaError> {
+        static OPEN: Mutex<BTreeMap<i32, Arc<Cuda>>> = Mutex::new(BTreeMap::new());
+        let mut open = OPEN.lock();
+        if let Some(cuda) = open.get(&ordinal) {
+            return Ok(Arc::clone(cuda));
+        }
+        // The bindings panic where the driver's library lacks a function.
+        let opened = catch_unwind(AssertUnwindSafe(|| Self::open(ordinal))).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().cloned();
+            let what = text.unwrap_or_else(|| "a call of it did not return".into());
+            Err(CudaError::BrokenDriver { ordinal, what })
+        });
+        let cuda = Arc::new(opened?);
+        open.insert(ordinal, Arc::clone(&cuda));
+        Ok(cuda)
+    }
+
+    fn open(ordinal: i32) -> Result<Self, CudaError> {
+        let context = Context::open(ordinal)?;
+        let _current = context.enter()?;
+        let (lookups, sums) = (Stream::new(&context)?, Stream::new(&context)?);
+        Ok(Self {
+            kernels: Kernels::load(&context)?,
+            pool: DevicePool::new(&context, [lookups.handle(), sums.handle()])?,
+            pinned: PinnedPool::new(&context),
+            lookups,
+            sums,
+            context: Arc::clone(&context),
+        })
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> i32 {
+        self.context.ordinal()
+    }
+
+    /// The stream that gradients have to be ready on before [`Step::sum`], as a number for DLPack.
+    pub fn sums_stream(&self) -> usize {
+        self.sums.handle() as usize
+    }
+
+    /// Bytes of device memory that steps hold, and that are kept for the next ones.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub fn memory(&self) -> Result<PoolUse, CudaError> {
+        self.pool.used()
+    }
+
+    /// Give memory back that no step holds: to the device, and what is page-locked to the system.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub fn trim(&self) -> Result<(), CudaError> {
+        self.pinned.trim()?;
+        self.pool.trim()
+    }
+}

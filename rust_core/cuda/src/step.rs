@@ -1,0 +1,160 @@
+//! One look-up on a device.
+
+use std::sync::Arc;
+
+use persia_engine::device::{Device, DeviceError, DeviceLookup, DeviceWork, OnDevice};
+use persia_types::Dtype;
+
+use crate::Cuda;
+use crate::driver::Event;
+use crate::error::CudaError;
+use crate::layout::{Jobs, StepLayout};
+use crate::memory::{Block, Pinned};
+
+/// A device, as one engine uses it.
+#[derive(Debug, Clone)]
+pub struct CudaDevice {
+    cuda: Arc<Cuda>,
+    /// What the vectors of samples are.
+    vectors: Dtype,
+    /// What summed gradients travel as.
+    wire: Dtype,
+}
+
+impl CudaDevice {
+    /// `vectors` is what the model gets, `wire` what gradients travel as.
+    pub fn new(cuda: Arc<Cuda>, vectors: Dtype, wire: Dtype) -> Self {
+        Self { cuda, vectors, wire }
+    }
+
+    /// The device.
+    pub fn cuda(&self) -> &Arc<Cuda> {
+        &self.cuda
+    }
+
+    /// What the vectors of samples are.
+    pub fn vectors(&self) -> Dtype {
+        self.vectors
+    }
+
+    pub(crate) fn wire(&self) -> Dtype {
+        self.wire
+    }
+}
+
+impl Device for CudaDevice {
+    fn begin<'a>(&'a self, work: &DeviceWork<'_>) -> Result<Box<dyn DeviceLookup + 'a>, DeviceError> {
+        Ok(Box::new(Lookup::begin(self, work).map_err(|error| Arc::new(error) as DeviceError)?))
+    }
+}
+
+/// Staging memory of a look-up that waits for its rows.
+struct Lookup<'a> {
+    device: &'a CudaDevice,
+    layout: StepLayout,
+    staging: Pinned,
+    inputs: Block,
+    outputs: Block,
+    launches: [Jobs; 2],
+}
+
+impl<'a> Lookup<'a> {
+    fn begin(device: &'a CudaDevice, work: &DeviceWork<'_>) -> Result<Self, CudaError> {
+        let cuda = &device.cuda;
+        let _current = cuda.context.enter()?;
+        let layout = StepLayout::new(work, device.vectors);
+        let mut staging = cuda.pinned.take(layout.input_bytes())?;
+        let inputs = cuda.pool.take(layout.input_bytes(), "rows and lists of a batch", &cuda.lookups)?;
+        let outputs = cuda.pool.take(layout.output_bytes(), "vectors of samples", &cuda.lookups)?;
+        let launches = layout.write(staging.bytes_mut(), work, inputs.address(), outputs.address());
+        Ok(Self { device, layout, staging, inputs, outputs, launches })
+    }
+
+    fn start(self) -> Result<Step, CudaError> {
+        let cuda = &self.device.cuda;
+        let _current = cuda.context.enter()?;
+        let stream = &cuda.lookups;
+        self.staging.upload(self.inputs.address(), stream)?;
+        self.staging.give_back_behind(stream.record()?);
+        for jobs in self.launches {
+            // SAFETY: both blocks are laid out for these jobs, and `Step` keeps them; they are given back behind this stream.
+            unsafe { cuda.kernels.launch(jobs, self.inputs.address(), 0, stream)? };
+        }
+        Ok(Step {
+            ready: stream.record()?,
+            device: self.device.clone(),
+            layout: self.layout,
+            inputs: Arc::new(self.inputs),
+            outputs: Arc::new(self.outputs),
+        })
+    }
+}
+
+impl DeviceLookup for Lookup<'_> {
+    fn rows(&mut self) -> Vec<&mut [f32]> {
+        self.layout.rows(self.staging.bytes_mut())
+    }
+
+    fn launch(self: Box<Self>) -> Result<OnDevice, DeviceError> {
+        Ok(Arc::new(self.start().map_err(|error| Arc::new(error) as DeviceError)?))
+    }
+}
+
+/// A look-up on its way to the device, or there.
+#[derive(Debug)]
+pub struct Step {
+    pub(crate) device: CudaDevice,
+    pub(crate) ready: Event,
+    pub(crate) layout: StepLayout,
+    pub(crate) inputs: Arc<Block>,
+    outputs: Arc<Block>,
+}
+
+/// A tensor in a step's memory, which it keeps.
+#[derive(Debug, Clone)]
+pub struct Part {
+    pub(crate) block: Arc<Block>,
+    pub(crate) place: usize,
+}
+
+impl Part {
+    /// Where it starts.
+    pub fn address(&self) -> u64 {
+        self.block.address() + self.place as u64
+    }
+
+    /// Note that what is queued on `stream` so far uses it; called when its user drops it.
+    pub fn used_on(&self, stream: usize) {
+        self.block.used_on(stream);
+    }
+}
+
+impl Step {
+    /// The device, as the engine uses it.
+    pub fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Vectors of an id feature: `[samples, dim]`.
+    pub fn vectors(&self, feature: usize) -> Option<Part> {
+        Some(Part { block: Arc::clone(&self.outputs), place: self.layout.vectors(feature)? })
+    }
+
+    /// Mask of a raw feature: a byte for each place.
+    pub fn mask(&self, feature: usize) -> Option<Part> {
+        Some(Part { block: Arc::clone(&self.outputs), place: self.layout.mask(feature)? })
+    }
+
+    /// A dense input or label, in the order of [`DeviceWork::tensors`].
+    pub fn tensor(&self, index: usize) -> Option<Part> {
+        Some(Part { block: Arc::clone(&self.inputs), place: self.layout.tensor(index)? })
+    }
+
+    /// Let what is queued on `stream` from now on wait until all of it is there.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub fn hand_to(&self, stream: usize) -> Result<(), CudaError> {
+        self.ready.let_wait(stream as _)
+    }
+}

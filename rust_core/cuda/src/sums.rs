@@ -1,0 +1,168 @@
+//! Backward on a device: gradients of samples summed per unique id, on their way to the tables.
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use persia_engine::device::{DeviceError, DeviceGradients};
+use persia_types::Dtype;
+use persia_types::half::{Bf16, F16, widen};
+use persia_types::simd::{Lanes, Level, Work};
+
+use crate::driver::Event;
+use crate::error::CudaError;
+use crate::layout::{Gradient, SumsLayout};
+use crate::memory::{Block, Pinned};
+use crate::step::{Part, Step};
+
+/// Summed gradients of a step, and whether they are finite.
+pub struct Sums {
+    step: Arc<Step>,
+    /// Behind the sums; in front of their copy.
+    summed: Arc<Event>,
+    /// Behind the copy.
+    copied: Event,
+    memory: Arc<Block>,
+    host: Pinned,
+    /// Per table where its vectors lie in `host`, in bytes, and what they became where they had 16 bits.
+    tables: Vec<std::ops::Range<usize>>,
+    widened: Vec<Vec<f32>>,
+    /// Owners of the gradients: given back when they have been read.
+    _gradients: Box<dyn Any + Send>,
+}
+
+impl Step {
+    /// Sum gradients, one for each id feature, which are ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream); each sum
+    /// is multiplied by `scale`. Returns before anything is done; `owners` are dropped when gradients have been read.
+    ///
+    /// # Errors
+    /// [`CudaError`]: no memory, gradients that do not fit, or from the driver.
+    pub fn sum(
+        self: &Arc<Self>,
+        gradients: &[Gradient],
+        scale: f32,
+        owners: Box<dyn Any + Send>,
+    ) -> Result<Sums, CudaError> {
+        if gradients.len() != self.layout.features() {
+            let what = format!("{} gradients for {} id features", gradients.len(), self.layout.features());
+            return Err(CudaError::BadGradient { what });
+        }
+        if !self.layout.trains() {
+            return Err(CudaError::BadGradient { what: "this batch was looked up for evaluation".into() });
+        }
+        let cuda = self.device.cuda();
+        let _current = cuda.context.enter()?;
+        let stream = &cuda.sums;
+        let layout = SumsLayout::new(&self.layout, self.device.wire());
+        let memory = cuda.pool.take(layout.bytes(), "sums of gradients", stream)?;
+        let address = memory.address();
+        // The lists that this reads came with the look-up.
+        stream.wait(&self.ready)?;
+        for zeros in layout.zeros() {
+            memory.clear(zeros, stream)?;
+        }
+        let (jobs, launches) = layout.jobs(&self.layout, gradients, scale, self.inputs.address(), address);
+        let mut staging = cuda.pinned.take(size_of_val(&jobs[..]))?;
+        staging.bytes_mut().copy_from_slice(bytemuck::cast_slice(&jobs));
+        staging.upload(address + layout.jobs_place() as u64, stream)?;
+        staging.give_back_behind(stream.record()?);
+        for jobs in launches {
+            let flag = address + SumsLayout::FLAG as u64;
+            // SAFETY: jobs are laid out for `memory` and the step's inputs, which `Sums` keeps, and for gradients of the
+            // sizes that the caller has checked and `owners` keep.
+            unsafe { cuda.kernels.launch(jobs, address, flag, stream)? };
+        }
+        let summed = stream.record()?;
+        let back = layout.back();
+        let mut host = cuda.pinned.take(back.len())?;
+        host.download(address + back.start as u64, stream)?;
+        Ok(Sums {
+            step: Arc::clone(self),
+            summed: Arc::new(summed),
+            copied: stream.record()?,
+            memory: Arc::new(memory),
+            host,
+            tables: layout.tables(),
+            widened: Vec::new(),
+            _gradients: owners,
+        })
+    }
+}
+
+impl Sums {
+    /// Whether a sum is not finite.
+    pub fn flag(&self) -> Flag {
+        let part = Part { block: Arc::clone(&self.memory), place: SumsLayout::FLAG };
+        Flag { part, summed: Arc::clone(&self.summed) }
+    }
+}
+
+/// A word of the device: 1 if a sum is not finite, else 0.
+#[derive(Debug, Clone)]
+pub struct Flag {
+    part: Part,
+    summed: Arc<Event>,
+}
+
+impl Flag {
+    /// Where it is.
+    pub fn part(&self) -> &Part {
+        &self.part
+    }
+
+    /// Let what is queued on `stream` from now on wait for it.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub fn hand_to(&self, stream: usize) -> Result<(), CudaError> {
+        self.summed.let_wait(stream as _)
+    }
+}
+
+impl DeviceGradients for Sums {
+    fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError> {
+        self.copied.synchronize().map_err(|error| Arc::new(error) as DeviceError)?;
+        let bytes = self.host.bytes();
+        let wire = self.step.device.wire();
+        if wire == Dtype::F32 {
+            return Ok(self
+                .tables
+                .iter()
+                .map(|at| Cow::Borrowed(bytemuck::cast_slice(&bytes[at.clone()])))
+                .collect());
+        }
+        let widen = |at: &std::ops::Range<usize>| {
+            let from = bytemuck::cast_slice(&bytes[at.clone()]);
+            let mut to = vec![0.0; from.len()];
+            Level::detect().run(Widen { from, wire, to: &mut to });
+            to
+        };
+        self.widened = self.tables.iter().map(widen).collect();
+        Ok(self.widened.iter().map(|rows| Cow::Borrowed(&rows[..])).collect())
+    }
+}
+
+impl Drop for Sums {
+    fn drop(&mut self) {
+        // Gradients are PyTorch's, and it uses their memory again at once; nothing of ours may be on its way then.
+        let _ = self.copied.synchronize();
+    }
+}
+
+struct Widen<'a> {
+    from: &'a [u16],
+    wire: Dtype,
+    to: &'a mut [f32],
+}
+
+impl Work for Widen<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        match self.wire {
+            Dtype::F16 => widen::<L, F16>(self.from, self.to),
+            Dtype::Bf16 | Dtype::F32 => widen::<L, Bf16>(self.from, self.to),
+        }
+    }
+}

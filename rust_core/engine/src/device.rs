@@ -1,0 +1,86 @@
+//! Devices that pool rows and sum gradients in the place of the CPU. The engine itself knows none: whoever makes it brings one.
+//!
+//! A device gives what [`kernels`](persia_types::kernels) give, element by element and in the same order of sums.
+
+use std::any::Any;
+use std::borrow::Cow;
+use std::sync::Arc;
+
+use persia_types::kernels::{Bags, Uses};
+
+/// What went wrong: where, why, and what to do next.
+pub type DeviceError = Arc<dyn std::error::Error + Send + Sync>;
+
+/// What a look-up has on a device. Only who made the device can read it.
+pub type OnDevice = Arc<dyn Any + Send + Sync>;
+
+/// Where look-ups are pooled.
+pub trait Device: Send + Sync {
+    /// Make room for a look-up.
+    ///
+    /// # Errors
+    /// No memory, or a device that is gone.
+    fn begin<'a>(&'a self, work: &DeviceWork<'_>) -> Result<Box<dyn DeviceLookup + 'a>, DeviceError>;
+}
+
+/// A look-up that waits for its rows.
+pub trait DeviceLookup {
+    /// Memory for the vectors of each table, in their order: `[vectors, dim]`, with whatever was in it.
+    fn rows(&mut self) -> Vec<&mut [f32]>;
+
+    /// Start to copy and to pool; returns before that is done.
+    ///
+    /// # Errors
+    /// A device that is gone.
+    fn launch(self: Box<Self>) -> Result<OnDevice, DeviceError>;
+}
+
+/// One batch, as a device needs it.
+#[derive(Debug)]
+pub struct DeviceWork<'a> {
+    /// Tables of the request.
+    pub tables: Vec<DeviceTable>,
+    /// Id features, in the batch's order.
+    pub features: Vec<DeviceFeature<'a>>,
+    /// Dense inputs, then labels.
+    pub tensors: Vec<&'a [u8]>,
+}
+
+/// One table of a request.
+#[derive(Debug, Clone)]
+pub struct DeviceTable {
+    /// Floats of a row.
+    pub dim: usize,
+    /// Rows that the look-up gives: of unique ids, or of samples.
+    pub vectors: usize,
+    /// Its features, in the order in which their gradients are added.
+    pub members: Vec<usize>,
+}
+
+/// One id feature of a batch.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceFeature<'a> {
+    /// Index into [`DeviceWork::tables`].
+    pub table: usize,
+    /// Samples, or places of a raw feature.
+    pub samples: usize,
+    /// What each sample adds up; `None` where the table's vectors are those of samples.
+    pub bags: Option<Bags<'a>>,
+    /// From its own unique ids to the table's; `None` where they are the same.
+    pub map: Option<&'a [u32]>,
+    /// Of a training batch: which samples use each of its unique ids.
+    pub uses: Option<Uses<'a>>,
+    /// The weights in the order of `uses`.
+    pub use_weights: Option<&'a [f32]>,
+    /// Whether a mask says which places have an id.
+    pub raw: bool,
+}
+
+/// Gradients that a device has summed, on their way back.
+pub trait DeviceGradients: Send {
+    /// Wait for them: for each table of the look-up its `[vectors, dim]`, multiplied by the push's whole scale.
+    ///
+    /// # Errors
+    /// A device that is gone.
+    fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError>;
+}

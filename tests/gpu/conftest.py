@@ -1,0 +1,29 @@
+"""Tests that need a CUDA device: skipped without one, refused under ``make test-gpu``."""
+
+import os
+
+import pytest
+import torch
+
+import persia_core
+
+
+def missing() -> str:
+    """Return why they cannot run here; empty where they can."""
+    if "cuda" not in persia_core.FEATURES:
+        return f"{persia_core.__file__} was built without the feature cuda: make setup"
+    if not torch.cuda.is_available():
+        return "no CUDA device here: nvidia-smi"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip them, or end at once where they were asked for."""
+    mine = [item for item in items if "gpu" in item.path.parts]
+    reason = missing()
+    if not mine or not reason:
+        return
+    if os.environ.get("PERSIA_TEST_GPU"):
+        pytest.exit(f"the tests of CUDA devices cannot run: {reason}", returncode=2)
+    for item in mine:
+        item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,272 @@
+"""CUDA devices where there is none are refused with what to do; what a loop does for one is played on the CPU."""
+
+import contextlib
+import logging
+import subprocess
+import sys
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import Batches, Configure, TinyModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack
+
+import persia_core
+from persia.common import CommonContext, Device, Offender
+from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx
+from persia.data import DataLoader
+from persia.embedding import EmbeddingConfig
+from persia.embedding.collection import EmbeddingCollection, TableConfig
+from persia.embedding.optim import SGD
+from persia.errors import DeviceError, NonFiniteError, UsageError
+from persia.gradients import MAX_SKIPPED_STEPS, Backward, LossScale
+from persia_core import backward, forward
+from persia_core.forward import TrainingBatch
+
+SLOTS = "a: {dim: 4}\nb: {dim: 4}"
+loss_fn = torch.nn.BCEWithLogitsLoss()
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+REFUSED = "NVIDIA driver" if "cuda" in persia_core.FEATURES else r"persia_core.*--features cuda"
+
+
+@without_gpu
+@pytest.mark.row("S0-21")
+def test_a_device_that_is_not_there_is_refused_with_what_to_do() -> None:
+    for check in (forward.check_device, backward.check_device, forward.device_memory):
+        with pytest.raises(DeviceError, match=rf"CUDA device 3.*{REFUSED}.*train on the CPU"):
+            check(3)
+    with pytest.raises(DeviceError, match="device 0"):
+        EmbeddingCtx(PreprocessMode.EVAL, device_id=0)
+    with pytest.raises(DeviceError, match="device 1"):
+        EmbeddingCollection([TableConfig("t", 4, ["f"])], SGD(0.1), device="cuda:1")
+
+
+@without_gpu
+def test_the_refusal_ends_a_script_with_a_sentence_and_no_panic() -> None:
+    code = "import persia_core.forward as f; f.check_device(0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "DeviceError: CUDA device 0" in done.stderr
+    assert "panicked" not in done.stderr
+
+
+def test_vectors_have_a_dtype_that_the_device_makes(configure: Configure) -> None:
+    with pytest.raises(UsageError, match="without device_id embedding tensors are float32"):
+        EmbeddingCtx(PreprocessMode.EVAL, embedding_dtype=torch.float16)
+    configure(SLOTS)
+    with EmbeddingCtx(PreprocessMode.EVAL) as ctx:
+        with pytest.raises(UsageError, match=r"embedding_dtype=torch.int8: want torch.float32"):
+            Device(0, torch.int8).serve(ctx.engine)
+        with pytest.raises(UsageError if "cuda" in persia_core.FEATURES else DeviceError):
+            ctx.engine.use_device(0, "f64")
+    table = [TableConfig("t", 4, ["f"])]
+    with pytest.raises(UsageError, match="on the CPU vectors are float32"):
+        EmbeddingCollection(table, SGD(0.1), dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="want a CUDA device"):
+        EmbeddingCollection(table, SGD(0.1), device="meta")
+
+
+def test_a_batch_on_the_cpu_has_no_device_to_sum_on(configure: Configure) -> None:
+    configure(SLOTS)
+    with scaled(None) as ctx:
+        for batch in DataLoader(Batches(1)):
+            assert batch.device_id is None
+            assert all(tensor.__dlpack_device__() == (1, 0) for tensor in batch.embeddings())
+            with pytest.raises(UsageError, match="not on a device"):
+                batch.sum([], 1.0)
+            batch.discard()
+        assert ctx.grad_scaler is None
+
+
+def scaled(scale: LossScale | None) -> TrainCtx:
+    """Return a context whose loss is scaled, as it is with a GPU."""
+    torch.manual_seed(1)
+    model = TinyModel()
+    ctx = TrainCtx(
+        SGD(0.1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mixed_precision=False,
+        model=model,
+        embedding_config=EmbeddingConfig((-0.1, 0.1)),
+    )
+    ctx._backward.loss_scale = scale
+    return ctx
+
+
+def train(ctx: TrainCtx, steps: int, spoil: int = -1) -> list[float]:
+    """Return what each step back-propagated; one of them has a gradient that overflows."""
+    losses = []
+    for number, batch in enumerate(DataLoader(Batches(steps), reproducible=True)):
+        output, labels = ctx.forward(batch)
+        loss = loss_fn(output, labels[0])
+        if number == spoil:
+            loss = loss * 1e36  # finite itself, but not when it is scaled
+        losses.append(float(ctx.backward(loss)))
+    return losses
+
+
+def state(ctx: TrainCtx) -> list[torch.Tensor]:
+    assert ctx.model is not None
+    batch = Batches(1).batch(0, requires_grad=False)
+    rows = [from_dlpack(tensor) for tensor in ctx.get_embedding_from_data(batch).embeddings()]
+    return [*rows, *ctx.model.state_dict().values()]
+
+
+def test_a_scaled_loss_trains_model_and_rows_as_an_unscaled_one(configure: Configure) -> None:
+    """All factors are powers of 2, so even the bits are equal."""
+    configure(SLOTS)
+    with scaled(None) as ctx:
+        plain = train(ctx, 6)
+        expected = state(ctx)
+    scale = LossScale(3, "cpu")
+    with scaled(scale) as ctx:
+        losses = train(ctx, 6)
+        found = state(ctx)
+        assert ctx.grad_scaler is scale.scaler
+    assert losses == [loss * (2.0**16 if step < 3 else 2.0**17) for step, loss in enumerate(plain)]
+    assert scale.value == 2.0**18 == scale.scaler.get_scale()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_step_that_overflows_changes_neither_model_nor_rows_and_halves_the_scale(
+    configure: Configure, caplog: pytest.LogCaptureFixture
+) -> None:
+    configure(SLOTS)
+    scale = LossScale(100, "cpu")
+    with scaled(scale) as ctx, caplog.at_level(logging.WARNING):
+        train(ctx, 2)
+        before = state(ctx)
+        assert scale.value == 2.0**16
+    with scaled(scale) as ctx, caplog.at_level(logging.WARNING):
+        train(ctx, 3, spoil=2)
+        assert all(torch.equal(one, other) for one, other in zip(state(ctx), before, strict=True))
+    assert scale.value == 2.0**15
+    assert "step 3 skipped" in caplog.text and "scaled by 32768" in caplog.text
+
+
+def test_an_overflow_at_every_step_ends_the_training(configure: Configure) -> None:
+    configure(SLOTS)
+    with scaled(LossScale(4, "cpu")) as ctx, pytest.raises(NonFiniteError, match=f"{MAX_SKIPPED_STEPS} steps in a row"):
+        for batch in DataLoader(Batches(MAX_SKIPPED_STEPS + 1)):
+            output, labels = ctx.forward(batch)
+            ctx.backward(loss_fn(output, labels[0]) * float("inf"))
+
+
+def test_the_scale_stops_growing_and_goes_on_from_a_checkpoint(configure: Configure, tmp_path: object) -> None:
+    configure(SLOTS)
+    scale = LossScale(1, "cpu")
+    with scaled(scale) as ctx:
+        train(ctx, 12)
+        assert scale.value == 2.0**24
+        scale.update(finite=False)
+        ctx.dump_checkpoint(f"{tmp_path}/saved")
+    again = LossScale(5, "cpu")
+    with scaled(again) as ctx:
+        ctx.load_checkpoint(f"{tmp_path}/saved")
+    assert again.value == 2.0**23 == again.scaler.get_scale()
+    with scaled(None) as ctx:
+        ctx.load_checkpoint(f"{tmp_path}/saved")  # one without a scale has no use for it
+
+
+class OnDevice:
+    """What the training loop sees of a batch whose vectors are on a device; the device is played by the CPU."""
+
+    device_id, slots, step = 0, ("a", "b"), 7
+
+    def __init__(self, flag: int = 0) -> None:
+        self.nonfinite = torch.tensor([flag], dtype=torch.int32)
+        self.calls: list[tuple[object, ...]] = []
+
+    def sum(self, gradients: list[torch.Tensor], scale: float) -> "OnDevice":
+        self.calls.append(("sum", len(gradients), scale))
+        return self
+
+    def push_sums(self, sums: object, lr_factor: float) -> None:
+        assert sums is self
+        self.calls.append(("push_sums", lr_factor))
+
+    def push(self, gradients: list[torch.Tensor | None], lr_factor: float, scale: float) -> None:
+        kinds = [None if each is None else (each.dtype, each.device.type) for each in gradients]
+        self.calls.append(("push", kinds, lr_factor, scale))
+
+    def discard(self) -> None:
+        self.calls.append(("discard",))
+
+
+def one_step(
+    batch: OnDevice,
+    *,
+    spoil: float = 1.0,
+    used: int = 2,
+    scale: LossScale | None = None,
+    asked: list[str] | None = None,
+) -> float:
+    """Run the backward half of a step of that batch; returns the dense weight after it, 2 before."""
+    dense = torch.nn.Parameter(torch.tensor([2.0]))
+    embeddings = [torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True) for _ in batch.slots]
+    loss = torch.stack([embedding.float().sum() for embedding in embeddings[:used]]).sum() * dense.sum() * spoil
+    step = Backward(torch.optim.SGD([dense], lr=1.0), scale)
+    with contextlib.nullcontext() if asked is None else Asked(asked):
+        step(loss, cast(TrainingBatch, batch), embeddings, SGD(0.5), cast(CommonContext, Alone()))
+    return float(dense.detach())
+
+
+class Alone:
+    """No other ranks."""
+
+    def collective(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def first_offender(self, mine: Offender | None) -> str | None:
+        return None if mine is None else mine.text
+
+
+def test_gradients_are_summed_where_they_are_and_pushed_if_all_is_finite() -> None:
+    batch = OnDevice()
+    assert one_step(batch) == 2.0 - 24.0
+    assert batch.calls == [("sum", 2, 1.0), ("push_sums", 1.0)]
+    batch, scale = OnDevice(), LossScale(100, "cpu")
+    assert one_step(batch, scale=scale) == 2.0 - 24.0
+    assert batch.calls == [("sum", 2, 2.0**-16), ("push_sums", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("flag", "spoil", "named"),
+    [(1, 1.0, "the sum of the gradients of one id"), (1, float("nan"), "the loss is nan"), (0, float("inf"), "loss")],
+)
+def test_what_a_device_flags_is_not_pushed(
+    flag: int, spoil: float, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = OnDevice(flag)
+    with caplog.at_level(logging.WARNING):
+        assert one_step(batch, spoil=spoil) == 2.0
+    assert batch.calls == [("sum", 2, 1.0), ("discard",)]
+    assert named in caplog.text
+
+
+def test_a_step_on_a_device_asks_for_one_number() -> None:
+    """To ask a tensor on a device for a number is to wait for the device."""
+    for scale in (None, LossScale(100, "cpu")):
+        asked: list[str] = []
+        one_step(OnDevice(), scale=scale, asked=asked)
+        assert asked == ["aten::_local_scalar_dense"]
+
+
+class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what reads tensors."""
+
+    def __init__(self, asked: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._asked = asked
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}:
+            self._asked.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_feature_without_a_gradient_goes_by_way_of_the_cpu() -> None:
+    batch, scale = OnDevice(), LossScale(100, "cpu")
+    one_step(batch, used=1, scale=scale)
+    assert batch.calls == [("push", [(torch.float32, "cpu"), None], 1.0, 2.0**-16)]
