@@ -43,6 +43,7 @@ impl Open {
 
 /// Which of a step's tensors on a device.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // nobody asks which without a device
 pub(crate) enum Which {
     /// Vectors of an id feature.
     Vectors(usize),
