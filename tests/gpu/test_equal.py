@@ -164,19 +164,49 @@ def test_a_step_that_is_not_finite_changes_nothing(
             before = [tensor.clone() for tensor in ctx.model.state_dict().values()]
             rows = [from_dlpack(tensor).cpu() for tensor in ctx.get_embedding_from_data(probe).embeddings()]
             loss = loss_fn(output, labels[0])
+            hook = None
             if number == 2:
                 target = {"loss": loss, "embedding": ctx._embeddings[1], "dense": next(ctx.model.parameters())}[where]
                 if where == "loss":
                     loss = loss * bad
                 else:
-                    target.register_hook(lambda gradient: gradient * bad)
+                    hook = target.register_hook(lambda gradient: gradient * bad)
             ctx.backward(loss)
+            if hook is not None:
+                hook.remove()
             if number == 2:
                 after = list(ctx.model.state_dict().values())
                 found = [from_dlpack(tensor).cpu() for tensor in ctx.get_embedding_from_data(probe).embeddings()]
                 assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
                 assert all(torch.equal(one, other) for one, other in zip(rows, found, strict=True))
     assert caplog.text.count("skipped") == 1
+
+
+@pytest.mark.parametrize("name", ["summed", "raw"])
+def test_a_gradient_that_no_id_gets_is_looked_at_as_on_the_cpu(
+    configure: Configure, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    configure(SLOTS, groups=GROUPS)
+    for device in (None, 0):
+        caplog.clear()
+        with make(device, Wide()) as ctx, caplog.at_level(logging.WARNING):
+            for batch in DataLoader(Everything(1), reproducible=True):
+                output, labels = ctx.forward(batch)
+                rows = ctx._embeddings[NAMES.index(name)]
+                empty = (rows.detach() == 0).all(-1, keepdim=True)
+                assert empty.any()
+                rows.register_hook(lambda gradient, empty=empty: gradient.masked_fill(empty, float("nan")))  # type: ignore[no-untyped-call]
+                ctx.backward(loss_fn(output, labels[0].double()))
+        assert f"the gradient of slot {name!r}" in caplog.text, device
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU here")
+def test_a_device_that_is_not_the_first_trains_as_the_first(configure: Configure) -> None:
+    configure(SLOTS, groups=GROUPS)
+    (losses, rows), (other_losses, other_rows) = results(0), results(1)
+    torch.cuda.set_device(0)
+    assert losses == other_losses
+    assert all(torch.equal(one, other) for one, other in zip(rows, other_rows, strict=True))
 
 
 def test_a_feature_without_a_gradient_keeps_its_rows(configure: Configure) -> None:
@@ -206,7 +236,7 @@ def test_evaluation_and_other_streams_see_what_was_trained(configure: Configure,
             again = vectors(inner)
         ctx.dump_checkpoint(tmp_path / "saved")
     with make(None, Wide()) as ctx:
-        ctx.load_checkpoint(tmp_path / "saved", map_location="cpu")
+        ctx.load_checkpoint(tmp_path / "saved")
         on_cpu = vectors(ctx)
         on_device = ctx.get_embedding_from_data(Everything(1).batch(0, requires_grad=False), device_id=0)
         assert on_device.device_id == 0

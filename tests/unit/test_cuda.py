@@ -4,6 +4,8 @@ import contextlib
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 import persia_core
 from persia.common import CommonContext, Device, Offender
-from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx
+from persia.ctx import Checkpoints, EmbeddingCtx, PreprocessMode, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.collection import EmbeddingCollection, TableConfig
@@ -174,8 +176,11 @@ class OnDevice:
 
     device_id, slots, step = 0, ("a", "b"), 7
 
+    requires_grad = True
+
     def __init__(self, flag: int = 0) -> None:
         self.nonfinite = torch.tensor([flag], dtype=torch.int32)
+        self.given = torch.ones(3, 2)
         self.calls: list[tuple[object, ...]] = []
 
     def sum(self, gradients: list[torch.Tensor], scale: float) -> "OnDevice":
@@ -193,18 +198,39 @@ class OnDevice:
     def discard(self) -> None:
         self.calls.append(("discard",))
 
+    def embeddings(self) -> list[torch.Tensor]:
+        return [torch.ones(3, 4) for _ in self.slots]
+
+    def masks(self) -> list[None]:
+        return [None] * len(self.slots)
+
+    def cut(self) -> list[int]:
+        return [0] * len(self.slots)
+
+    def dense(self) -> list[torch.Tensor]:
+        return [self.given]
+
+    labels = dense
+
 
 def one_step(
     batch: OnDevice,
     *,
     spoil: float = 1.0,
+    spoilt: int | None = None,
     used: int = 2,
     scale: LossScale | None = None,
     asked: list[str] | None = None,
 ) -> float:
-    """Run the backward half of a step of that batch; returns the dense weight after it, 2 before."""
+    """Run the backward half of a step of that batch; returns the dense weight after it, 2 before.
+
+    The gradient of sample ``spoilt`` of the last embedding is not finite.
+    """
     dense = torch.nn.Parameter(torch.tensor([2.0]))
     embeddings = [torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True) for _ in batch.slots]
+    if spoilt is not None:
+        sample = torch.tensor([spoilt])
+        embeddings[-1].register_hook(lambda gradient: gradient.index_fill(0, sample, float("inf")))  # type: ignore[no-untyped-call]
     loss = torch.stack([embedding.float().sum() for embedding in embeddings[:used]]).sum() * dense.sum() * spoil
     step = Backward(torch.optim.SGD([dense], lr=1.0), scale)
     with contextlib.nullcontext() if asked is None else Asked(asked):
@@ -245,6 +271,15 @@ def test_what_a_device_flags_is_not_pushed(
     assert named in caplog.text
 
 
+def test_a_gradient_of_a_sample_without_ids_is_looked_at_as_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    """The sums of the device do not have it: no id of the sample gets it."""
+    batch = OnDevice(flag=0)
+    with caplog.at_level(logging.WARNING):
+        assert one_step(batch, spoilt=1) == 2.0
+    assert batch.calls == [("sum", 2, 1.0), ("discard",)]
+    assert "the gradient of slot 'b', sample 1, is inf" in caplog.text
+
+
 def test_a_step_on_a_device_asks_for_one_number() -> None:
     """To ask a tensor on a device for a number is to wait for the device."""
     for scale in (None, LossScale(100, "cpu")):
@@ -270,3 +305,101 @@ def test_a_feature_without_a_gradient_goes_by_way_of_the_cpu() -> None:
     batch, scale = OnDevice(), LossScale(100, "cpu")
     one_step(batch, used=1, scale=scale)
     assert batch.calls == [("push", [(torch.float32, "cpu"), None], 1.0, 2.0**-16)]
+
+
+def test_tensors_are_handed_over_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch refuses to export a tensor of a device that is not the current one."""
+    inside: list[bool] = []
+
+    @contextlib.contextmanager
+    def of(tensor: torch.Tensor) -> Iterator[None]:
+        assert tensor.dtype == torch.bfloat16
+        inside.append(True)
+        yield
+        inside.clear()
+
+    class Seen(OnDevice):
+        def sum(self, gradients: list[torch.Tensor], scale: float) -> OnDevice:
+            assert inside
+            return super().sum(gradients, scale)
+
+    monkeypatch.setattr(torch.cuda, "device_of", of)
+    batch = Seen()
+    one_step(batch)
+    assert batch.calls[-1] == ("push_sums", 1.0)
+
+
+class Played:
+    """A device for contexts, played by the CPU; notes what is done with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[object] = []
+        monkeypatch.setattr(forward, "check_device", lambda number: None)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: self.calls.append(("current", number)))
+        monkeypatch.setattr(Device, "serve", lambda device, engine: self.calls.append(("serve", device.number)))
+
+
+def test_the_outermost_context_makes_its_device_the_current_one_first(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(SLOTS)
+    played = Played(monkeypatch)
+    with EmbeddingCtx(PreprocessMode.EVAL, device_id=1), eval_ctx(device_id=0):
+        pass
+    assert played.calls == [("current", 1), ("serve", 1)]
+    with eval_ctx():
+        pass
+    assert len(played.calls) == 2
+
+
+def test_a_lookup_on_another_device_is_not_the_contexts(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(SLOTS)
+    played = Played(monkeypatch)
+    batch = Batches(1).batch(0, requires_grad=False)
+    with EmbeddingCtx(PreprocessMode.EVAL, device_id=0, embedding_dtype=torch.bfloat16) as outer:
+        monkeypatch.setattr(outer._common, "lookup", lambda batch, device_id: played.calls.append(device_id))
+        del played.calls[:]
+        for ctx in (outer, eval_ctx(), eval_ctx(device_id=1)):
+            with contextlib.nullcontext() if ctx is outer else ctx:
+                for device_id in (None, 0, 1):
+                    ctx.get_embedding_from_data(batch, device_id)
+    # None is the context's own device, with its dtype.
+    assert played.calls == [None, None, 1] * 3
+
+
+def test_what_is_kept_of_a_batch_on_a_device_keeps_no_other_memory_of_it(configure: Configure) -> None:
+    configure(SLOTS)
+    with EmbeddingCtx(PreprocessMode.TRAIN) as ctx:
+        for device_id in (None, 0):
+            batch = OnDevice()
+            batch.device_id = device_id  # type: ignore[assignment]
+            dense, _, labels = ctx.prepare_features(cast(TrainingBatch, batch))
+            for tensor in (*dense, *labels):
+                assert torch.equal(tensor, batch.given)
+                assert (tensor.data_ptr() == batch.given.data_ptr()) == (device_id is None)
+
+
+@without_gpu
+def test_a_run_of_a_device_goes_on_without_one(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(SLOTS)
+
+    def run(folder: Path) -> TrainCtx:
+        torch.manual_seed(1)
+        model = TinyModel()
+        dense = torch.optim.Adam(model.parameters(), lr=0.1)
+        state = {"other": torch.nn.Linear(2, 2)}
+        return TrainCtx(SGD(0.1), dense, model=model, checkpoints=Checkpoints(folder, every=2, state=state))
+
+    with run(tmp_path) as ctx, monkeypatch.context() as patch:
+        # What torch writes into a file of a tensor on a device.
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        train(ctx, 2)
+    saved = next(tmp_path.glob("step-2"))
+    with pytest.raises(RuntimeError, match="on a CUDA device"):
+        torch.load(saved / "dense.pt", weights_only=True)
+    with run(tmp_path) as ctx:
+        assert ctx.step == 2
+    with eval_ctx(model=TinyModel()) as inner:
+        inner.load_checkpoint(saved)

@@ -60,7 +60,6 @@ pub(crate) fn vectors(on_device: &OnDevice) -> ElementType {
 struct OnCuda {
     part: Part,
     ordinal: i32,
-    hand_to: Box<dyn Fn(usize) -> Result<(), persia_cuda::CudaError> + Send + Sync>,
 }
 
 impl OnStream for OnCuda {
@@ -69,7 +68,7 @@ impl OnStream for OnCuda {
     }
 
     fn hand_to(&self, stream: usize) -> Result<(), String> {
-        (self.hand_to)(stream).map_err(|error| error.to_string())
+        self.part.hand_to(stream).map_err(|error| error.to_string())
     }
 
     fn used_on(&self, stream: usize) {
@@ -91,8 +90,7 @@ pub(crate) fn tensor(
         Which::Given(index) => step.tensor(index),
     }?;
     let (address, ordinal) = (part.address(), step.device().cuda().ordinal());
-    let hand_to = Box::new(move |stream| step.hand_to(stream));
-    Some(Tensor::on_device(Arc::new(OnCuda { part, ordinal, hand_to }), address, dtype, shape))
+    Some(Tensor::on_device(Arc::new(OnCuda { part, ordinal }), address, dtype, shape))
 }
 
 /// Sum gradients where they are: each with the shape it has to have, in the order of the features.
@@ -125,12 +123,9 @@ pub(crate) fn sum(
         taken.push(Gradient { address: borrowed.data as u64, dtype });
         owners.push(borrowed.capsule);
     }
-    let sums = py.detach(|| step.sum(&taken, scale, Box::new(owners))).map_err(|error| failed(py, &error))?;
-    let flag = sums.flag();
-    let part = flag.part().clone();
+    let (sums, part) =
+        py.detach(|| step.sum(&taken, scale, Box::new(owners))).map_err(|error| failed(py, &error))?;
     let (address, ordinal) = (part.address(), cuda.ordinal());
-    let hand_to = Box::new(move |stream| flag.hand_to(stream));
-    let flag = Arc::new(OnCuda { part, ordinal, hand_to });
-    let flag = Tensor::on_device(flag, address, ElementType::new(0, 32), &[1]);
+    let flag = Tensor::on_device(Arc::new(OnCuda { part, ordinal }), address, ElementType::new(0, 32), &[1]);
     Ok(Sums::new(Py::new(py, flag)?, Box::new(sums)))
 }

@@ -4,12 +4,14 @@
 // fused or reordered. So they give the bits of the CPU's loops (persia_types::kernels), whatever the device. There are no
 // atomics. One launch does all features of a batch: each has a Job, and as many blocks as it needs.
 //
-// The file is CUDA C for NVRTC, without any header, and C++17 for tests: THREADS is then a loop over the threads of a block
-// (tests/shim.h), so that a thread keeps nothing in a variable from one THREADS to the next.
+// The file is CUDA C for NVRTC, without any header, and C++17 for tests: THREADS is then a loop over the threads of a
+// block (tests/shim.h), so that a thread keeps nothing in a variable from one THREADS to the next. The only exception
+// is a variable that a thread sets to 1 for SYNC_ANY, which asks whether any thread has.
 
 #ifdef __CUDACC__
 #define THREADS
 #define SYNC __syncthreads()
+#define SYNC_ANY(has) __syncthreads_or(has)
 #define ROLLED _Pragma("unroll 1")
 #define UNROLLED _Pragma("unroll 8")
 #endif
@@ -57,7 +59,6 @@ struct Job {
 struct Shared {
     float tile[TILE * COLUMNS];
     float sums[COLUMNS];
-    u32 has_long;
 };
 
 __device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
@@ -190,19 +191,15 @@ __device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
     u32 column = number % column_blocks * columns, first = number / column_blocks * rows;
     u32 end = first + rows < job.sums ? first + rows : job.sums;
     columns = column + columns < job.dim ? columns : job.dim - column;
-    u32 given = has<GATHER>(job);
+    u32 given = has<GATHER>(job), has_long = 0;
 
-    if (!RAW) {
-        THREADS if (threadIdx.x == 0) shared.has_long = 0;
-        SYNC;
-    }
     THREADS {
         u32 sum = first + (threadIdx.x >> job.lanes), mine = (threadIdx.x & lane) * W;
         if (sum < end && mine < columns) {
             u32 from = job.starts ? job.starts[sum] : sum, to = job.starts ? job.starts[sum + 1] : sum + 1;
             if (RAW && column + mine == 0) job.mask[sum] = to > from;
             if (!RAW && to - from > LONG) {
-                shared.has_long = 1;
+                has_long = 1;
             } else {
                 float total[W], values[UNROLL][W], factors[UNROLL];
                 for (u32 k = 0; k < W; k++) total[k] = start_of<GATHER>(job, sum, column + mine + k);
@@ -220,8 +217,7 @@ __device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
         }
     }
     if (RAW) return;
-    SYNC;
-    if (!shared.has_long) return;
+    if (!SYNC_ANY(has_long)) return;
 
     // All threads read a tile of products, then one thread for each column adds them in order.
     ROLLED for (u32 sum = first; sum < end; sum++) {

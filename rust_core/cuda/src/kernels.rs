@@ -3,10 +3,10 @@
 use std::ffi::{CStr, CString};
 use std::sync::Arc;
 
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUjit_option, CUresult};
 use persia_types::Dtype;
 
-use crate::driver::{Context, Stream};
+use crate::driver::{Context, Stream, describe};
 use crate::error::CudaError;
 use crate::layout::Jobs;
 
@@ -21,6 +21,8 @@ pub const COMPUTE_CAPABILITY: (i32, i32) = (8, 0);
 
 /// Threads of a block.
 const BLOCK: u32 = 256;
+/// What is kept of what the driver's compiler says of an error.
+const LOG_BYTES: usize = 4096;
 /// Columns that a block works on, at most.
 const COLUMNS: u32 = 32;
 
@@ -148,12 +150,23 @@ impl Kernels {
     /// Have the driver compile the kernels; they stay until the process ends.
     pub(crate) fn load(context: &Arc<Context>) -> Result<Self, CudaError> {
         let failed =
-            |code: String| CudaError::Failed { ordinal: context.ordinal(), what: "cuModuleLoadData", code };
+            |code: String| CudaError::Failed { ordinal: context.ordinal(), what: "cuModuleLoadDataEx", code };
         let image = CString::new(PTX).map_err(|error| failed(error.to_string()))?;
         let mut module = std::ptr::null_mut();
-        // SAFETY: a text that ends in NUL, as the driver wants PTX.
-        let code = unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) };
-        context.check("cuModuleLoadData", code)?;
+        // One byte stays 0, whatever the compiler writes.
+        let mut log = [0u8; LOG_BYTES + 1];
+        let mut options =
+            [CUjit_option::CU_JIT_ERROR_LOG_BUFFER, CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+        let mut values = [log.as_mut_ptr().cast(), std::ptr::without_provenance_mut(LOG_BYTES)];
+        // SAFETY: a text that ends in NUL, as the driver wants PTX; two options, and a value for each.
+        let code = unsafe {
+            let (options, values) = (options.as_mut_ptr(), values.as_mut_ptr());
+            sys::cuModuleLoadDataEx(&mut module, image.as_ptr().cast(), 2, options, values)
+        };
+        if code != CUresult::CUDA_SUCCESS {
+            let log = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy).unwrap_or_default();
+            return Err(failed(format!("{} {}", describe(code), log.trim()).trim_end().into()));
+        }
         let mut functions = [std::ptr::null_mut(); 3];
         for kernel in [Kernel::GatherPool, Kernel::GatherRaw, Kernel::SegmentSum] {
             let place = &mut functions[kernel as usize];

@@ -33,7 +33,7 @@ pub use error::CudaError;
 pub use layout::Gradient;
 pub use memory::PoolUse;
 pub use step::{CudaDevice, Part, Step};
-pub use sums::{Flag, Sums};
+pub use sums::Sums;
 
 use driver::{Context, Stream};
 use kernels::Kernels;

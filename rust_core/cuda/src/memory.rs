@@ -17,8 +17,11 @@ pub(crate) const ALIGNMENT: usize = 256;
 const PINNED_STEP: usize = 1 << 16;
 /// Free page-locked blocks that are kept; a look-up and a push of each of a few steps hold one.
 const MAX_FREE: usize = 16;
-/// What is kept of device memory is this many times the most that one block has asked for.
-const KEPT_BLOCKS: u64 = 8;
+/// Blocks of device memory after which a pool may keep less.
+const WINDOW: u32 = 1024;
+/// Free device memory is kept up to this many times what blocks took at most: freed pieces leave gaps, and one that the
+/// device still works on cannot be used again yet.
+const SLACK: u64 = 2;
 
 /// Bytes of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,8 +47,40 @@ struct Inner {
     ours: [sys::CUstream; 2],
     /// For the order between two streams; used under its lock.
     order: Mutex<Event>,
-    largest: Mutex<u64>,
+    kept: Mutex<Kept>,
     context: Arc<Context>,
+}
+
+/// How much memory a pool keeps when blocks are free.
+///
+/// At each synchronisation the driver gives back to the device what a pool has above its threshold, and taking it again
+/// is slow. So the threshold is above what the steps in flight need together: what was in use at most, in this window or the
+/// one before. It grows at once; what a few large batches took goes back after two windows without.
+#[derive(Debug, Default)]
+struct Kept {
+    threshold: u64,
+    /// In use at most, in the window before.
+    before: u64,
+    /// Blocks of this window.
+    blocks: u32,
+}
+
+impl Kept {
+    /// Count a block. `used` is what was in use at most since the window began. Returns the new threshold, if there is one,
+    /// and whether a window begins.
+    fn count(&mut self, used: u64) -> (Option<u64>, bool) {
+        let needed = used.max(self.before).saturating_mul(SLACK);
+        self.blocks += 1;
+        let ends = self.blocks >= WINDOW;
+        if ends {
+            (self.blocks, self.before) = (0, used);
+        }
+        let changes = needed > self.threshold || (ends && needed < self.threshold);
+        if changes {
+            self.threshold = needed;
+        }
+        (changes.then_some(needed), ends)
+    }
 }
 
 // SAFETY: the driver takes calls on a pool and on streams from any thread.
@@ -69,7 +104,7 @@ impl DevicePool {
             releases: Stream::new(context)?,
             ours,
             order: Mutex::new(Event::new(context)?),
-            largest: Mutex::new(0),
+            kept: Mutex::default(),
             context: Arc::clone(context),
         };
         // A look-up must not wait for the model: memory that is still in use elsewhere is not given to it.
@@ -80,7 +115,6 @@ impl DevicePool {
     /// `bytes` of device memory, for what is queued on `stream` from now on.
     pub(crate) fn take(&self, bytes: usize, what: &'static str, stream: &Stream) -> Result<Block, CudaError> {
         let inner = &self.inner;
-        inner.keep_for(bytes as u64)?;
         let mut address = 0;
         // SAFETY: pool and stream are alive; the driver gives bytes or an error.
         let code = unsafe {
@@ -92,7 +126,9 @@ impl DevicePool {
             return Err(CudaError::OutOfMemory { ordinal, what, bytes, free, total });
         }
         inner.context.check("cuMemAllocFromPoolAsync", code)?;
-        Ok(Block { address, pool: Arc::clone(inner) })
+        let block = Block { address, pool: Arc::clone(inner) };
+        inner.keep()?;
+        Ok(block)
     }
 
     pub(crate) fn used(&self) -> Result<PoolUse, CudaError> {
@@ -106,7 +142,8 @@ impl DevicePool {
     pub(crate) fn trim(&self) -> Result<(), CudaError> {
         let inner = &self.inner;
         let _current = inner.context.enter()?;
-        *inner.largest.lock() = 0;
+        *inner.kept.lock() = Kept::default();
+        inner.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, &mut 0u64)?;
         // SAFETY: the pool and the stream are alive.
         unsafe {
             inner.context.check("cuStreamSynchronize", sys::cuStreamSynchronize(inner.releases.handle()))?;
@@ -132,15 +169,17 @@ impl Inner {
         Ok(value)
     }
 
-    /// Keep memory for some blocks of this size when they are free; more goes back to the device.
-    fn keep_for(&self, bytes: u64) -> Result<(), CudaError> {
-        let mut largest = self.largest.lock();
-        if bytes <= *largest {
-            return Ok(());
+    /// Keep as much as is needed, now that another block was taken.
+    fn keep(&self) -> Result<(), CudaError> {
+        let mut kept = self.kept.lock();
+        let (threshold, begins) = kept.count(self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?);
+        if let Some(mut threshold) = threshold {
+            self.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &mut threshold)?;
         }
-        *largest = bytes;
-        let mut kept = bytes * KEPT_BLOCKS;
-        self.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &mut kept)
+        if begins {
+            self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, &mut 0u64)?;
+        }
+        Ok(())
     }
 
     /// Let blocks be given back only behind what is queued on `stream` so far.
@@ -165,6 +204,9 @@ impl Block {
 
     /// Queue zeros for a part of it.
     pub(crate) fn clear(&self, part: Range<usize>, stream: &Stream) -> Result<(), CudaError> {
+        if part.is_empty() {
+            return Ok(());
+        }
         let start = self.address + part.start as u64;
         // SAFETY: the part is inside of the block, as the callers have laid it out.
         let code = unsafe { sys::cuMemsetD8Async(start, 0, part.len(), stream.handle()) };
@@ -327,6 +369,9 @@ impl Pinned {
 
     /// Queue a copy of all to the device.
     pub(crate) fn upload(&self, to: u64, stream: &Stream) -> Result<(), CudaError> {
+        if self.len == 0 {
+            return Ok(());
+        }
         // SAFETY: both blocks have as many bytes, and outlive the copy: they go back behind it.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, self.start().cast(), self.len, stream.handle()) };
         self.home.context.check("cuMemcpyHtoDAsync", code)
@@ -334,6 +379,9 @@ impl Pinned {
 
     /// Queue a copy from the device over all of it.
     pub(crate) fn download(&mut self, from: u64, stream: &Stream) -> Result<(), CudaError> {
+        if self.len == 0 {
+            return Ok(());
+        }
         // SAFETY: as above.
         let code = unsafe { sys::cuMemcpyDtoHAsync_v2(self.start().cast(), from, self.len, stream.handle()) };
         self.home.context.check("cuMemcpyDtoHAsync", code)
@@ -350,5 +398,34 @@ impl Drop for Pinned {
         if let Some(pages) = self.pages.take() {
             self.home.put(pages, self.behind.take());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The thresholds while so many blocks are taken, with `used` in use at most.
+    fn thresholds(kept: &mut Kept, blocks: u32, used: u64) -> Vec<u64> {
+        (0..blocks).filter_map(|_| kept.count(used).0).collect()
+    }
+
+    #[test]
+    fn what_is_in_use_at_most_is_kept_and_twice_that() {
+        let mut kept = Kept::default();
+        assert_eq!(thresholds(&mut kept, 1, 10), [20]);
+        assert_eq!(thresholds(&mut kept, 1, 35), [70], "it grows at once");
+        assert_eq!(thresholds(&mut kept, 10 * WINDOW, 35), [], "a threshold that fits is left alone");
+    }
+
+    #[test]
+    fn what_a_large_batch_took_goes_back_after_two_windows() {
+        let mut kept = Kept::default();
+        assert_eq!(thresholds(&mut kept, WINDOW - 1, 10), [20]);
+        // It ends a window, and the next one begins with it in use.
+        assert_eq!(kept.count(500), (Some(1000), true));
+        assert_eq!(thresholds(&mut kept, WINDOW, 10), []);
+        assert_eq!(thresholds(&mut kept, WINDOW - 1, 10), []);
+        assert_eq!(kept.count(10), (Some(20), true));
     }
 }

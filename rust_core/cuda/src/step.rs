@@ -81,7 +81,7 @@ impl<'a> Lookup<'a> {
             unsafe { cuda.kernels.launch(jobs, self.inputs.address(), 0, stream)? };
         }
         Ok(Step {
-            ready: stream.record()?,
+            ready: Arc::new(stream.record()?),
             device: self.device.clone(),
             layout: self.layout,
             inputs: Arc::new(self.inputs),
@@ -104,23 +104,32 @@ impl DeviceLookup for Lookup<'_> {
 #[derive(Debug)]
 pub struct Step {
     pub(crate) device: CudaDevice,
-    pub(crate) ready: Event,
+    pub(crate) ready: Arc<Event>,
     pub(crate) layout: StepLayout,
     pub(crate) inputs: Arc<Block>,
     outputs: Arc<Block>,
 }
 
-/// A tensor in a step's memory, which it keeps.
+/// A tensor of a step, or of its sums. It keeps the block that it lies in, and nothing else of the step.
 #[derive(Debug, Clone)]
 pub struct Part {
     pub(crate) block: Arc<Block>,
     pub(crate) place: usize,
+    pub(crate) ready: Arc<Event>,
 }
 
 impl Part {
     /// Where it starts.
     pub fn address(&self) -> u64 {
         self.block.address() + self.place as u64
+    }
+
+    /// Let what is queued on `stream` from now on wait until it is there.
+    ///
+    /// # Errors
+    /// [`CudaError`] from the driver.
+    pub fn hand_to(&self, stream: usize) -> Result<(), CudaError> {
+        self.ready.let_wait(stream as _)
     }
 
     /// Note that what is queued on `stream` so far uses it; called when its user drops it.
@@ -137,24 +146,21 @@ impl Step {
 
     /// Vectors of an id feature: `[samples, dim]`.
     pub fn vectors(&self, feature: usize) -> Option<Part> {
-        Some(Part { block: Arc::clone(&self.outputs), place: self.layout.vectors(feature)? })
+        Some(self.part(&self.outputs, self.layout.vectors(feature)?))
     }
 
     /// Mask of a raw feature: a byte for each place.
     pub fn mask(&self, feature: usize) -> Option<Part> {
-        Some(Part { block: Arc::clone(&self.outputs), place: self.layout.mask(feature)? })
+        Some(self.part(&self.outputs, self.layout.mask(feature)?))
     }
 
-    /// A dense input or label, in the order of [`DeviceWork::tensors`].
+    /// A dense input or label, in the order of [`DeviceWork::tensors`]. It lies among the rows and lists of the batch:
+    /// whoever keeps it keeps them all.
     pub fn tensor(&self, index: usize) -> Option<Part> {
-        Some(Part { block: Arc::clone(&self.inputs), place: self.layout.tensor(index)? })
+        Some(self.part(&self.inputs, self.layout.tensor(index)?))
     }
 
-    /// Let what is queued on `stream` from now on wait until all of it is there.
-    ///
-    /// # Errors
-    /// [`CudaError`] from the driver.
-    pub fn hand_to(&self, stream: usize) -> Result<(), CudaError> {
-        self.ready.let_wait(stream as _)
+    fn part(&self, block: &Arc<Block>, place: usize) -> Part {
+        Part { block: Arc::clone(block), place, ready: Arc::clone(&self.ready) }
     }
 }

@@ -15,25 +15,33 @@ use crate::layout::{Gradient, SumsLayout};
 use crate::memory::{Block, Pinned};
 use crate::step::{Part, Step};
 
-/// Summed gradients of a step, and whether they are finite.
+/// Summed gradients of a step, on their way back.
 pub struct Sums {
-    step: Arc<Step>,
-    /// Behind the sums; in front of their copy.
-    summed: Arc<Event>,
-    /// Behind the copy.
+    wire: Dtype,
+    /// Behind the copy to `host`.
     copied: Event,
-    memory: Arc<Block>,
     host: Pinned,
     /// Per table where its vectors lie in `host`, in bytes, and what they became where they had 16 bits.
     tables: Vec<std::ops::Range<usize>>,
     widened: Vec<Vec<f32>>,
-    /// Owners of the gradients: given back when they have been read.
+    /// What the device reads and writes until then.
+    held: Option<Held>,
+}
+
+/// Memory of a device that is in use until the sums have been copied.
+struct Held {
+    _step: Arc<Step>,
+    _memory: Arc<Block>,
+    /// Owners of the gradients.
     _gradients: Box<dyn Any + Send>,
 }
 
 impl Step {
     /// Sum gradients, one for each id feature, which are ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream); each sum
-    /// is multiplied by `scale`. Returns before anything is done; `owners` are dropped when gradients have been read.
+    /// is multiplied by `scale`. Also returns a word of the device: 1 if a sum is not finite, else 0.
+    ///
+    /// It returns before anything is done. `owners`, this step and the memory of the sums are let go by
+    /// [`Sums::wait`](DeviceGradients::wait), as soon as the sums are copied: not only when a server has taken them.
     ///
     /// # Errors
     /// [`CudaError`]: no memory, gradients that do not fit, or from the driver.
@@ -42,7 +50,7 @@ impl Step {
         gradients: &[Gradient],
         scale: f32,
         owners: Box<dyn Any + Send>,
-    ) -> Result<Sums, CudaError> {
+    ) -> Result<(Sums, Part), CudaError> {
         if gradients.len() != self.layout.features() {
             let what = format!("{} gradients for {} id features", gradients.len(), self.layout.features());
             return Err(CudaError::BadGradient { what });
@@ -72,58 +80,30 @@ impl Step {
             // sizes that the caller has checked and `owners` keep.
             unsafe { cuda.kernels.launch(jobs, address, flag, stream)? };
         }
-        let summed = stream.record()?;
+        let memory = Arc::new(memory);
+        let ready = Arc::new(stream.record()?);
+        let flag = Part { block: Arc::clone(&memory), place: SumsLayout::FLAG, ready };
         let back = layout.back();
         let mut host = cuda.pinned.take(back.len())?;
         host.download(address + back.start as u64, stream)?;
-        Ok(Sums {
-            step: Arc::clone(self),
-            summed: Arc::new(summed),
+        let sums = Sums {
+            wire: self.device.wire(),
             copied: stream.record()?,
-            memory: Arc::new(memory),
             host,
             tables: layout.tables(),
             widened: Vec::new(),
-            _gradients: owners,
-        })
-    }
-}
-
-impl Sums {
-    /// Whether a sum is not finite.
-    pub fn flag(&self) -> Flag {
-        let part = Part { block: Arc::clone(&self.memory), place: SumsLayout::FLAG };
-        Flag { part, summed: Arc::clone(&self.summed) }
-    }
-}
-
-/// A word of the device: 1 if a sum is not finite, else 0.
-#[derive(Debug, Clone)]
-pub struct Flag {
-    part: Part,
-    summed: Arc<Event>,
-}
-
-impl Flag {
-    /// Where it is.
-    pub fn part(&self) -> &Part {
-        &self.part
-    }
-
-    /// Let what is queued on `stream` from now on wait for it.
-    ///
-    /// # Errors
-    /// [`CudaError`] from the driver.
-    pub fn hand_to(&self, stream: usize) -> Result<(), CudaError> {
-        self.summed.let_wait(stream as _)
+            held: Some(Held { _step: Arc::clone(self), _memory: memory, _gradients: owners }),
+        };
+        Ok((sums, flag))
     }
 }
 
 impl DeviceGradients for Sums {
     fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError> {
         self.copied.synchronize().map_err(|error| Arc::new(error) as DeviceError)?;
-        let bytes = self.host.bytes();
-        let wire = self.step.device.wire();
+        // The push itself may take long.
+        self.held = None;
+        let (bytes, wire) = (self.host.bytes(), self.wire);
         if wire == Dtype::F32 {
             return Ok(self
                 .tables

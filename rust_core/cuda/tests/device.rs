@@ -104,6 +104,11 @@ fn memory_is_used_again_and_given_back() {
     (0..1000).for_each(|_| once());
     let after = cuda.memory().unwrap();
     assert!(after.reserved <= before.reserved, "{before:?} to {after:?}");
+    // What one large buffer took goes back, too.
+    drop(cuda.upload(&vec![7; 1 << 28]).unwrap());
+    (0..3000).for_each(|_| once());
+    let after = cuda.memory().unwrap();
+    assert!(after.reserved < 1 << 28, "{before:?} to {after:?}");
     cuda.trim().unwrap();
     assert_eq!(cuda.memory().unwrap().held, 0);
 }

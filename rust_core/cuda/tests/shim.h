@@ -8,6 +8,7 @@
 #define __launch_bounds__(...)
 #define THREADS for (threadIdx.x = 0; threadIdx.x < BLOCK; threadIdx.x++)
 #define SYNC static_cast<void>(0)
+#define SYNC_ANY(has) (has)
 #define ROLLED
 #define UNROLLED
 

@@ -173,8 +173,9 @@ fn raw(context: &Context, plan: &Plan, feature: usize, mask: impl FnOnce() -> Ve
     Some(Raw { places: places as usize, mask: mask(), cut: plan.cut(feature) })
 }
 
-/// How samples use the ids of a table that serves one feature, where they are better off without rows of ids.
-fn uses<'a>(
+/// How samples use the ids of a table that serves one feature, where they are better off without rows of ids. A raw feature
+/// is not: its samples are places of others, and go with a mask.
+pub(super) fn uses<'a>(
     context: &Context,
     batch: &'a Batch,
     plan: &'a Plan,
@@ -182,6 +183,9 @@ fn uses<'a>(
     divisors: &'a [Option<Buffer>],
 ) -> Option<SampleUses<'a>> {
     let [Member { feature: index, map: None }] = table.members[..] else { return None };
+    if context.schema.slots[plan.slots()[index]].sample_fixed_size.is_some() {
+        return None;
+    }
     let feature = plan.feature(batch, index);
     if feature.offsets().is_none() && feature.weights().is_none() {
         return Some(SampleUses::Each(feature.uses()));

@@ -12,7 +12,7 @@ use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::backward::{Backward, push_all};
 use crate::step::buffer::Buffer;
-use crate::step::forward::{Forward, Output, bags, divisors};
+use crate::step::forward::{Forward, Output, bags, divisors, uses};
 use crate::step::plan::{Plan, TablePlan};
 
 /// Look the batch up, and start to pool it on the device.
@@ -55,14 +55,7 @@ fn pooled_by_holder<'a>(
     table: &TablePlan,
     divisors: &'a [Option<Buffer>],
 ) -> Option<SampleUses<'a>> {
-    let [ref member] = table.members[..] else { return None };
-    let feature = plan.feature(batch, member.feature);
-    if member.map.is_some() || (feature.offsets().is_none() && feature.weights().is_none()) {
-        return None;
-    }
-    let bags = bags(feature, divisors[member.feature].as_ref().map(AsRef::as_ref));
-    let dim = context.schema.tables[table.table].dim;
-    context.tables.pools(dim, feature.unique().len(), &bags).then_some(SampleUses::Pooled(bags))
+    uses(context, batch, plan, table, divisors).filter(|uses| matches!(uses, SampleUses::Pooled(_)))
 }
 
 fn work<'a>(
