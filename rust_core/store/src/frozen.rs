@@ -3,7 +3,10 @@
 //! A cut copies recency and nothing else. From then on a row is copied before the first time it changes or leaves, unless it
 //! was written to its file before. What came after the cut, or was not touched since, is not copied.
 
+use std::sync::Arc;
+
 use crate::checkpoint::TableRows;
+use crate::copies::Copies;
 use crate::row::Layout;
 use crate::simd::Portable;
 use crate::table::{FREE, ShardTable};
@@ -25,6 +28,15 @@ pub(crate) struct Frozen {
     rows: Vec<f32>,
     /// Those of the cut, once they are to change.
     waiting: Option<Vec<(u64, u32)>>,
+    /// Knows of what is kept here.
+    copies: Arc<Copies>,
+    kept_bytes: u64,
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.copies.remove(self.kept_bytes);
+    }
 }
 
 /// A row of a cut: the id comes first, so that they sort by it.
@@ -44,6 +56,11 @@ impl Frozen {
             + waiting * size_of::<(u64, u32)>()
     }
 
+    fn count(&mut self, bytes: usize) {
+        self.kept_bytes += bytes as u64;
+        self.copies.add(bytes as u64);
+    }
+
     fn kept(&self, slot: u32) -> Option<usize> {
         match self.place[slot as usize] {
             UNTOUCHED | WRITTEN => None,
@@ -54,7 +71,7 @@ impl Frozen {
 
 impl ShardTable {
     /// Keep what is held now, until it is [thawed](Self::thaw).
-    pub(crate) fn freeze(&mut self) {
+    pub(crate) fn freeze(&mut self, copies: &Arc<Copies>) {
         let used = &self.last_used()[..self.used_slots()];
         self.frozen = (self.len() + self.waiting.len() > 0).then(|| {
             Box::new(Frozen {
@@ -65,6 +82,8 @@ impl ShardTable {
                 ids: Vec::new(),
                 rows: Vec::new(),
                 waiting: None,
+                copies: Arc::clone(copies),
+                kept_bytes: 0,
             })
         });
     }
@@ -84,14 +103,19 @@ impl ShardTable {
             frozen.ids.push(self.ids()[at]);
             frozen.rows.extend_from_slice(self.row(slot));
             frozen.place[at] = frozen.ids.len() as u32;
+            frozen.count(size_of::<u64>() + size_of_val(self.row(slot)));
         }
         self.frozen = Some(frozen);
     }
 
     /// Copy the counts of ids without row, which are about to change, if a cut needs them as they are.
     pub(crate) fn keep_waiting(&mut self) {
-        if let Some(frozen) = &mut self.frozen {
-            frozen.waiting.get_or_insert_with(|| self.waiting.entries().collect());
+        if let Some(frozen) = &mut self.frozen
+            && frozen.waiting.is_none()
+        {
+            let waiting: Vec<_> = self.waiting.entries().collect();
+            frozen.count(size_of_val(waiting.as_slice()));
+            frozen.waiting = Some(waiting);
         }
     }
 

@@ -14,6 +14,7 @@
 pub mod checkpoint;
 
 mod arena;
+mod copies;
 mod export;
 mod frozen;
 mod index;

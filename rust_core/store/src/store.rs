@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use persia_types::limits::MAX_DIM;
@@ -16,6 +18,7 @@ use persia_types::{Mode, Schema, ShardedIds, Table, Tables, TablesError, VIRTUAL
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};
+use crate::copies::Copies;
 use crate::export::{export, export_frozen, import};
 use crate::lookup::{Effect, Lookup};
 use crate::memo::{Memo, Memos};
@@ -26,7 +29,6 @@ use crate::run::{ActiveRun, bad};
 use crate::shard::Shard;
 use crate::simd::Level;
 use crate::snapshot;
-use crate::table::ShardTable;
 use crate::tokens::{Claims, Verb};
 
 /// How much a [`Store`] may hold and use.
@@ -38,11 +40,19 @@ pub struct StoreOptions {
     pub snapshot_threads: usize,
     /// The virtual shards held; requests with ids of others are refused, files of others are skipped.
     pub shards: Range<usize>,
+    /// Bytes of rows that may be copied because they change while a snapshot of them is to be written. Training requests wait
+    /// when there is no room, for at most 10 s each; one that found room may take more.
+    pub max_copy_bytes: u64,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { capacity: 1_000_000_000, snapshot_threads: 4, shards: 0..VIRTUAL_SHARDS }
+        Self {
+            capacity: 1_000_000_000,
+            snapshot_threads: 4,
+            shards: 0..VIRTUAL_SHARDS,
+            max_copy_bytes: u64::MAX,
+        }
     }
 }
 
@@ -72,7 +82,11 @@ pub struct Store {
     epoch: AtomicU64,
     /// Locked while a snapshot is written, and before `run`.
     cut: Mutex<LastCut>,
+    copies: Arc<Copies>,
 }
+
+/// How long a training request waits for room for copies.
+const COPY_PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Counters {
@@ -120,6 +134,7 @@ impl Store {
         }
         let layouts: Vec<Layout> = schema.tables.iter().map(Layout::stateless).collect();
         let budget = budget(options.capacity);
+        let copies = Arc::new(Copies::new(options.max_copy_bytes));
         Ok(Self {
             schema,
             options,
@@ -131,6 +146,7 @@ impl Store {
             counters: Mutex::default(),
             epoch: AtomicU64::new(0),
             cut: Mutex::default(),
+            copies,
         })
     }
 
@@ -227,7 +243,10 @@ impl Store {
     /// Keep all rows as they are now, for the next snapshot.
     fn freeze(&self) {
         let _nothing_in_flight = self.run.write();
-        let freeze = |shard: usize| self.shards[shard].lock().tables.iter_mut().for_each(ShardTable::freeze);
+        let freeze = |shard: usize| {
+            let mut shard = self.shards[shard].lock();
+            shard.tables.iter_mut().for_each(|table| table.freeze(&self.copies));
+        };
         snapshot::each(VIRTUAL_SHARDS, self.options.snapshot_threads, freeze);
     }
 
@@ -334,14 +353,18 @@ fn budget(capacity: u64) -> usize {
 
 impl Tables for Store {
     fn begin(&self, run: &Run) -> Result<(), TablesError> {
-        let mut written = run.fresh.then(|| self.cut.lock());
+        // Without a lock a snapshot is being written, which ends its cut itself.
+        let mut cut = if run.fresh { Some(self.cut.lock()) } else { self.cut.try_lock() };
         let mut active = self.run.write();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
-        if let Some(cut) = &mut written {
-            cut.held = false;
+        if run.fresh {
+            cut.iter_mut().for_each(|cut| cut.held = false);
             self.empty();
         }
         let layouts = self.fitting(&checked)?;
+        if cut.is_some_and(|mut cut| std::mem::take(&mut cut.held)) {
+            self.thaw(); // nobody can ask for it any more
+        }
         self.shards.iter().for_each(|shard| shard.lock().adopt(&layouts));
         self.claims.begin(ActiveRun::job(run), run.epoch);
         self.memos.clear();
@@ -356,6 +379,9 @@ impl Tables for Store {
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
+        if request.mode == Mode::Train {
+            self.copies.wait(COPY_PATIENCE);
+        }
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         if rows.len() != request.tables.len() {
@@ -376,6 +402,7 @@ impl Tables for Store {
     }
 
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        self.copies.wait(COPY_PATIENCE);
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
@@ -398,7 +425,7 @@ impl Tables for Store {
         let mut cut = self.cut.lock();
         let epoch = self.epoch.load(Ordering::Relaxed);
         if cut.epoch != epoch {
-            // Numbers begin anew; what an earlier run kept goes with the next cut, or a snapshot of now.
+            // Numbers begin anew.
             *cut = LastCut { epoch, number: 0, held: false };
         }
         if number < cut.number || number == cut.number && !cut.held {

@@ -5,12 +5,13 @@
 mod sample;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use persia_store::Store;
 use persia_store::checkpoint::read_shard;
+use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
 use persia_types::tables::Run;
-use persia_types::{Dtype, Id, Initializer, Mode, Optimizer, Tables};
+use persia_types::{Dtype, Id, Initializer, Mode, Optimizer, Tables, Token};
 use sample::{export, grouped, run, store_of, token, try_lookup, try_push};
 
 const DIMS: [usize; 2] = [8, 5];
@@ -108,6 +109,40 @@ fn memory_kept_for_a_cut_is_given_back() {
         let after = store.stats().unwrap().memory_bytes;
         assert!(after < trained, "{after} {trained}");
     }
+}
+
+#[test]
+fn training_waits_when_more_is_copied_than_is_allowed() {
+    let settings = settings();
+    let options = StoreOptions { capacity: CAPACITY, max_copy_bytes: 1, ..StoreOptions::default() };
+    let store = Store::new(settings.schema.clone(), options).unwrap();
+    store.begin(&settings).unwrap();
+    step(&store, 0, 1);
+    let dir = tempfile::tempdir().unwrap();
+    let written = |store: &Store| drop(store.snapshot(dir.path(), Some(1)).unwrap());
+    let given_up = |store: &Store| store.uncut(2).unwrap();
+    for (cut, end) in [(1, &written as &(dyn Fn(&Store) + Sync)), (2, &given_up)] {
+        let seq = 2 * cut;
+        store.cut(cut).unwrap();
+        let start = Instant::now();
+        std::thread::scope(|threads| {
+            let next = threads.spawn(|| (seq..seq + 2).for_each(|seq| step(&store, 0, seq)));
+            while !next.is_finished() && start.elapsed() < Duration::from_millis(300) {
+                std::thread::yield_now();
+            }
+            assert!(!next.is_finished(), "cut {cut}");
+            end(&store);
+        });
+        assert!(start.elapsed() < Duration::from_secs(10), "cut {cut}");
+    }
+    // Nor for a cut of the epoch before, which nobody will write.
+    store.cut(3).unwrap();
+    let (start, parts) = (Instant::now(), [(0, grouped(&[1, 2, 3]))]);
+    try_lookup(&store, token(0, 8), 8, Mode::Train, &parts).unwrap();
+    store.begin(&Run { epoch: 2, fresh: false, ..settings }).unwrap();
+    let token = Token { epoch: 2, ..token(0, 9) };
+    try_lookup(&store, token, 9, Mode::Train, &parts).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10), "a cut that is forgotten");
 }
 
 #[test]

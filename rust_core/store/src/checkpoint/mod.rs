@@ -15,6 +15,7 @@
 //! * [`Saver`]: one save; [`recover`]: what an interrupted one left
 //! * [`Manifest`]: what is in a checkpoint, opened and verified
 //! * [`list`], [`latest`], [`publish_latest`], [`prune`]: the checkpoints of a run
+//! * [`probe`], [`probe_file`]: whether a directory takes any
 //!
 //! A manifest and a shard's file carry format numbers of their own. A change that an older build must not ignore
 //! raises them; a build reads all formats up to its own.
@@ -24,6 +25,7 @@ mod disk;
 mod error;
 mod manifest;
 mod names;
+mod probe;
 mod recover;
 mod rows;
 mod saver;
@@ -35,6 +37,7 @@ pub use disk::CRASH_EXIT;
 pub use error::CheckpointError;
 pub use manifest::{FORMAT, Head, Manifest};
 pub(crate) use names::shard_of_entry;
+pub use probe::{probe, probe_file};
 pub use recover::recover;
 pub use rows::{ShardRows, TableRows};
 pub use saver::Saver;

@@ -1,0 +1,79 @@
+//! Whether checkpoints can be written somewhere, asked before hours of training depend on it.
+
+use std::fs::{self, OpenOptions};
+use std::hash::{BuildHasher, RandomState};
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use persia_types::TablesError;
+
+/// Make a directory in `dir`, as a save does, have everyone who writes into it try, and remove it.
+///
+/// # Errors
+/// `Io` says who may not do what, and whose the directory is; and what `others` finds.
+pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) -> Result<(), TablesError> {
+    let inside = fresh(dir);
+    fs::create_dir(&inside).map_err(|source| explained(dir, source))?;
+    let found = probe_file(&inside).and_then(|()| others(&inside));
+    let removed = fs::remove_dir(&inside).map_err(|source| explained(&inside, source));
+    found.and(removed)
+}
+
+/// Make a file in `dir`, and remove it.
+///
+/// # Errors
+/// As [`probe`].
+pub fn probe_file(dir: &Path) -> Result<(), TablesError> {
+    let file = fresh(dir);
+    let made = OpenOptions::new().write(true).create_new(true).open(&file);
+    made.and_then(|_| fs::remove_file(&file)).map_err(|source| explained(dir, source))
+}
+
+/// A name that nobody else has: several servers may try at once, and those in containers have one process id.
+fn fresh(dir: &Path) -> PathBuf {
+    let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+    let number = RandomState::new().hash_one(nanos);
+    dir.join(format!(".probe-{}-{number:x}", process::id()))
+}
+
+/// The error with what a person has to know to mend it.
+fn explained(dir: &Path, source: io::Error) -> TablesError {
+    let own = fs::metadata("/proc/self").map_or_else(|_| "?".to_owned(), |own| own.uid().to_string());
+    let found = match fs::metadata(dir) {
+        Ok(found) if found.is_dir() => {
+            format!(
+                "the directory is of user {}, mode {:o}",
+                found.uid(),
+                found.permissions().mode() & 0o7777
+            )
+        }
+        Ok(_) => "it is no directory".into(),
+        Err(_) => "there is no such directory".into(),
+    };
+    let what = format!("user {own} cannot write here: {source}; {found}");
+    TablesError::Io { path: dir.to_owned(), source: io::Error::new(source.kind(), what) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test: a panic is its verdict")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_that_takes_files_is_left_as_it_was_and_another_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        probe(dir.path(), probe_file).unwrap();
+        let refused = |_: &Path| Err(TablesError::NotBegun);
+        assert!(matches!(probe(dir.path(), refused), Err(TablesError::NotBegun)));
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        let missing = dir.path().join("missing");
+        let error = probe(&missing, probe_file).unwrap_err().to_string();
+        assert!(error.contains("missing") && error.contains("no such directory"), "{error}");
+        // Nobody may make anything there, whoever this test runs as.
+        let error = probe(Path::new("/proc"), probe_file).unwrap_err().to_string();
+        assert!(error.contains("/proc: user ") && error.contains("is of user 0, mode 555"), "{error}");
+    }
+}
