@@ -250,14 +250,16 @@ class UncutReply(_message.Message):
     def __init__(self) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("fence", "directory", "cut")
+    __slots__ = ("fence", "directory", "cut", "check_only")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
     directory: str
     cut: int
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., cut: _Optional[int] = ...) -> None: ...
+    check_only: bool
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., cut: _Optional[int] = ..., check_only: _Optional[bool] = ...) -> None: ...
 
 class File(_message.Message):
     __slots__ = ("name", "bytes", "blake3")

@@ -1,10 +1,12 @@
 //! `persia_core.engine`: one rank's engine, over rows in this process or on embedding servers.
 
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use persia_engine::device::Device;
 use persia_engine::{Drained, Engine as RankEngine, EngineOptions};
+use persia_store::checkpoint::probe;
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{Mode, Run};
 use persia_types::{Dtype, Schema, Tables};
@@ -17,7 +19,7 @@ use crate::discovery::Discovery;
 use crate::forward::{Open, Pipeline, TrainingBatch};
 use crate::optim::{InitializerSpec, OptimizerSpec};
 use crate::remote::{Remote, RemoteOptions};
-use crate::{device, errors, stats, wait};
+use crate::{device, errors, logs, stats, wait};
 
 /// The run in force, and the rank engine that works on it.
 struct Current {
@@ -63,10 +65,12 @@ impl Engine {
     /// Rows in this process: an empty store of the configured tables and capacity.
     #[new]
     fn new(py: Python<'_>, embedding: &EmbeddingConfig, general: &GlobalConfig) -> PyResult<Self> {
+        logs::begin(py)?;
         let schema = embedding.parsed.schema.clone();
         let options = StoreOptions {
             capacity: general.parsed.capacity,
             snapshot_threads: general.parsed.checkpoint_workers,
+            max_copy_bytes: general.parsed.max_copy_bytes.unwrap_or(u64::MAX),
             ..StoreOptions::default()
         };
         let store = Store::new(schema.clone(), options).map_err(|error| errors::tables(py, &error))?;
@@ -163,6 +167,15 @@ impl Engine {
             Rows::Here(_) => Ok(()),
             Rows::There(remote) => remote.wait_ready(py, timeout_s),
         }
+    }
+
+    /// Find out whether this process and every holder of rows can write into `directory`.
+    fn check_storage(&self, py: Python<'_>, directory: PathBuf) -> PyResult<()> {
+        let others = |inside: &Path| match &self.rows {
+            Rows::Here(_) => Ok(()),
+            Rows::There(remote) => remote.check_storage(inside),
+        };
+        py.detach(|| probe(&directory, others)).map_err(|error| errors::tables(py, &error))
     }
 
     /// The highest epoch that any holder of rows knows; 0 before the first.

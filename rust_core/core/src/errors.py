@@ -80,7 +80,7 @@ class AuthError(PersiaError, PermissionError):
 
 
 class RunLostError(PersiaError):
-    """The run in progress cannot go on: a server lost its rows, or a rank is gone."""
+    """The run in progress cannot go on: a server lost its rows, a part stayed away, or a rank is gone."""
 
     exit_code = 75
     hint = "start the trainer again; it goes on from the last checkpoint that its script loads"

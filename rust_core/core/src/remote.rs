@@ -1,6 +1,6 @@
 //! Rows on embedding servers, reached through the job's middlewares.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -76,6 +76,10 @@ impl Remote {
 
     pub(crate) fn highest_epoch(&self, py: Python<'_>) -> PyResult<u64> {
         py.detach(|| self.tables.highest_epoch()).map_err(|error| errors::tables(py, &error))
+    }
+
+    pub(crate) fn check_storage(&self, directory: &Path) -> Result<(), TablesError> {
+        self.tables.check_storage(directory)
     }
 
     /// Rows that each server holds, in the order of their indexes.

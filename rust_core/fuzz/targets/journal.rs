@@ -64,6 +64,7 @@ fn started(dir: &Path, epoch: EpochFile) -> Node {
         schema: run().schema,
         capacity: 512,
         snapshot_threads: 1,
+        max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(Some(dir.join("checkpoints"))),
         turn_timeout: Duration::from_millis(50),
         address: "here".into(),

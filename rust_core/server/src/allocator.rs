@@ -1,9 +1,10 @@
 //! What the allocator does with memory that was given back.
 #![allow(unsafe_code)]
 
-/// Keep up to `KEPT_BYTES` of what is freed at the end of an arena, rather than let the system clear the same pages for
-/// every request anew; blocks up to `ARENA_BYTES` come from arenas. Requests are of some megabytes and as large as the
-/// one before. Without the GNU C library its allocator does as it likes.
+/// Keep up to `KEPT_BYTES` of what is freed at the end of each arena of the allocator (of which there are some per
+/// processor), rather than let the system clear the same pages for every request anew; blocks up to `ARENA_BYTES` come
+/// from arenas. Requests are of some megabytes and as large as the one before. Without the GNU C library its allocator
+/// does as it likes.
 pub(crate) fn keep_what_is_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

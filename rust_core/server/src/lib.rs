@@ -17,6 +17,7 @@ pub mod middleware;
 pub mod node;
 pub mod probe;
 pub mod process;
+mod refusal;
 pub mod serve;
 pub mod service;
 pub mod watchdog;

@@ -23,6 +23,7 @@ use crate::node::Node;
 
 const REQUEST_SECONDS: &str = "persia_request_seconds";
 const REQUESTS_FAILED: &str = "persia_requests_failed_total";
+const REFUSED_CALLS: &str = "persia_refused_calls_total";
 const LOOKUP_ROWS: &str = "persia_lookup_rows_total";
 const PUSH_ROWS: &str = "persia_push_rows_total";
 const CONNECTIONS: &str = "persia_connections";
@@ -52,6 +53,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
         "Time until a request was answered or given up, by verb"
     );
     metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by verb and code");
+    metrics::describe_counter!(REFUSED_CALLS, "Calls with no token, or a wrong one");
     metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
     metrics::describe_gauge!(CONNECTIONS, "Connections open now");
@@ -61,6 +63,11 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_gauge!(JOURNAL, metrics::Unit::Bytes, "Log of what came behind the last checkpoint");
     metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory taken for rows and their indexes");
     Ok(handle)
+}
+
+/// Count a call of a stranger.
+pub(crate) fn count_refused() {
+    counter!(REFUSED_CALLS).increment(1);
 }
 
 /// Times one request. Dropped before its end, because the caller is gone, it counts as cancelled.

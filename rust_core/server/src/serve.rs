@@ -19,6 +19,7 @@ use tonic_health::server::HealthReporter;
 
 use crate::connection::{self, Tracked};
 use crate::exit::Exit;
+use crate::refusal::Watched;
 
 /// What does not differ between servers and middlewares.
 pub struct Host {
@@ -94,11 +95,12 @@ where
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
         .map_err(|error| Exit::Corrupt(format!("the protocol's description: {error}")))?;
+    let guard = Watched::new(host.guard);
     let router = settings::server(tls)
         .map_err(|error| unusable(&error))?
         .add_service(health)
-        .add_service(InterceptedService::new(reflection, host.guard.clone()))
-        .add_service(InterceptedService::new(service, host.guard));
+        .add_service(InterceptedService::new(reflection, guard.clone()))
+        .add_service(InterceptedService::new(service, guard));
 
     let (notes, open) = connection::track();
     let connections = listener

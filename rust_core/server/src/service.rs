@@ -149,6 +149,10 @@ impl EmbeddingService {
         let request = request.into_inner();
         let fence = fence(request.fence)?;
         let node = Arc::clone(&self.node);
+        if request.check_only {
+            blocking(move || node.check_storage(fence, &request.directory)).await?;
+            return Ok(proto::SnapshotReply::default());
+        }
         Ok(blocking(move || node.snapshot(fence, &request.directory, request.cut)).await?.into())
     }
 

@@ -113,8 +113,8 @@ pub enum TablesError {
         /// Why, and where the credential came from.
         what: String,
     },
-    /// Rows of the run in progress are gone: a server died, or came back without them.
-    #[error("{peer} lost the run's rows: {what}; start the trainer again")]
+    /// The run in progress cannot go on: a server or all middlewares stayed away, or a server came back without its rows.
+    #[error("{peer} is lost to this run: {what}; start the trainer again")]
     Lost {
         /// Who.
         peer: String,

@@ -1,6 +1,7 @@
 //! Accepting connections: a bounded number of them, and none that says nothing.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -14,7 +15,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Sleep, sleep};
-use tonic::transport::server::Connected;
+use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::settings::Endpoint;
 
@@ -85,9 +86,9 @@ impl Listener {
         let permits = Arc::new(Semaphore::new(connections));
         futures_util::stream::unfold((self.socket, permits), |(socket, permits)| async move {
             let permit = Arc::clone(&permits).acquire_owned().await.ok()?;
-            let stream = loop {
+            let (stream, peer) = loop {
                 match socket.accept().await {
-                    Ok(stream) => break stream,
+                    Ok(accepted) => break accepted,
                     Err(error) => {
                         tracing::warn!(%error, "cannot accept a connection");
                         sleep(ACCEPT_PAUSE).await;
@@ -95,21 +96,21 @@ impl Listener {
                 }
             };
             let silent = Some(Box::pin(sleep(FIRST_BYTES_TIMEOUT)));
-            let connection = Connection { stream, silent, read: 0, _permit: permit };
+            let connection = Connection { stream, peer, silent, read: 0, _permit: permit };
             Some((Ok(connection), (socket, permits)))
         })
     }
 }
 
 impl Socket {
-    async fn accept(&self) -> io::Result<EitherStream> {
+    async fn accept(&self) -> io::Result<(EitherStream, Option<SocketAddr>)> {
         match self {
             Self::Tcp(socket) => {
-                let (stream, _) = socket.accept().await?;
+                let (stream, peer) = socket.accept().await?;
                 stream.set_nodelay(true)?;
-                Ok(EitherStream::Tcp(stream))
+                Ok((EitherStream::Tcp(stream), Some(peer)))
             }
-            Self::Unix { socket, .. } => Ok(EitherStream::Unix(socket.accept().await?.0)),
+            Self::Unix { socket, .. } => Ok((EitherStream::Unix(socket.accept().await?.0), None)),
         }
     }
 }
@@ -135,6 +136,8 @@ enum EitherStream {
 #[derive(Debug)]
 pub struct Connection {
     stream: EitherStream,
+    /// By TCP.
+    peer: Option<SocketAddr>,
     /// Runs until the first bytes have come.
     silent: Option<Pin<Box<Sleep>>>,
     read: usize,
@@ -142,9 +145,11 @@ pub struct Connection {
 }
 
 impl Connected for Connection {
-    type ConnectInfo = ();
+    type ConnectInfo = TcpConnectInfo;
 
-    fn connect_info(&self) -> Self::ConnectInfo {}
+    fn connect_info(&self) -> Self::ConnectInfo {
+        TcpConnectInfo { local_addr: None, remote_addr: self.peer }
+    }
 }
 
 impl AsyncRead for Connection {

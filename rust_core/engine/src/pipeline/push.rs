@@ -4,11 +4,13 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
 
+use persia_types::tables::PushReport;
+
 use crate::batch::Batch;
 use crate::device::DeviceGradients;
 use crate::error::Error;
 use crate::pipeline::permits::Stage;
-use crate::pipeline::shared::{Shared, guarded};
+use crate::pipeline::shared::{Context, Shared, guarded};
 use crate::step::backward::{Backward, backward};
 use crate::step::plan::Plan;
 
@@ -181,6 +183,7 @@ pub(crate) struct PushJob {
 
 /// The push thread: one push after the other, in the order they were handed over.
 pub(crate) fn run(shared: &Shared) {
+    let mut untouched = Untouched::default();
     while let Some(job) = next_job(shared) {
         let step = job.step;
         let result = guarded("push", step, || {
@@ -188,13 +191,39 @@ pub(crate) fn run(shared: &Shared) {
             backward(&shared.context, &batch, &plan, shared.context.token(step), gradients, options)
         });
         match result {
-            Ok(done) => acknowledge(shared, step, &done),
+            Ok(done) => {
+                untouched.tell(&shared.context, step, &done.report);
+                acknowledge(shared, step, &done);
+            }
             Err(error) => shared.fail(error), // its permit never returns
         }
     }
     // Gradients of a failed engine may own things that must not be dropped under the lock.
     let left: VecDeque<PushJob> = std::mem::take(&mut shared.lock().pushes);
     drop(left);
+}
+
+/// Steps in which rows were left as they were, because the sum of an id's gradients overflowed.
+#[derive(Default)]
+struct Untouched(u64);
+
+impl Untouched {
+    /// Log it the first time, and whenever there are twice as many: every step may be one.
+    fn tell(&mut self, context: &Context, step: u64, report: &PushReport) {
+        let Some((table, id)) = report.first_nonfinite else { return };
+        self.0 += 1;
+        if self.0.is_power_of_two() {
+            let table = context.schema.tables.get(table).map(|table| &table.name);
+            tracing::warn!(
+                step,
+                table,
+                id,
+                rows = report.rows_nonfinite,
+                steps_so_far = self.0,
+                "rows were left as they were: the sum of the gradients of an id is not finite; this is the first such id"
+            );
+        }
+    }
 }
 
 fn next_job(shared: &Shared) -> Option<PushJob> {

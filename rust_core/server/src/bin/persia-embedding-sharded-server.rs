@@ -44,6 +44,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         schema: args.common.embedding()?.schema,
         capacity: process.global.capacity,
         snapshot_threads: process.global.checkpoint_workers,
+        max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
         checkpoints: CheckpointRoot::new(args.checkpoint_root),
         // Less than a middleware leaves of one try of a trainer, so that it hears who is missing.
         turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,

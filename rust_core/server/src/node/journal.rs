@@ -14,7 +14,7 @@
 //! with nothing, and the job with its last checkpoint.
 
 use std::fs::{self, File};
-use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -29,12 +29,12 @@ use persia_types::tables::{FileEntry, Run};
 use serde::{Deserialize, Serialize};
 
 use super::order::Reached;
-use super::record::{self, Entry, Found, Record};
+use super::record::{Entry, Record};
+use super::segment::{self, MAGIC};
 use crate::exit::Exit;
 
 const BASE: &str = "base";
 const BASE_TEMPORARY: &str = ".base.tmp";
-const MAGIC: &[u8] = b"persia journal 1";
 const SECOND: Duration = Duration::from_secs(1);
 
 /// Where the run stood when a cut was made.
@@ -195,7 +195,7 @@ impl Journal {
                 }
                 Ok(())
             };
-            let (bytes, torn) = read_segment(&path, &mut each)?;
+            let (bytes, torn) = segment::read(&path, &mut each)?;
             if torn > 0 && !is_last {
                 return Err(format!("{}: its end is missing, and more comes behind it", path.display()));
             }
@@ -376,34 +376,6 @@ pub(super) struct Recovered {
     pub(super) records: u64,
     /// Bytes at its end that are no whole record; no request they are of was acknowledged.
     pub(super) torn: u64,
-}
-
-/// Give every record to `each`. The bytes of the whole ones, and how many are left behind those.
-fn read_segment(
-    path: &Path,
-    each: &mut impl FnMut(Entry) -> Result<(), String>,
-) -> Result<(u64, u64), String> {
-    let describe = |error: io::Error| format!("{}: {error}", path.display());
-    let file = File::open(path).map_err(describe)?;
-    let length = file.metadata().map_err(describe)?.len();
-    let mut input = BufReader::with_capacity(1 << 20, file);
-    let mut magic = [0; MAGIC.len()];
-    input.read_exact(&mut magic).map_err(describe)?;
-    if magic != *MAGIC {
-        return Err(format!("{}: it does not begin as a journal of this version", path.display()));
-    }
-    let mut at = MAGIC.len() as u64;
-    loop {
-        let found = record::read(&mut input, length - at);
-        match found.map_err(|error| format!("{}, byte {at}: {error}", path.display()))? {
-            Found::End => return Ok((at, 0)),
-            Found::Torn => return Ok((at, length - at)),
-            Found::Entry(entry, bytes) => {
-                each(entry).map_err(|why| format!("{}, byte {at}: {why}", path.display()))?;
-                at += bytes;
-            }
-        }
-    }
 }
 
 impl Shared {

@@ -6,6 +6,7 @@ mod order;
 mod record;
 mod recovery;
 mod root;
+mod segment;
 
 use std::io;
 use std::path::PathBuf;
@@ -13,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
+use persia_store::checkpoint::probe_file;
 use persia_store::{Store, StoreOptions};
 use persia_types::config::LogSync;
 use persia_types::tables::{
@@ -48,6 +50,8 @@ pub struct NodeOptions {
     pub capacity: u64,
     /// Threads that write and read a snapshot.
     pub snapshot_threads: usize,
+    /// As [`StoreOptions::max_copy_bytes`].
+    pub max_copy_bytes: u64,
     /// Where snapshots may be.
     pub checkpoints: CheckpointRoot,
     /// How long a request of a reproducible run waits for the ranks before it.
@@ -86,6 +90,7 @@ fn empty_store(options: &NodeOptions) -> Result<Store, Exit> {
         capacity: options.capacity,
         snapshot_threads: options.snapshot_threads,
         shards: server_shards(options.index as usize, options.servers as usize),
+        max_copy_bytes: options.max_copy_bytes,
     };
     Store::new(options.schema.clone(), store_options).map_err(|error| Exit::Usage(error.to_string()))
 }
@@ -299,6 +304,23 @@ impl Node {
         journal.rebase(cut, run, Rows { directory: directory.into(), files: files.to_vec() })
     }
 
+    /// Say whether a snapshot can be written into `directory`, below the checkpoint root.
+    ///
+    /// # Errors
+    /// As [`Self::snapshot`].
+    pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
+        self.check(fence)?;
+        self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir)).map_err(|error| {
+            match error {
+                TablesError::Io { path, source } => {
+                    let what = format!("server {}: {source}", self.options.index);
+                    TablesError::Io { path, source: std::io::Error::new(source.kind(), what) }
+                }
+                other => other,
+            }
+        })
+    }
+
     /// Write the rows held into `directory`, below the checkpoint root.
     ///
     /// # Errors
@@ -428,6 +450,10 @@ mod tests {
     use super::*;
 
     fn node(data: &std::path::Path) -> Node {
+        node_with(data, None)
+    }
+
+    fn node_with(data: &std::path::Path, checkpoints: Option<PathBuf>) -> Node {
         let schema = Schema { slots: vec![], tables: vec![Table::new("a", 4)] };
         let options = NodeOptions {
             job: "job".into(),
@@ -436,7 +462,8 @@ mod tests {
             schema,
             capacity: 1000,
             snapshot_threads: 1,
-            checkpoints: CheckpointRoot::new(None),
+            max_copy_bytes: u64::MAX,
+            checkpoints: CheckpointRoot::new(checkpoints),
             turn_timeout: Duration::from_secs(1),
             address: "here".into(),
             journal: None,
@@ -477,5 +504,19 @@ mod tests {
         assert!(matches!(error, TablesError::Io { .. }), "{error}");
         let stats = node.stats().unwrap();
         assert_eq!((stats.rows, stats.epoch), (vec![3], 1));
+    }
+
+    #[test]
+    fn a_directory_that_this_server_cannot_write_into_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        // Nobody may make files below it, whoever this test runs as.
+        let node = node_with(dir.path(), Some("/proc".into()));
+        node.begin(1, &run(&node, 1), false).unwrap();
+        let fence = Fence { job: JobId::from_name("job"), epoch: 1 };
+        let error = node.check_storage(fence, "sys").unwrap_err().to_string();
+        assert!(
+            error.contains("/proc/sys: server 0: user ") && error.contains("cannot write here"),
+            "{error}"
+        );
     }
 }

@@ -106,7 +106,7 @@ fn calls() -> Vec<Call> {
     let begin = proto::BeginRequest { protocol: 1, version: "0".into(), servers: 1, run, check_only: true };
     let restore = proto::RestoreRequest { fence, directory: "a".into(), files: vec![], check_only: true };
     let saved = proto::SavedRequest { fence, cut: 1, directory: "a".into(), files: vec![] };
-    let snapshot = proto::SnapshotRequest { fence, directory: "a".into(), cut: Some(1) };
+    let snapshot = proto::SnapshotRequest { fence, directory: "a".into(), cut: Some(1), check_only: false };
     vec![
         Call {
             verb: "Lookup",

@@ -57,6 +57,7 @@ fn options(checkpoints: &Path, journal: Option<PathBuf>) -> NodeOptions {
         schema: run(1, true).schema,
         capacity: 512,
         snapshot_threads: 1,
+        max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(Some(checkpoints.into())),
         turn_timeout: Duration::from_millis(50),
         address: "here".into(),
@@ -378,6 +379,51 @@ fn a_record_that_was_not_written_whole_is_as_if_it_had_not_come() {
         drop(node);
         assert_eq!(fs::metadata(data.path().join("journal/1")).unwrap().len(), *whole, "{length} bytes");
     }
+}
+
+#[test]
+fn what_the_disk_never_got_of_the_end_reads_as_zeros_and_had_not_come() {
+    let (data, checkpoints, states) = short();
+    let path = data.path().join("journal/1");
+    let now = |node: &Node| Stats { memory_bytes: 0, ..node.stats().unwrap() };
+    let segment = fs::read(&path).unwrap();
+    for (bytes, expected) in &states {
+        for zeros in [1, 12, 700, 100_000] {
+            let mut content = segment[..*bytes as usize].to_vec();
+            content.resize(content.len() + zeros, 0);
+            fs::write(&path, &content).unwrap();
+            assert_eq!(
+                now(&server(data.path(), checkpoints.path())),
+                *expected,
+                "{zeros} zeros behind {bytes}"
+            );
+            assert_eq!(fs::metadata(&path).unwrap().len(), *bytes, "{zeros} zeros");
+        }
+    }
+    // The end of a long record.
+    let node = server(data.path(), checkpoints.path());
+    let before = now(&node);
+    let ids: Vec<u64> = (1 << 40..(1 << 40) + 300).collect();
+    look_up(&node, token(0, 9), 9, &vec![(0, ShardedIds::group(&ids).unwrap())]).unwrap();
+    let after = now(&node);
+    assert_ne!(before, after);
+    drop(node);
+    let whole = fs::read(&path).unwrap();
+    let begin = states.last().unwrap().0 as usize;
+    for from in (begin.next_multiple_of(512)..whole.len()).step_by(512) {
+        let mut content = whole.clone();
+        content[from..].fill(0);
+        fs::write(&path, &content).unwrap();
+        assert_eq!(now(&server(data.path(), checkpoints.path())), before, "zeros from {from}");
+        // A hole is no end.
+        *content.last_mut().unwrap() = 1;
+        fs::write(&path, &content).unwrap();
+        let node = server(data.path(), checkpoints.path());
+        assert!(matches!(node.cut(fence(1), 1), Err(TablesError::NotBegun)), "a hole from {from}");
+    }
+    assert!(whole.len() > begin + 1024);
+    fs::write(&path, &whole).unwrap();
+    assert_eq!(now(&server(data.path(), checkpoints.path())), after);
 }
 
 #[test]

@@ -207,6 +207,18 @@ fn another_job_epoch_count_or_version_is_refused() {
 }
 
 #[test]
+fn servers_say_whether_a_directory_takes_files() {
+    let (stack, client) = begun(2);
+    let dir = stack.dir().join("saves");
+    std::fs::create_dir(&dir).unwrap();
+    client.check_storage(&dir).unwrap();
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0);
+    std::fs::remove_dir(&dir).unwrap();
+    let error = client.check_storage(&dir).unwrap_err();
+    assert!(matches!(error, TablesError::Io { .. }) && error.to_string().contains("saves"), "{error}");
+}
+
+#[test]
 fn snapshots_stay_below_their_root() {
     let (stack, _client) = begun(1);
     for directory in ["..", "a/../..", "/etc", "nowhere-at-all"] {
@@ -214,7 +226,7 @@ fn snapshots_stay_below_their_root() {
             let channel = stack.servers[0].channel(None).unwrap();
             let admin = Credentials::new(Role::Admin, None);
             let fence = Some(proto::Fence { job: token(0, 1).job.0, epoch: 1 });
-            let request = proto::SnapshotRequest { fence, directory: directory.into(), cut: None };
+            let request = proto::SnapshotRequest { fence, directory: directory.into(), ..Default::default() };
             EmbeddingServerClient::with_interceptor(channel, admin).snapshot(request).await.unwrap_err()
         });
         let error = from_status("", &status);

@@ -1,5 +1,6 @@
 //! Servers that die under a run.
 
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use persia_types::kernels::{Gradients, SegmentSum, Uses};
@@ -82,6 +83,13 @@ struct Stopped<'a>(&'a Process);
 impl<'a> Stopped<'a> {
     fn stop(process: &'a Process) -> Self {
         process.signal("-STOP");
+        // The signal has come when kill returns; until a thread has seen to it, others may still serve.
+        wait_until("every thread to stand still", || {
+            let threads = std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
+            let mut stats =
+                threads.map(|thread| std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap());
+            stats.all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
+        });
         Self(process)
     }
 }
@@ -155,4 +163,50 @@ fn a_middleware_that_was_killed_is_replaced_by_another_under_the_same_token() {
     assert_eq!(report.rows_applied, 200);
     let stats = client.stats().unwrap();
     assert_eq!((stats.rows, stats.pushes.rows_applied, stats.pushes.rows_duplicate), (vec![200], 200, 0));
+}
+
+/// Each asks for rows again and again; the middleware that all of them use is killed and started again under them.
+#[test]
+fn fifty_clients_come_back_at_once_and_all_are_served() {
+    const CLIENTS: usize = 50;
+    let setting = Setting::new();
+    let servers = [0, 1].map(|index| setting.server(index, 2, &[]));
+    let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
+    // No port: with nobody there, a connection to a free one may be made to itself, and take it.
+    let listen = format!("unix:{}", setting.path("middleware.sock"));
+    let start = || setting.middleware(&["--servers", &addresses, "--listen", &listen]);
+    let mut middleware = start();
+    let endpoint = middleware.endpoint();
+    let first = impatient(endpoint.clone(), 30);
+    first.wait_ready(PATIENCE).unwrap();
+    let begun = run_of(&plan());
+    first.begin(&begun).unwrap();
+    lookup(&first, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
+    let served = [0; CLIENTS].map(|_| AtomicU64::new(0));
+    let ended = AtomicBool::new(false);
+    let all_served = |what: &str| {
+        let before: Vec<u64> = served.iter().map(|count| count.load(Ordering::Relaxed)).collect();
+        // The look-up that was on its way may have been answered before.
+        let further = |(count, before): (&AtomicU64, u64)| count.load(Ordering::Relaxed) >= before + 2;
+        wait_until(what, || served.iter().zip(before.iter().copied()).all(further));
+    };
+    std::thread::scope(|threads| {
+        for count in &served {
+            let client = impatient(endpoint.clone(), 30);
+            client.join(&begun.job, begun.epoch);
+            let ended = &ended;
+            threads.spawn(move || {
+                while !ended.load(Ordering::Relaxed) {
+                    lookup(&client, token(0, 1), Mode::Eval, &[4], &ids()).unwrap();
+                    count.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        all_served("every client to be served");
+        middleware.kill();
+        middleware = start();
+        all_served("every client to be served again");
+        ended.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(push(&first, token(0, 1), &[4], &ids()).unwrap().rows_applied, 200);
 }

@@ -5,8 +5,9 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
-use persia_types::Tables;
+use persia_types::{Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::discovery::{Discovery, DiscoveryOptions, Service};
 use persia_wire::settings::Endpoint;
@@ -147,6 +148,31 @@ fn a_second_signal_ends_the_grace_period() {
     server.signal("-INT");
     assert_eq!(server.ended().code(), Some(0));
     assert!(server.log().contains("told to stop again"), "{}", server.log());
+}
+
+#[test]
+fn strangers_are_counted_and_do_not_fill_the_log() {
+    let setting = Setting::new();
+    let token = setting.path("token");
+    fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
+    let server = setting.server(0, 1, &["--token-file", &token]);
+    let (endpoint, start) = (server.endpoint(), Instant::now());
+    const STRANGERS: usize = 30;
+    for _ in 0..STRANGERS {
+        let options = ClientOptions {
+            service: Service::Server,
+            ..ClientOptions::new(Targets::Fixed(vec![endpoint.clone()]))
+        };
+        let error = WireTables::connect(options).unwrap().wait_ready(PATIENCE).unwrap_err();
+        assert!(matches!(error, TablesError::Refused { .. }), "{error}");
+    }
+    let told: Vec<_> =
+        server.log().lines().filter(|line| line.contains("refused: ")).map(str::to_owned).collect();
+    assert!((1..=1 + start.elapsed().as_secs() as usize).contains(&told.len()), "{told:?}");
+    assert!(told[0].contains("127.0.0.1:") && told[0].contains("PERSIA_TOKEN_FILE"), "{}", told[0]);
+    let metrics = http(&server.metrics(), "/metrics");
+    let counted = metrics.lines().find_map(|line| line.strip_prefix("persia_refused_calls_total "));
+    assert!(counted.is_some_and(|count| count.parse::<usize>().unwrap() >= STRANGERS), "{metrics}");
 }
 
 #[test]

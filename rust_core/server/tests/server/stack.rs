@@ -141,6 +141,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
         schema: plan.schema.clone(),
         capacity: plan.capacity,
         snapshot_threads: 2,
+        max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(Some(std::env::temp_dir())),
         turn_timeout: plan.turn_timeout,
         address: endpoint.to_string(),

@@ -13,6 +13,7 @@ use crate::schema::Dtype;
 
 /// More threads than this only wait for each other's disk.
 const MAX_WORKERS: u64 = 256;
+const MAX_COPY_BYTES: u64 = i64::MAX as u64;
 const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
 
 const ROOT_KEYS: &[&str] = &["common_config", "embedding_worker_config", "embedding_parameter_server_config"];
@@ -23,6 +24,7 @@ const SERVER_KEYS: &[&str] = &[
     "capacity",
     "durability",
     "log_sync",
+    "max_copy_bytes",
     "num_hashmap_internal_shards",
     "enable_incremental_update",
     "incremental_buffer_size",
@@ -68,12 +70,15 @@ pub struct GlobalConfig {
     pub job_name: String,
     /// `common_config.checkpointing_config.num_workers`: threads that write and read a checkpoint.
     pub checkpoint_workers: usize,
-    /// `embedding_parameter_server_config.capacity`: rows a server holds before it evicts. Nothing is allocated
+    /// `embedding_parameter_server_config.capacity`: rows the whole job holds before it evicts. Nothing is allocated
     /// for it up front.
     pub capacity: u64,
     /// `embedding_parameter_server_config.durability` and `.log_sync`: whether a server that is killed goes on by itself
     /// from the last checkpoint and its log (`log`), or the whole job from the last checkpoint (`checkpoint`, None).
     pub log: Option<LogSync>,
+    /// `embedding_parameter_server_config.max_copy_bytes`: how much each server may copy of rows that change while a checkpoint
+    /// is written; None is without limit, at most as much as all rows take.
+    pub max_copy_bytes: Option<u64>,
     /// `embedding_worker_config.wire_dtype`: what rows and gradients are between trainers, middlewares and servers.
     pub wire_dtype: Dtype,
 }
@@ -85,6 +90,7 @@ impl Default for GlobalConfig {
             checkpoint_workers: 4,
             capacity: 1_000_000_000,
             log: None,
+            max_copy_bytes: None,
             wire_dtype: Dtype::F32,
         }
     }
@@ -141,6 +147,8 @@ impl GlobalConfig {
         if let Some(capacity) = reader.integer(&server, path, 1..=MAX_CAPACITY) {
             self.capacity = capacity;
         }
+        let path = "embedding_parameter_server_config.max_copy_bytes";
+        self.max_copy_bytes = reader.integer(&server, path, 1..=MAX_COPY_BYTES);
         let logs = reader.choice(&server, "embedding_parameter_server_config.durability", DURABILITIES);
         let path = "embedding_parameter_server_config.log_sync";
         let sync = reader.choice(&server, path, LOG_SYNCS);

@@ -109,9 +109,19 @@ impl Inner {
     pub(super) async fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
         let directory = self.below_root(dir)?;
         self.stats_by_server().await?; // all servers are there: one try is enough
-        let request = proto::SnapshotRequest { fence: *self.fence.lock(), directory, cut };
+        let request = proto::SnapshotRequest { fence: *self.fence.lock(), directory, cut, check_only: false };
         self.call(&format!("snapshot into {}", dir.display()), self.once(), async |remote, each| {
             ask!(remote, self.admin, snapshot, within(each, request.clone())).map(Snapshot::from)
+        })
+        .await
+    }
+
+    pub(super) async fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
+        let directory = self.below_root(dir)?;
+        let request =
+            proto::SnapshotRequest { fence: *self.fence.lock(), directory, cut: None, check_only: true };
+        self.call(&format!("check of {}", dir.display()), self.patience(), async |remote, each| {
+            ask!(remote, self.admin, snapshot, within(each, request.clone())).map(|_| ())
         })
         .await
     }

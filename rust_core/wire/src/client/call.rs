@@ -137,10 +137,9 @@ impl Inner {
             let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
             return if forgotten { TablesError::NotBegun } else { error };
         }
-        let of_server = is_of_server(&error);
         match error {
             TablesError::NotBegun => TablesError::Lost { peer: "the server".into(), what: FORGOTTEN.into() },
-            TablesError::Unreachable { peer, what } if of_server => TablesError::Lost { peer, what },
+            TablesError::Unreachable { peer, what } => TablesError::Lost { peer, what },
             other => other,
         }
     }

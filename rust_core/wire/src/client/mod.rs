@@ -33,7 +33,8 @@ const IO_THREADS: usize = 2;
 /// closes its connections without waiting.
 ///
 /// Before training: [`Self::wait_ready`], then rank 0 calls `begin` with `highest_epoch() + 1` and the others
-/// [`Self::join`]. From then on servers that cannot be reached, or have forgotten the run, are [`TablesError::Lost`].
+/// [`Self::join`]. From then on servers and middlewares that cannot be reached, and servers that have forgotten the run, are
+/// [`TablesError::Lost`].
 #[derive(Debug)]
 pub struct WireTables {
     inner: Inner,
@@ -108,6 +109,14 @@ impl WireTables {
     /// As [`Tables::stats`].
     pub fn highest_epoch(&self) -> Result<u64, TablesError> {
         self.stats().map(|stats| stats.epoch)
+    }
+
+    /// Ask every server whether it can write files into `dir`, below the checkpoint root.
+    ///
+    /// # Errors
+    /// `Io` where one cannot, saying why; `BadShape`, `NotBegun`, `StaleEpoch`; `Unreachable`.
+    pub fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
+        self.wait(self.inner.check_storage(dir))
     }
 
     /// Every server's own counters, in the order of their indexes.

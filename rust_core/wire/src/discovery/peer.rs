@@ -88,7 +88,7 @@ pub struct Announcement {
 impl Announcement {
     pub(super) fn metadata(&self, job: &str) -> HashMap<String, String> {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        // For people to read; no decision depends on it.
+        // For people to read, and to tell the younger of two that are there with one index; clocks of hosts may differ.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let mut metadata: HashMap<String, String> = self.more.clone().into_iter().collect();
         let own = [

@@ -275,6 +275,9 @@ pub struct SnapshotRequest {
     /// else the rows are of now; afterwards no cut is held, also where it failed
     #[prost(uint64, optional, tag = "3")]
     pub cut: ::core::option::Option<u64>,
+    /// say whether files can be written there, and write none; a cut that is held stays
+    #[prost(bool, tag = "4")]
+    pub check_only: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct File {
@@ -2354,6 +2357,9 @@ pub struct FeedWelcome {
     /// batches it holds now: buffer - queued may be sent before the next is taken
     #[prost(uint32, tag = "6")]
     pub queued: u32,
+    /// of the batches that are skipped, in order; absent: not known
+    #[prost(fixed32, optional, tag = "7")]
+    pub digest: ::core::option::Option<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedTaken {

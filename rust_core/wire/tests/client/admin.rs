@@ -94,7 +94,9 @@ fn checkpoints_lie_below_the_shared_root() {
     assert_eq!((snapshot.rows, snapshot.files.len()), (vec![1, 2], 1));
     client.restore(&root.path().join("run/not-there-yet"), &snapshot.files).unwrap();
     client.snapshot(root.path(), None).unwrap();
-    assert_eq!(running.mock.seen.lock().directories, ["run/.saving-1", "run/not-there-yet", ""]);
+    client.check_storage(&dir).unwrap();
+    let seen = ["run/.saving-1", "run/not-there-yet", "", "run/.saving-1"];
+    assert_eq!(running.mock.seen.lock().directories, seen);
 
     let outside = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink(outside.path(), root.path().join("link")).unwrap();

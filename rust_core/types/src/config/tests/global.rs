@@ -43,6 +43,7 @@ fn a_real_file_is_read_with_one_warning_for_each_key_without_effect() {
             checkpoint_workers: 8,
             capacity: 1_000_000,
             log: None,
+            max_copy_bytes: None,
             wire_dtype: Dtype::F32,
         }
     );
@@ -75,6 +76,7 @@ fn absent_keys_have_their_documented_defaults() {
         checkpoint_workers: 4,
         capacity: 1_000_000_000,
         log: None,
+        max_copy_bytes: None,
         wire_dtype: Dtype::F32,
     };
     assert_eq!(GlobalConfig::default(), expected);
@@ -92,6 +94,14 @@ fn rows_may_travel_as_sixteen_bits() {
         parse("embedding_worker_config: {wire_dtype: fp16}"),
         ["line 1, column 39: embedding_worker_config.wire_dtype: found `fp16`, allowed: f32, f16, bf16"]
     );
+}
+
+#[test]
+fn what_is_copied_for_a_checkpoint_may_be_bounded() {
+    let text = "embedding_parameter_server_config: {max_copy_bytes: 1_000_000}";
+    let parsed = GlobalConfig::parse(text, "f").unwrap();
+    assert_eq!((parsed.config.max_copy_bytes, parsed.warnings), (Some(1_000_000), vec![]));
+    assert!(parse("embedding_parameter_server_config: {max_copy_bytes: 0}")[0].contains("max_copy_bytes"));
 }
 
 #[test]
