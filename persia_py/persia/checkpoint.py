@@ -214,7 +214,7 @@ class Load:
         self.cursor: dict[str, Any] | None = json.loads(self._opened.cursor)
 
     def state(self, name: str, map_location: str | torch.device | None = None) -> dict[str, Any]:
-        """Return what :meth:`Save.add_state` saved as ``name``.
+        """Return what :meth:`Save.add_state` saved as ``name``, on the CPU where no ``map_location`` is given.
 
         Raises:
             CheckpointError: No such file in the checkpoint, or no state dict.
@@ -242,7 +242,8 @@ def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
 
 def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str, Any]:
     try:
-        state = torch.load(path, map_location=map_location, weights_only=True)
+        # Whoever loads a state moves it to where it belongs; the device it was saved from may not be here.
+        state = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except Exception as error:  # what damaged pickles raise is not documented
@@ -297,12 +298,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
 
 
 def rank_state(rank: int) -> str:
-    """Return the name of the file that holds a rank's random state."""
+    """Return the name of the file that holds a rank's random state and what its data was."""
     return f"rank-{rank}.state"
 
 
 def is_rank_state(name: str) -> bool:
-    """Whether a file of this name holds a rank's random state."""
+    """Whether a file of this name holds a rank's state."""
     return re.fullmatch(r"rank-[0-9]+\.state", name) is not None
 
 
@@ -370,6 +371,22 @@ def dump_state(
         if isinstance(error, UsageError):
             raise
         raise StorageError(f"{directory / file_name}: {error}") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file durably, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; what was there before still is.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        _publish(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _publish(temporary: Path, path: Path) -> None:

@@ -68,13 +68,17 @@ class LossScale:
 class Gradients:
     """The embedding gradients of one step, on their way from PyTorch to the rows.
 
-    On a device they are summed at once, and whether the sums are finite is known there, together with the sums: the
-    caller puts :attr:`nonfinite` together with its own flags and waits for the device once.
+    On a device they are summed at once, and whether they and their sums are finite is known there: the caller puts
+    :attr:`nonfinite` together with its own flags and waits for the device once.
 
     Args:
         batch: The batch they are of.
         gradients: One for each feature; None where the loss does not depend on it.
         scale: What they are multiplied by.
+
+    Attributes:
+        nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None where
+            :meth:`offender` finds out without waiting.
     """
 
     def __init__(self, batch: TrainingBatch, gradients: list[torch.Tensor | None], scale: float = 1.0) -> None:
@@ -83,16 +87,15 @@ class Gradients:
         self._tensors = [None if each is None else each.detach().contiguous() for each in gradients]
         whole = [each for each in self._tensors if each is not None]
         self._sums: _core.Sums | None = None
+        self.nonfinite: torch.Tensor | None = None
         if batch.device_id is not None and len(whole) == len(gradients):
-            self._sums = batch.sum(whole, scale)
+            # PyTorch hands over tensors of its current device, and no others.
+            with torch.cuda.device_of(whole[0]):  # type: ignore[no-untyped-call]
+                self._sums = batch.sum(whole, scale)
+            self.nonfinite = _any_in(whole) | from_dlpack(self._sums.nonfinite).any()
         elif batch.device_id is not None:
             # Which rows a step updates depends on which features got a gradient: only the CPU's path knows that.
             self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
-
-    @property
-    def nonfinite(self) -> torch.Tensor | None:
-        """A flag on the device, 1 if a sum is not finite; None where :meth:`offender` finds out without waiting."""
-        return None if self._sums is None else from_dlpack(self._sums.nonfinite)
 
     def offender(self, kind: str) -> str | None:
         """Return the first gradient that has NaN or infinity, with its ``kind``, name and sample."""
@@ -108,6 +111,12 @@ class Gradients:
             self._batch.push_sums(self._sums, lr_factor)
         else:
             self._batch.push(self._tensors, lr_factor, self._scale)
+
+
+def _any_in(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether one is not finite, also where no sum has it: of a sample without ids, or of an empty place."""
+    largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], float("inf"))
+    return torch.isfinite(largest).logical_not()
 
 
 def _first_nonfinite(gradient: torch.Tensor) -> int | None:
@@ -203,7 +212,7 @@ class Backward:
 
 def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:
     """Whether anything is not finite: the one place of a step on a device that waits for it."""
-    wrong = [torch.isfinite(loss.detach()).logical_not().any(), (flag != 0).any()]
+    wrong = [torch.isfinite(loss.detach()).logical_not().any(), flag]
     if parameters:
         wrong.append(torch.isfinite(_total_norm(parameters)).logical_not())
     return bool(torch.stack(wrong).any().item())
@@ -223,6 +232,6 @@ def _first_offender(loss: torch.Tensor, gradients: Gradients, parameters: list[t
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
                 shape = tuple(parameter.shape)
                 return Offender(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
-    if gradients.nonfinite is not None and bool(gradients.nonfinite.any()):
+    if gradients.nonfinite is not None and bool(gradients.nonfinite):
         return Offender("the sum of the gradients of one id is not finite")
     return None

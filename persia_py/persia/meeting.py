@@ -14,6 +14,9 @@ from persia.errors import AuthError, IncompatibleError, PersiaError, Unreachable
 from persia.logger import get_logger
 from persia.peers import REMIND_S, SLICE_S, Link, Peers, names
 
+INTRODUCTION_S = 5.0
+"""How long an introduction may take; others wait meanwhile."""
+
 _logger = get_logger("meeting")
 
 
@@ -123,10 +126,14 @@ def _admit(connection: socket.socket, me: Introduction, links: dict[int, Link], 
 
 def _introduced(connection: socket.socket, challenge: str) -> tuple[Link, Introduction | None]:
     """Return who connects; None for what is no rank."""
-    connection.settimeout(5.0)
+    connection.settimeout(INTRODUCTION_S)
     link = Link(connection)
+    too_slow = threading.Timer(INTRODUCTION_S, link.hang_up)  # the socket's own time is for each piece of a line
+    too_slow.daemon = True
+    too_slow.start()
     link.send({"challenge": challenge})
     message = link.receive()
+    too_slow.cancel()
     try:
         them = Introduction(**message["hello"]) if message is not None else None
     except (KeyError, TypeError):

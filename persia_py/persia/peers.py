@@ -259,6 +259,11 @@ class Peers:
             link.send({"hung": reason})
 
     @property
+    def lost(self) -> bool:
+        """Whether a rank is known to be gone."""
+        return self._lost is not None
+
+    @property
     def closed(self) -> bool:
         """Whether this rank has left."""
         return self._closed

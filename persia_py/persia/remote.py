@@ -239,11 +239,12 @@ class RemoteContext(CommonContext):
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
             self._agree_on_loop({**own, **self._rate()})
             epoch = self.engine.renew(reproducible) if self.rank == 0 else 0
-            given = [epoch, self.trained_step, self._restored]
-            epoch, step, self._restored = self._peers.share("epoch", given)[0]
+            # A loop that was left may have taken a batch that was not trained on.
+            given = [epoch, self.engine.step, self.trained_step, self._restored]
+            epoch, taken, trained, self._restored = self._peers.share("epoch", given)[0]
             if self.rank != 0:
-                self.engine.join(epoch, step)
-                self.trained_step = step
+                self.engine.join(epoch, taken)
+                self.trained_step = trained
             self._peers.loops += 1
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 

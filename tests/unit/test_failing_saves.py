@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import re
 import threading
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
     assert re.search(r"checkpoint of step 1\d given up, training goes on: no space left", caplog.text)
     latest, saved, end = names(tmp_path / "run")
     assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
+
+
+def test_a_folder_that_takes_no_saves_is_told_before_training(configure: Configure) -> None:
+    configure(SLOTS)
+    told = rf"Checkpoint storage validation failed: .*/proc: user {os.geteuid()} cannot write here: .*; the directory"
+    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # whoever this test runs as
+        pytest.fail("training began")
 
 
 def test_a_dump_that_failed_does_not_end_the_run(

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, Batches, Configure
+from conftest import ROOT, Batches, Configure, Told
 from test_loops import persia_threads
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia.ctx import DataCtx, eval_ctx
+from persia.ctx import Checkpoints, DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
 from persia.feed import SERVED, Stopped
@@ -139,6 +139,68 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(script: Script, tmp_p
         with pytest.raises(UsageError, match="the stream cannot go back"):
             ctx.load_checkpoint(tmp_path / "checkpoint")
             train(ctx, DataLoader(data, reproducible=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "old", "warnings"), [(None, False, 0), (4, False, 1), (4, True, 0), (20, False, 0)]
+)
+def test_a_resumed_run_whose_script_sends_other_batches_than_before_is_told(
+    script: Script,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    others_told: Told,
+    changed: int | None,
+    old: bool,
+    warnings: int,
+) -> None:
+    """And goes on, also from an ``old`` checkpoint, which says nothing of the batches."""
+
+    def sends(changed: int | None) -> None:
+        script(f"""
+        with DataCtx() as ctx:
+            for number, batch in enumerate(Batches(30)):
+                ctx.send_data(Batches(1, seed=9).batch(0) if number == {changed} else batch)
+        """)
+
+    sends(None)
+    with make() as ctx:
+        train(ctx, DataLoader(StreamingDataset()), 11)
+        with monkeypatch.context() as patch:
+            if old:
+                state = ctx.rank_state()
+                del state["passed"]
+                patch.setattr(TrainCtx, "rank_state", lambda ctx: state)
+            ctx.dump_checkpoint(tmp_path / "checkpoint")
+    for again in (1, 2):  # the second time from a save that was made before anything else was trained
+        sends(changed)
+        with make(seed=5) as ctx:
+            ctx.load_checkpoint(tmp_path / "checkpoint")
+            ctx.dump_checkpoint(tmp_path / "checkpoint")
+            assert len(train(ctx, DataLoader(StreamingDataset()))) == 19
+        assert len(others_told()) == warnings * again
+        assert all("the 10 batches that rank 0 has had" in message for message in others_told())
+
+
+def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1, from the rank 0 that has loaded a checkpoint."""
+    script(SENDS)
+    given = {}
+    with make() as ctx:
+        train(ctx, DataLoader(StreamingDataset()), 7)
+        mine, other = ctx.rank_state(), ctx.rank_state()
+        other["passed"] = {**mine["passed"], "digests": [5]}
+        monkeypatch.setattr(ctx.common_context, "collect", lambda state: [state, other])
+        Checkpoints(tmp_path / "run").save(ctx, ctx.step)
+    with make() as ctx:
+        ctx.load_checkpoint(tmp_path / "run" / "step-7")
+        assert ctx.rank_state()["passed"] == mine["passed"]
+        monkeypatch.setattr(ctx.common_context, "spread", lambda state: given.update(state()))
+        train(ctx, DataLoader(StreamingDataset()), 1)
+    monkeypatch.setattr("persia.env.get_rank", lambda: 1)
+    with make() as ctx:
+        monkeypatch.setattr(ctx.common_context, "spread", lambda state: given)
+        ctx._spread()
+        assert ctx.rank_state()["passed"] == other["passed"]
 
 
 def test_a_checkpoint_of_other_ranks_is_refused(script: Script) -> None:

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import psutil
 import pytest
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from persia import auth
 from persia.errors import AuthError
@@ -75,10 +74,7 @@ def up(process: "subprocess.Popen[str]", ranks: int) -> list[int]:
 
 
 def wait_gone(pids: list[int]) -> None:
-    def gone() -> bool:
-        return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
-
-    wait_until(f"processes {pids} to end", gone, DEADLINE)
+    wait_until(f"processes {pids} to end", lambda: not any(map(is_running, pids)), DEADLINE)
 
 
 @pytest.mark.parametrize("order", ["options first", "file first", "file last"])

@@ -195,25 +195,35 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
     assert (
         run("launch_persia.sh", "train.py", PERSIA_RUN_DIR=str(tmp_path)).stdout == "launched nn-worker -- train.py\n"
     )
-    summary = tmp_path / "summary.json"
-    summary.write_text('{\n "status": "running"\n}\n')
-    assert "launched" in run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path)).stdout
-    summary.write_text('{\n "status": "finished"\n}\n')
-    result = run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path))
-    assert "this run is finished" in result.stdout and "launched" not in result.stdout
-    for name, other in (("one", False), ("two", True)):
-        summary.write_text('{\n "status": "finished",\n "job": "one"\n}\n')
-        result = run("launch_persia.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB=name)
-        assert ("launched" in result.stdout) is other, "a run of another job is none of this one"
+    summary, config = tmp_path / "summary.json", tmp_path / "global_config.yml"
+    ours = {"PERSIA_RUN_DIR": str(tmp_path), "PERSIA_GLOBAL_CONFIG": str(config)}
+
+    def launched(**variables: str) -> bool:
+        output = run("launch_persia.sh", **ours, **variables).stdout
+        assert ("launched" in output) is ("this run is finished" not in output)
+        return "launched" in output
+
+    for status, again in (("running", True), ("finished", False)):
+        summary.write_text(f'{{\n "status": "{status}",\n "job": "one"\n}}\n')
+        assert launched(PERSIA_JOB="one") is again
+        config.write_text("common_config:\n  metrics_config:\n    job_name: one  # ours\n")
+        assert launched() is again
+    # A run of another job is none of this one, and where the name cannot be told the launcher decides.
+    assert launched(PERSIA_JOB="two")
+    for text in ("    job_name: two\n", "    job_name: 'one'\n", "    job_name: x\n    job_name: ne\n", "{}\n"):
+        config.write_text(text)
+        assert launched()
+    config.unlink()
+    assert launched()
 
 
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
-    (tmp_path / "summary.json").write_text(f'{{"status": "{status}"}}\n')
+    (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')
     # What env.sh asks for the file's hash stands for any moment of the start.
     script(packaged / "sha256sum", 'kill -TERM "$PPID"')
     script(packaged / "persia-launcher", "exit 42")
-    result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), check=False)
+    result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB="one", check=False)
     assert result.returncode == code
 
 

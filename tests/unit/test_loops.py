@@ -1,5 +1,6 @@
 """Loops over data loaders, and contexts: left early, nested, misused."""
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -38,6 +39,24 @@ def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
             pass  # batches that are never trained on give their permits back
         assert len(train(ctx, DataLoader(Batches(20), embedding_staleness=1))) == 20
     wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
+
+
+def test_waiting_for_batches_to_evaluate_is_told(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    configure(SLOTS)
+    monkeypatch.setattr("persia.data.loader._REMIND_S", 0.1)
+    monkeypatch.setattr("persia.data.loader._SLICE_S", 0.05)
+    logging.getLogger("persia").addHandler(caplog.handler)
+
+    class Slow(IterableDataset):
+        def __iter__(self) -> Iterator[PersiaBatch]:
+            wait_until("a word about it", lambda: "waiting for a batch from the source since" in caplog.text, 20)
+            yield from Batches(2)
+
+    with make(), eval_ctx(embedding_config=EmbeddingConfig()):
+        assert len(list(DataLoader(Slow()))) == 2
+    logging.getLogger("persia").removeHandler(caplog.handler)
 
 
 @pytest.fixture(autouse=True)

@@ -267,6 +267,28 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
     listener.close()
 
 
+def test_a_stranger_that_trickles_holds_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "INTRODUCTION_S", 0.5)
+    listener = meeting.listen("127.0.0.1")
+    first = pool.submit(meeting.host, listener, me(0), LONG)
+    with socket.create_connection(listener.getsockname()) as stranger:
+        assert b"challenge" in stranger.recv(1000)
+
+        def trickle() -> bool:
+            try:
+                stranger.sendall(b"x")
+            except OSError:
+                return True
+            return False
+
+        other = pool.submit(meeting.join, ("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+        wait_until("the stranger to be cut off", trickle, LONG)
+        right = other.result(LONG)
+    for each in (right, first.result(LONG)):
+        each.leave(None)
+    listener.close()
+
+
 def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
     """Neither while it waits for ranks nor behind that."""
     listener = meeting.listen("127.0.0.1")

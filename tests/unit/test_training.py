@@ -1,6 +1,7 @@
 """Embedded training: equal to torch, reproducible, and safe to interrupt."""
 
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -347,8 +348,22 @@ def test_a_nonfinite_step_changes_nothing_and_names_the_slot(
     assert "slot 'b'" in caplog.text
 
 
-def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 0, whose gradient is infinite in sample 3."""
+def test_rows_whose_sum_of_gradients_overflows_stay_and_are_told(
+    configure: Configure, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        for number, batch in enumerate(DataLoader(Batches(6))):
+            output, labels = ctx.forward(batch)
+            huge = poison(ctx._embeddings[1], 3e38) if number else 0  # finite, and many samples have an id in common
+            ctx.backward(loss_fn(output, labels[0]) + huge)
+    found = [line for line in capfd.readouterr().err.splitlines() if "rows were left as they were" in line]
+    assert [line.split("steps_so_far=")[1] for line in found] == ["1", "2", "4"], found
+    assert "step=2 " in found[0] and 'table="b"' in found[0] and "id=" in found[0]
+
+
+def poison(tensor: torch.Tensor, value: float = float("inf")) -> torch.Tensor:
+    """Return 0, whose gradient is this: infinite in sample 3, or finite in all."""
 
     class Infinite(torch.autograd.Function):
         @staticmethod
@@ -358,7 +373,7 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
             out = torch.zeros_like(tensor)
-            out[3] = float("inf")
+            out[3 if math.isinf(value) else ...] = value
             return out
 
     result: torch.Tensor = Infinite.apply(tensor)

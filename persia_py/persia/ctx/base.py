@@ -33,7 +33,7 @@ class BaseCtx:
     Args:
         threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
         device_id: CUDA device of the model, 0 included; None trains on the CPU. Batches arrive on it, and gradients are
-            summed on it. Contexts inside another use its device.
+            summed on it. The outermost context makes it PyTorch's current device; contexts inside another use its.
         embedding_dtype: What the embedding tensors are on that device: float32, float16 or bfloat16.
 
     Attributes:
@@ -66,6 +66,8 @@ class BaseCtx:
         if self in _stack:
             raise UsageError("this context is already entered; make a new one to nest")
         self._owner = not _stack
+        if self._owner and self.device_id is not None:
+            torch.cuda.set_device(self.device_id)  # before the process group, whose ranks exchange tensors there
         self.common_context = self._open() if self._owner else _stack[-1].common_context
         _stack.append(self)
         try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from persia import checkpoint, env, job, stopping
 from persia.copies import Copies
 from persia.ctx.base import ends_well
+from persia.ctx.poison import FOLDER, Poison
 from persia.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
@@ -65,11 +66,17 @@ class Checkpoints:
             disk, say), the run goes on from that. Without a folder given, copies are below the name of the run there.
             Credentials are those of the environment: see :class:`persia.copies.Copies`.
         state: What else belongs to the run, by name, each with ``state_dict`` and ``load_state_dict``. All ranks get
-            what rank 0 saved.
+            what rank 0 saved, with tensors on the CPU.
         allow_previous: Where the newest save is damaged, go on from the newest whole one; a warning names both.
+        failing_batches: What becomes of a batch at which training has failed 3 times on one rank, each time after the
+            run was started again. ``stop``: it fails again. ``skip``: all ranks leave the batches of that step out
+            together, without the body of the loop, and model and rows stay as they are; but of steps that always fail
+            and are less than 100 apart none is left out, because it is hardly the data then. Failures of a batch, but
+            none of a part of the system, are written down in the folder ``poison`` beside the saves, with the batch,
+            until the step was trained and saved.
 
     Raises:
-        UsageError: A number below 1, or something in ``state`` without the two methods.
+        UsageError: A number below 1, something in ``state`` without the two methods, or another ``failing_batches``.
         ConfigError: ``copy_to`` is no URL of an object store.
     """
 
@@ -82,6 +89,7 @@ class Checkpoints:
         copy_to: str | None = None,
         state: Mapping[str, HasState] | None = None,
         allow_previous: bool = False,
+        failing_batches: str = "stop",
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -91,6 +99,8 @@ class Checkpoints:
                 raise UsageError(
                     f"Checkpoints(state={{{name!r}: ...}}): {type(each).__name__} has no state_dict and load_state_dict"
                 )
+        if failing_batches not in {"stop", "skip"}:
+            raise UsageError(f"Checkpoints(failing_batches={failing_batches!r}): want 'stop' or 'skip'")
         if folder is None and env.nats_url() is None:
             raise UsageError("Checkpoints(): give a folder; only a job has one of its own")
         if copy_to is not None:
@@ -109,14 +119,26 @@ class Checkpoints:
         """Saves that were given up; other ranks than the first learn of it at the next one."""
         self.uncopied = 0
         """Saves that were written but could not be copied, on rank 0."""
+        self.poison = Poison(skip=failing_batches == "skip")
+        """What has failed. For :class:`TrainCtx`."""
+
+    @property
+    def skipped(self) -> int:
+        """Steps that this process has left out because their batch always fails: the same on all ranks."""
+        return self.poison.skipped
 
     def load(self, context: "TrainCtx") -> None:
         """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
 
         Raises:
             CheckpointError: The newest save is damaged, or of another configuration.
+            StorageError: This process or a server cannot write where saves are to be.
         """
         folder = self._folder(context)
+        try:
+            context.common.engine.check_storage(folder)
+        except StorageError as error:
+            raise StorageError(f"Checkpoint storage validation failed: {error}") from None
         copies = self._copies()
         try:
             newest = _core.latest(folder)
@@ -132,6 +154,16 @@ class Checkpoints:
             self._check_state({})
         context.go_on_from(loaded)
         _logger.info("training goes on behind step %d, from %s", loaded.step, loaded.path)
+
+    def learn_failures(self, context: "TrainCtx") -> None:
+        """At the start of a training loop: learn which batches have failed; every rank calls this."""
+        common = context.common
+        name = common.gather("folder of the saves", self._name() if common.writes else None)[0]
+        try:
+            folder = common.checkpoint_dir(name) / FOLDER
+        except UsageError:  # this rank has no such place: it matters once a batch fails here
+            folder = None
+        self.poison.begin(common, folder)
 
     def _copies(self) -> Copies | None:
         """Return where saves are copied to."""
@@ -198,14 +230,15 @@ class Checkpoints:
             PersiaError: A push of a rank is not applied, or a rank is gone.
         """
         self.saved = step
+        self.poison.saved(step)
         common = context.common
         with common.still():
             failed = common.gather("checkpoint", self.failed)[0]
             if not common.writes:
                 self.failed = failed
-            random = common.collect(context.random_state())
-            if random is not None:
-                self._cut(context, step, random)
+            states = common.collect(context.rank_state())
+            if states is not None:
+                self._cut(context, step, states)
             common.gather("checkpoint cut", None)
 
     def leave_if_asked(self, context: "TrainCtx", left_by: BaseException | None) -> None:
@@ -247,14 +280,14 @@ class Checkpoints:
         """Whether the last save failed and is to be tried again now; only rank 0 knows."""
         return self._again_at is not None and time.monotonic() >= self._again_at
 
-    def _cut(self, context: "TrainCtx", step: int, random: list[dict[str, Any]]) -> None:
+    def _cut(self, context: "TrainCtx", step: int, ranks: list[dict[str, Any]]) -> None:
         """On rank 0: begin a save when the last one is written; it is written in the background."""
         started = time.monotonic()
         context.common.wait_writing()
         if (waited := time.monotonic() - started) > 1.0:
             _logger.warning("training waited %.1f s at step %d until the checkpoint before was written", waited, step)
         self._again_at = None
-        states = {checkpoint.rank_state(rank): each for rank, each in enumerate(random) if rank > 0}
+        states = {checkpoint.rank_state(rank): each for rank, each in enumerate(ranks) if rank > 0}
         if self._state:
             states[STATE] = self.state_dict()
         cut_at = time.monotonic()
@@ -365,8 +398,11 @@ class Checkpoints:
                 f"{', '.join(self._state) or 'none'}; give the same"
             )
 
+    def _name(self) -> str:
+        return job.run_name() if self._given is None else os.fspath(self._given)
+
     def _folder(self, context: "TrainCtx") -> Path:
-        folder = context.common.checkpoint_dir(job.run_name() if self._given is None else self._given)
+        folder = context.common.checkpoint_dir(self._name())
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -31,7 +31,7 @@ class DataCtx:
     ``PERSIA_NATS_URL`` unset the training script runs this one in a thread, and batches go from hand to hand.
 
     The same script started again has to send the same batches: a replica that comes back skips what the trainers
-    have received.
+    have received, and warns where that were others.
 
     Args:
         *args: PersiaML's; accepted, without effect.

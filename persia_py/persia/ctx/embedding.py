@@ -107,13 +107,13 @@ class EmbeddingCtx(BaseCtx):
         self.current_batch = batch
         training = self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
         self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
-        dense = [from_dlpack(tensor) for tensor in batch.dense()]
+        dense, labels = _given(batch, batch.dense()), _given(batch, batch.labels())
         embeddings = [
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
         self._log_cuts(batch)
-        return dense, embeddings, [from_dlpack(tensor) for tensor in batch.labels()]
+        return dense, embeddings, labels
 
     def _log_cuts(self, batch: "_forward.TrainingBatch") -> None:
         """Say once for each raw slot that its samples have more ids than places."""
@@ -143,7 +143,9 @@ class EmbeddingCtx(BaseCtx):
 
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
         stopping.leave_if_asked()
-        return self._common.lookup(batch, None if device_id == self.device_id else device_id)
+        device = self._common.device
+        own = device is not None and device_id == device.number
+        return self._common.lookup(batch, None if own else device_id)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode."""
@@ -220,7 +222,7 @@ class EmbeddingCtx(BaseCtx):
 
         Args:
             src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
-            map_location: As in :func:`torch.load`.
+            map_location: As in :func:`torch.load`, but None is the CPU; the model's tensors stay where they are.
             dense_filename: The model's state dict inside it.
             blocking: PersiaML's; everything is loaded when this returns, either way.
 
@@ -330,6 +332,12 @@ class InferCtx(EmbeddingCtx):
             "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx, in the embedded "
             "mode after load_checkpoint, with servers on the rows that a TrainCtx of their job has made or loaded"
         )
+
+
+def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> list[torch.Tensor]:
+    """Return dense inputs or labels: on a device copies, for there they lie among all rows and lists of the batch."""
+    shared = [from_dlpack(tensor) for tensor in tensors]
+    return shared if batch.device_id is None else [tensor.clone() for tensor in shared]
 
 
 def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,13 @@ from persia.common import CommonContext
 from persia.ctx.base import PreprocessMode
 from persia.ctx.checkpoints import Checkpoints
 from persia.ctx.embedding import EmbeddingCtx, bare
+from persia.ctx.poison import Work
 from persia.distributed import DistributedBaseOption
 from persia.embedding.optim import Optimizer
 from persia.errors import UsageError
 from persia.gradients import Backward, LossScale
 from persia.logger import get_logger
-from persia_core.forward import Pipeline
+from persia_core.forward import Pipeline, TrainingBatch
 
 if TYPE_CHECKING:
     from persia.data import DataLoader
@@ -28,6 +29,8 @@ _first_done = False
 
 _LOSS_SCALE = "loss_scale.pt"
 """The file of a checkpoint that holds the scale of the loss."""
+_PASSED = "passed"
+"""The name of what a rank's state has of the batches that training is behind."""
 
 
 class TrainCtx(EmbeddingCtx):
@@ -107,6 +110,7 @@ class TrainCtx(EmbeddingCtx):
         self._bare: torch.nn.Module | None = None
         self._backward = Backward(dense_optimizer, scale)
         self._cursor: dict[str, Any] | None = None
+        self._passed: dict[str, Any] | None = None  # of this rank, as a checkpoint has it
         self._random: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has it
         self._loader: DataLoader | None = None
         self._stopping = contextlib.ExitStack()
@@ -142,6 +146,8 @@ class TrainCtx(EmbeddingCtx):
 
     def _leave_if_asked(self, left_by: BaseException | None) -> None:
         if self._checkpoints is not None:
+            if isinstance(left_by, Exception):
+                self._checkpoints.poison.failed(left_by)
             self._checkpoints.leave_if_asked(self, left_by)
 
     def _leave(self, error: BaseException | None) -> None:
@@ -155,6 +161,8 @@ class TrainCtx(EmbeddingCtx):
         self._common.wait_writing()
         pipeline = self._common.open_loop(loader.staleness, loader.reproducible, buffer)
         self._spread()
+        if self._checkpoints is not None:
+            self._checkpoints.learn_failures(self)
         return pipeline
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
@@ -189,7 +197,9 @@ class TrainCtx(EmbeddingCtx):
         self._loader, self._cursor = None, state["cursor"]
         if self._checkpoints is not None and state["more"] is not None:
             self._checkpoints.go_on(state["saved"], state["more"])
-        if (random := state["random"].get(checkpoint.rank_state(env.get_rank()))) is not None:
+        random = state["random"].get(checkpoint.rank_state(env.get_rank()))
+        self._passed = None if random is None else random.get(_PASSED)
+        if random is not None:
             checkpoint.restore_random_state(random, self._optimizer)
 
     def _loss_scale_state(self) -> dict[str, Any] | None:
@@ -212,9 +222,10 @@ class TrainCtx(EmbeddingCtx):
         """What nested contexts share. For :class:`Checkpoints`."""
         return self._common
 
-    def random_state(self) -> dict[str, Any]:
-        """Return the state of this rank's generators, as a checkpoint keeps it."""
-        return checkpoint.random_state(self._optimizer)
+    def rank_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
+        passed = self._passed if self._loader is None else self._loader.passed()
+        return {**checkpoint.random_state(self._optimizer), _PASSED: passed}
 
     @property
     def step(self) -> int:
@@ -250,12 +261,39 @@ class TrainCtx(EmbeddingCtx):
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
         embeddings, self._embeddings = self._embeddings, []
         loss = self._backward(loss, batch, embeddings, self._optimizer, self._common)
+        self._behind(batch)
+        _log_first(batch.step)
+        return loss.detach()
+
+    def _behind(self, batch: TrainingBatch) -> None:
+        """Note that training is behind a batch."""
+        self.at_work(None)
         self._common.trained_step = batch.step
         stopping.trained()
-        _log_first(batch.step)
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
-        return loss.detach()
+
+    def spares(self, step: int, position: str) -> bool:
+        """Whether this rank's batch of a step always fails and is left out. For :class:`persia.data.DataLoader`."""
+        return self._checkpoints is not None and self._checkpoints.poison.spares(step, position)
+
+    def leaves_out(self, batch: TrainingBatch, *, spared: bool) -> bool:
+        """Leave a batch out if all ranks do, because one has ``spared`` its own; every rank calls this.
+
+        For :class:`persia.data.DataLoader`.
+        """
+        if self._checkpoints is None or not self._checkpoints.poison.leaves_out(
+            self._common, batch.step, spared=spared
+        ):
+            return False
+        batch.discard()
+        self._behind(batch)
+        return True
+
+    def at_work(self, work: Work | None) -> None:
+        """Note which batch is in work: what ends the context meanwhile is its failure."""
+        if self._checkpoints is not None:
+            self._checkpoints.poison.work = work
 
     @property
     def saves_itself(self) -> bool:
@@ -282,10 +320,15 @@ class TrainCtx(EmbeddingCtx):
         if self._checkpoints is not None:
             self._checkpoints.save(self, self.step)
 
-    def adopt(self, loader: "DataLoader") -> dict[str, Any] | None:
-        """Note that ``loader`` feeds this context; return where a loaded checkpoint wants it to start."""
-        cursor, self._cursor, self._loader = self._cursor, None, loader
-        return cursor
+    def adopt(self, loader: "DataLoader") -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Note that ``loader`` feeds this context.
+
+        Returns:
+            Where a loaded checkpoint wants it to start, and what that knows of the batches before, or None.
+        """
+        found = self._cursor, self._passed
+        self._cursor, self._passed, self._loader = None, None, loader
+        return found
 
     def wait_servers_ready(self) -> None:
         """Return when the embedding servers can be used: at once in the embedded mode."""
@@ -346,7 +389,7 @@ class TrainCtx(EmbeddingCtx):
             save.add_state(optimizer, self.dense_optimizer.state_dict())
             if (scale := self._loss_scale_state()) is not None:
                 save.add_state(_LOSS_SCALE, scale)
-            for name, state in {checkpoint.rank_state(0): self.random_state(), **more}.items():
+            for name, state in {checkpoint.rank_state(0): self.rank_state(), **more}.items():
                 save.add_state(name, state)
         return save
 
@@ -368,7 +411,7 @@ class TrainCtx(EmbeddingCtx):
 
         Args:
             src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
-            map_location: As in :func:`torch.load`.
+            map_location: As in :func:`torch.load`, but None is the CPU; the model's tensors stay where they are.
             dense_model_filename: The model's state dict inside it.
             opt_filename: The dense optimizer's state dict inside it.
             blocking: PersiaML's; everything is loaded when this returns, either way.
@@ -411,6 +454,7 @@ class TrainCtx(EmbeddingCtx):
         self._load_loss_scale(scale)
         checkpoint.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor, self._random = None, loaded.cursor, ranks
+        self._passed = rank.get(_PASSED)
         if self._checkpoints is not None:
             self._checkpoints.go_on(loaded.step, more)
 

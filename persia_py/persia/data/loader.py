@@ -6,15 +6,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from persia import distributed, env, stopping, watchdog
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
+from persia.ctx.poison import Work, blank, step_of
 from persia.data.source import Cursor, IterableDataset, Stateful
 from persia.data.streaming import StreamingDataset
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataError, FeatureTypeError, UsageError
 from persia.logger import get_logger
+from persia_core.data import Batch
 from persia_core.forward import Pipeline, TrainingBatch
 
 _logger = get_logger("data")
@@ -23,6 +26,21 @@ _LEAVE_S = 2.0
 _REMIND_S = 30.0
 _SLICE_S = 0.5
 """How long SIGTERM may have to wait."""
+
+
+@dataclass(frozen=True)
+class _Fed:
+    """A batch that was fed and is to be handed out.
+
+    Attributes:
+        position: Where the data set stands behind it.
+        batch: As the data set gave it; the engine has it, too, or another one in its place.
+        spared: It always fails, and all ranks leave theirs out with it.
+    """
+
+    position: str
+    batch: Batch
+    spared: bool
 
 
 class DataLoader:
@@ -87,21 +105,28 @@ class DataLoader:
 
     def _train(self, context: TrainCtx) -> Iterator[TrainingBatch]:
         pipeline = context.open_loop(self, self.dataset.buffer_size)
-        positions: deque[str] = deque()
-        feeder = threading.Thread(target=self._feed, args=(pipeline, positions), name="persia-feed", daemon=True)
+        fed: deque[_Fed] = deque()
+        arguments = (pipeline, fed, context, context.engine.step)
+        feeder = threading.Thread(target=self._feed, args=arguments, name="persia-feed", daemon=True)
         whole = together = False
         try:
-            self._skip = self._resume(context.adopt(self))
+            self._skip = self._resume(*context.adopt(self))
             feeder.start()
             with (
                 stopping.stoppable(context.saves_itself),
                 watchdog.watching(lambda: context.step, distributed.hung),
             ):
                 context.save_if_due()  # a loop before this one may have been left behind any step
-                while self._all_go_on(pipeline, positions, context) and (held := self._next(pipeline, positions)):
-                    stopping.begin_step()
-                    yield held.pop()
-                    stopping.end_step()
+                while self._all_go_on(pipeline, fed, context) and (held := self._next(pipeline, fed)):
+                    given = fed.popleft()
+                    if context.leaves_out(held[0], spared=given.spared):
+                        held.clear()
+                    else:
+                        context.at_work(Work(held[0].step, given.position, given.batch))
+                        stopping.begin_step()
+                        yield held.pop()
+                        stopping.end_step()
+                        context.at_work(None)
                     watchdog.progress()
                     context.save_if_due()
                 context.save_last()
@@ -112,13 +137,18 @@ class DataLoader:
                 whole = True
             elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
                 self._cursor = self._start
+        except DataError as error:  # not of the loop's body, which is not in here: the next batch was refused
+            ahead = (step_of(error) or context.engine.step + 1) - context.engine.step - 1
+            if 0 <= ahead < len(fed):
+                context.at_work(Work(context.engine.step + 1 + ahead, fed[ahead].position, fed[ahead].batch))
+            raise
         finally:
             try:
                 context.close_loop(pipeline, together=together)
             finally:
                 self._end_reading(feeder, whole=whole)
 
-    def _all_go_on(self, pipeline: Pipeline, positions: deque[str], context: TrainCtx) -> bool:
+    def _all_go_on(self, pipeline: Pipeline, fed: deque[_Fed], context: TrainCtx) -> bool:
         """Agree with the other ranks on the next step, before any of them looks its batch up.
 
         Ranks train in lock-step: when one has no batch left, all stop there. Rank 0 says who, and what is left over.
@@ -137,10 +167,10 @@ class DataLoader:
                 context.save_again()
             return True
         waiting = self.dataset.waiting() if isinstance(self.dataset, StreamingDataset) else 0
-        given = peers.share("batches left", [len(positions) + waiting if ready else 0, again])
+        given = peers.share("batches left", [len(fed) + waiting if ready else 0, again])
         if any(again for _, again in given):
             context.save_again()
-            return self._all_go_on(pipeline, positions, context)
+            return self._all_go_on(pipeline, fed, context)
         left = [count for count, _ in given]
         if peers.rank == 0 and any(left):
             _logger.warning(
@@ -151,22 +181,24 @@ class DataLoader:
             )
         return False
 
-    def _next(self, pipeline: Pipeline, positions: deque[str]) -> list[TrainingBatch]:
+    def _next(self, pipeline: Pipeline, fed: deque[_Fed]) -> list[TrainingBatch]:
         """Return the next batch in a list, empty after the last: the loop above must keep no reference to it."""
         with watchdog.waiting():
             batch = pipeline.next(self._timeout_s)
         if batch is None:
             return []
-        batch.position = positions.popleft()
+        batch.position = fed[0].position
         return [batch]
 
-    def _resume(self, cursor: Cursor | None) -> int:
+    def _resume(self, cursor: Cursor | None, passed: dict[str, Any] | None) -> int:
         """Take the data set to where this pass starts; return how many batches to skip."""
         stateful = self.dataset if isinstance(self.dataset, Stateful) else None
         if self._start is None and stateful is not None:
             self._start = _position(0, stateful.state_dict())
         if cursor is not None and cursor["source"] is not None and stateful is not None:
             stateful.load_state_dict(cursor["source"])
+            if isinstance(self.dataset, StreamingDataset):
+                self.dataset.expect(passed)
         elif cursor is None:
             cursor = None if stateful is None else _position(0, stateful.state_dict())
         self._cursor = cursor
@@ -187,8 +219,9 @@ class DataLoader:
         if isinstance(self.dataset, Stateful) and self._cursor is not None and self._cursor["source"] is not None:
             self.dataset.load_state_dict(self._cursor["source"])
 
-    def _feed(self, pipeline: Pipeline, positions: deque[str]) -> None:
-        """Read the data set ahead, in a thread of its own; an error reaches the loop in its place."""
+    def _feed(self, pipeline: Pipeline, fed: deque[_Fed], context: TrainCtx, step: int) -> None:
+        """Read the data set ahead of ``step``, in a thread of its own; an error reaches the loop in its place."""
+        slots = context.common.configuration.embedding.slots
         stateful = self.dataset if isinstance(self.dataset, Stateful) else None
         count = 0
         try:
@@ -197,8 +230,11 @@ class DataLoader:
                 if count <= self._skip:
                     continue
                 _check_training(batch, count)
-                positions.append(json.dumps(_position(count, None if stateful is None else stateful.state_dict())))
-                if not pipeline.feed(batch.data):
+                step += 1
+                position = json.dumps(_position(count, None if stateful is None else stateful.state_dict()))
+                spared = context.spares(step, position)
+                fed.append(_Fed(position, batch.data, spared))
+                if not pipeline.feed(blank(slots) if spared else batch.data):
                     return  # the loop ended early
             self._end = None if stateful is None else _position(0, stateful.state_dict())
             pipeline.end()
@@ -214,6 +250,10 @@ class DataLoader:
     def cursor(self) -> Cursor | None:
         """Return the position behind the last trained batch, for a checkpoint; None at the start of a pass."""
         return self._cursor
+
+    def passed(self) -> dict[str, Any] | None:
+        """Return what this rank's checkpoint keeps of the batches that training is behind; None if it is nothing."""
+        return self.dataset.passed() if isinstance(self.dataset, StreamingDataset) else None
 
     def _evaluate(self, context: EmbeddingCtx) -> Iterator[TrainingBatch]:
         ready: queue.Queue[PersiaBatch | BaseException | None] = queue.Queue(self.dataset.buffer_size)

@@ -12,6 +12,7 @@ from persia.data.source import IterableDataset
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataError, UsageError
 from persia.feed.inbox import Inbox
+from persia.feed.replay import Rounds, digests_behind, to_skip
 from persia.feed.script import ScriptFeed
 from persia.logger import get_logger
 
@@ -27,6 +28,7 @@ class _Taken:
 
     state: list[int]
     batch: PersiaBatch
+    passed: dict[str, Any]
 
 
 class StreamingDataset(IterableDataset):
@@ -54,6 +56,8 @@ class StreamingDataset(IterableDataset):
         self._taken: list[int] = []  # batches of each replica that were taken from the inbox
         self._trained: list[int] = []  # those that training is behind
         self._state: list[int] = []  # those that were yielded
+        self._rounds = Rounds()  # behind those that were taken
+        self._passed: dict[str, Any] | None = None  # the same behind those trained on, as a checkpoint keeps it
         self._drop = 0
         self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, and not trained on
         self._again: deque[_Taken] = deque()  # to be yielded again
@@ -71,11 +75,12 @@ class StreamingDataset(IterableDataset):
         if self._again:
             return self._again.popleft()
         while (taken := inbox.take(stop)) is not None:
-            replica, batch = taken
-            self._taken = self._taken + [0] * (replica + 1 - len(self._taken))
+            replica, batch, digest = taken
+            self._taken = self._taken + [0] * (inbox.replicas - len(self._taken))
             self._taken[replica] += 1
+            self._rounds.take(replica, digest, self._taken)
             if not self._drop:
-                return _Taken(list(self._taken), PersiaBatch.wrap(batch))
+                return _Taken(list(self._taken), PersiaBatch.wrap(batch), self._rounds.state())
             self._drop -= 1
         return None
 
@@ -101,10 +106,12 @@ class StreamingDataset(IterableDataset):
         is received and dropped, because a replica that ended early may have given this rank one batch less.
         """
         self._inbox = inbox
-        replicas, rounds = len(self._trained), max(0, min(self._trained, default=0) - 1)
+        replicas, rounds = len(self._trained), to_skip(self._trained)
+        digests = digests_behind(rounds, replicas, self._passed)
         self._drop = sum(self._trained) - rounds * replicas
         self._taken = [rounds] * replicas
-        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None)
+        self._rounds = Rounds(rounds, digests)
+        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests)
 
     def _context(self) -> Any:
         """Return what the contexts around us share, and forget the stream of others."""
@@ -129,11 +136,21 @@ class StreamingDataset(IterableDataset):
         """Forget the batches up to ``state``, one of :meth:`state_dict`: training is behind them."""
         self._trained = state["taken"]
         while self._held and sum(self._held[0].state) <= sum(self._trained):
-            self._held.popleft()
+            self._passed = self._held.popleft().passed
 
     def used(self) -> None:
         """Forget the batch that was yielded first: it was evaluated."""
-        self._trained = self._held.popleft().state
+        entry = self._held.popleft()
+        self._trained, self._passed = entry.state, entry.passed
+
+    def passed(self) -> dict[str, Any] | None:
+        """Return the digests of batches that training is behind, for :meth:`expect` of a resumed run."""
+        return self._passed
+
+    def expect(self, passed: dict[str, Any] | None) -> None:
+        """Say what the batches are that will be skipped, behind :meth:`load_state_dict`; None if that is not known."""
+        if self._inbox is None:
+            self._passed = passed
 
     def settle(self, *, whole: bool) -> None:
         """After a loop, when it was interrupted: make ready for the next one.

@@ -177,7 +177,7 @@ class Session:
         """
         self._waiting.discard(step)
         mine = Gradients(batch, list(gradients))
-        if mine.nonfinite is None or bool(mine.nonfinite.any()):
+        if mine.nonfinite is None or bool(mine.nonfinite):
             offender = mine.offender("feature")
             if offender is None and mine.nonfinite is not None:
                 offender = "the sum of the gradients of one id is not finite"

@@ -2,6 +2,7 @@
 
 import hmac
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 from persia import auth
 from persia.errors import AuthError, ConfigError
 from persia.feed import MAX_BATCH_BYTES, MAX_REPLICAS
+from persia.logger import get_logger
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_BATCH_BYTES + 4096),
@@ -28,6 +30,9 @@ _SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
+_TELL_S = 1.0
+"""Between two lines about refused calls: a stranger must not fill the log."""
+_logger = get_logger("feed")
 
 BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """What details of a failed connection say when trying again is no use: another CA, or a peer without TLS."""
@@ -85,6 +90,7 @@ class RoleCheck(grpc.ServerInterceptor):
     def __init__(self, role: auth.Role) -> None:
         self._role = role
         self._token = auth.token(role)
+        self._told = -_TELL_S
 
     def intercept_service(
         self,
@@ -97,11 +103,22 @@ class RoleCheck(grpc.ServerInterceptor):
         if handler is None or str(handler_call_details.method).startswith(_OPEN_TO_ALL):
             return handler
         if given.get("persia-role") != self._role:
-            return _refusal(handler, grpc.StatusCode.PERMISSION_DENIED, f"only role {self._role} may call this")
+            return self._refusal(handler, grpc.StatusCode.PERMISSION_DENIED, f"only role {self._role} may call this")
         expected, found = f"Bearer {self._token}".encode(), str(given.get("authorization", "")).encode()
         if self._token is not None and not hmac.compare_digest(expected, found):
-            return _refusal(handler, grpc.StatusCode.UNAUTHENTICATED, f"no valid token of role {self._role}")
+            return self._refusal(handler, grpc.StatusCode.UNAUTHENTICATED, f"no valid token of role {self._role}")
         return handler
+
+    def _refusal(self, handler: Any, code: grpc.StatusCode, message: str) -> Any:
+        def refuse(_request: Any, context: grpc.ServicerContext) -> None:
+            if time.monotonic() - self._told >= _TELL_S:
+                self._told = time.monotonic()
+                _logger.warning("refused a call of %s: %s", context.peer(), message)
+            context.abort(code, message)
+
+        kind = "stream" if handler.request_streaming else "unary"
+        kind += "_stream" if handler.response_streaming else "_unary"
+        return getattr(grpc, f"{kind}_rpc_method_handler")(refuse)
 
 
 def auth_error(address: str, details: str | None) -> AuthError:
@@ -114,15 +131,6 @@ def certificate_error(address: str, details: str | None) -> AuthError:
     """Return the error for a peer whose certificate does not convince this process."""
     given = os.environ.get("PERSIA_TLS_CA", "").strip() or "not set"
     return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {given})")
-
-
-def _refusal(handler: Any, code: grpc.StatusCode, message: str) -> Any:
-    def refuse(_request: Any, context: grpc.ServicerContext) -> None:
-        context.abort(code, message)
-
-    kind = "stream" if handler.request_streaming else "unary"
-    kind += "_stream" if handler.response_streaming else "_unary"
-    return getattr(grpc, f"{kind}_rpc_method_handler")(refuse)
 
 
 def _content(variable: str, path: str) -> bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from persia.errors import ConfigError, DataError, UsageError
 from persia.feed import Stopped
+from persia.feed.replay import Digest, follow
 from persia.logger import get_logger
 from persia_core.data import Batch
 
@@ -32,11 +33,13 @@ class Place:
         received: Its batches this rank has received; they are not sent again.
         queued: Those of them that wait to be taken.
         buffer: How many may wait at most.
+        digest: Of the batches received; None where it is not known.
     """
 
     received: int
     queued: int
     buffer: int
+    digest: Digest
 
 
 @dataclass
@@ -60,7 +63,8 @@ class _Line:
 
     received: int = 0
     taken: int = 0
-    waiting: deque[tuple[int, Batch]] = field(default_factory=deque)
+    digest: Digest = 0  # of those received
+    waiting: deque[tuple[int, Batch, Digest]] = field(default_factory=deque)
     sender: str | None = None  # None: not connected
     events: Events | None = None
     ended: bool = False
@@ -80,33 +84,43 @@ class Inbox:
         self._replicas: int | None = None
         self._buffer: int | None = None
         self._skip = 0
+        self._digests: list[Digest] = []
         self._turn = 0
         self._stopped: str | None = None
 
     # The data loader's side.
 
-    def open(self, buffer: int, *, skip: int = 0, replicas: int | None = None) -> None:
+    def open(
+        self, buffer: int, *, skip: int = 0, replicas: int | None = None, digests: list[Digest] | None = None
+    ) -> None:
         """Let senders in.
 
         Args:
             buffer: Batches of each replica that may wait.
             skip: Batches of each replica that an earlier run has trained on.
             replicas: How many replicas that run had; None if it does not matter.
+            digests: Of each replica's batches that are skipped; None if they are not known.
         """
         with self._changed:
-            self._buffer, self._skip = buffer, skip
+            self._buffer, self._skip, self._digests = buffer, skip, digests or []
             if replicas is not None:
                 self._set_replicas(replicas)
             self._changed.notify_all()
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas send here; 0 as long as none has said so."""
+        return self._replicas or 0
 
     @property
     def is_open(self) -> bool:
         """Whether :meth:`open` was called."""
         return self._buffer is not None
 
-    def take(self, stop: threading.Event) -> tuple[int, Batch] | None:
-        """Return the replica and batch whose turn it is; None after the last, and when nothing is wanted any more.
+    def take(self, stop: threading.Event) -> tuple[int, Batch, Digest] | None:
+        """Return the replica and batch whose turn it is, and the digest of the replica's batches up to this one.
 
+        None after the last batch, and when nothing is wanted any more.
         Waiting for data has no limit, but is logged. After setting ``stop``, call :meth:`wake`.
 
         Raises:
@@ -120,13 +134,13 @@ class Inbox:
                     return None
                 line = self._lines.get(index)
                 if line is not None and line.waiting:
-                    seq, batch = line.waiting.popleft()
+                    seq, batch, digest = line.waiting.popleft()
                     line.taken += 1
                     self._turn = index + 1
                     self._changed.notify_all()
                     if line.events is not None:
                         line.events.taken(seq)
-                    return index, batch
+                    return index, batch, digest
                 if line is not None and line.error is not None:
                     raise line.error
                 if not self._changed.wait(_REMIND_S):
@@ -217,7 +231,7 @@ class Inbox:
                 line.events.replaced()
             line.sender, line.events = sender, events
             self._changed.notify_all()
-            return Place(line.received, len(line.waiting), self._buffer or 0)
+            return Place(line.received, len(line.waiting), self._buffer or 0, line.digest)
 
     def _check_place(self, index: int, replicas: int) -> None:
         if index >= replicas:
@@ -233,10 +247,11 @@ class Inbox:
 
     def _line(self, index: int) -> _Line:
         if index not in self._lines:
-            self._lines[index] = _Line(received=self._skip, taken=self._skip)
+            known = self._digests[index] if index < len(self._digests) else None
+            self._lines[index] = _Line(received=self._skip, taken=self._skip, digest=known if self._skip else 0)
         return self._lines[index]
 
-    def put(self, index: int, sender: str, seq: int, number: int, batch: Batch) -> None:
+    def put(self, index: int, sender: str, seq: int, number: int, batch: Batch, encoded: bytes) -> None:
         """Add a replica's batch.
 
         Args:
@@ -245,6 +260,7 @@ class Inbox:
             seq: The batch's number among all it sends.
             number: The batch's number among those it sends to this rank, from 0.
             batch: The batch.
+            encoded: Its bytes, for the digest; they are not kept.
 
         Raises:
             DataError: Not the next batch, or one more than may wait.
@@ -258,7 +274,8 @@ class Inbox:
             if len(line.waiting) >= (self._buffer or 0):
                 raise DataError(f"data-compose replica {index} sent more than the {self._buffer} batches that may wait")
             line.received += 1
-            line.waiting.append((seq, batch))
+            line.digest = follow(line.digest, encoded)
+            line.waiting.append((seq, batch, line.digest))
             self._changed.notify_all()
 
     def end(self, index: int, sender: str, batches: int, error: BaseException | None = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from persia.errors import ConfigError, UsageError
 from persia.feed import Stopped
 from persia.feed.inbox import Events, Inbox
+from persia.feed.replay import Replay
 from persia.logger import get_logger
 from persia_core.data import Batch
 
@@ -92,8 +93,8 @@ class ScriptFeed:
         elif error is not None and error is not self._told:
             _logger.error("%s failed behind its DataCtx: %r", self._path, error)
 
-    def connect(self) -> int:
-        """Let the script's ``DataCtx`` in, once the training loop asks for batches; return how many to skip.
+    def connect(self) -> Replay:
+        """Let the script's ``DataCtx`` in, once the training loop asks for batches; return what it has had already.
 
         Raises:
             Stopped: No batch is wanted any more.
@@ -101,7 +102,7 @@ class ScriptFeed:
         self._connected = True
         ignored = Events(taken=lambda _: None, stopped=lambda _: None, replaced=lambda: None)
         place = self.inbox.connect(0, 1, _SELF, ignored)
-        return place.received if place else 0
+        return Replay(0, 0, place.received, place.digest) if place else Replay(0, 0, 0, None)
 
     def send(self, number: int, batch: Batch) -> None:
         """Hand batch ``number`` over; wait until there is room.
@@ -110,7 +111,7 @@ class ScriptFeed:
             Stopped: No batch is wanted any more.
         """
         self.inbox.wait_for_room(0)
-        self.inbox.put(0, _SELF, number, number, batch)
+        self.inbox.put(0, _SELF, number, number, batch, batch.to_bytes())
 
     def tell(self, batches: int, error: BaseException | None = None) -> None:
         """Say that everything is sent, or what the script failed with."""
@@ -131,7 +132,7 @@ class ScriptSender:
 
     def __init__(self, feed: ScriptFeed) -> None:
         self._feed = feed
-        self._skip = feed.connect()
+        self._replay = feed.connect()
         self._sent = 0
 
     def send(self, batch: Batch) -> None:
@@ -140,7 +141,9 @@ class ScriptSender:
         Raises:
             Stopped: No batch is wanted any more.
         """
-        if self._sent >= self._skip:
+        if self._sent < self._replay.batches:
+            self._replay.leave_out(batch)
+        else:
             self._feed.send(self._sent, batch)
         self._sent += 1
 

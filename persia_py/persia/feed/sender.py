@@ -114,8 +114,11 @@ class Sender:
         with shared.changed:
             self._check()
             seq, shared.batches = shared.batches, shared.batches + 1
-            if stream.stopped is not None or (stream.skip is not None and number < stream.skip):
+            if stream.stopped is not None:
                 return
+        if number < stream.replay.batches:
+            stream.replay.leave_out(batch)
+            return
         data = batch.to_bytes()
         if len(data) > MAX_BATCH_BYTES:
             raise DataError(f"send_data: batch {seq} has {len(data)} bytes, allowed: {MAX_BATCH_BYTES}; split it")

@@ -140,7 +140,7 @@ class _Feed(services.TrainerServicer):
             yield pb.FeedReply(
                 welcome=pb.FeedWelcome(
                     epoch=epoch, rank=rank, world_size=world_size,
-                    skip=place.received, buffer=place.buffer, queued=place.queued,
+                    skip=place.received, buffer=place.buffer, queued=place.queued, digest=place.digest,
                 )
             )  # fmt: skip
             reading = (request_iterator, hello, rank, world_size, replies)
@@ -209,7 +209,7 @@ class _Feed(services.TrainerServicer):
                     except DataError as error:
                         replies.put((grpc.StatusCode.DATA_LOSS, f"batch {seq} arrived damaged: {error}"))
                         return
-                    self._inbox.put(index, sender, seq, number, batch)
+                    self._inbox.put(index, sender, seq, number, batch, request.batch.data)
                 elif request.WhichOneof("part") == "end":
                     text, total = request.end.error, request.end.batches
                     failed = DataError(f"data-compose replica {index}: its script failed: {text}") if text else None

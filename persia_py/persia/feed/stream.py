@@ -14,6 +14,7 @@ import grpc
 from persia import __version__
 from persia.errors import IncompatibleError, PersiaError, UsageError
 from persia.feed import PROTOCOL, channel
+from persia.feed.replay import Replay
 from persia.logger import get_logger
 from persia.proto import feed_pb2 as pb
 from persia.proto import feed_pb2_grpc as services
@@ -80,6 +81,7 @@ class Stream:
     def __init__(self, shared: Shared, rank: int, locate: Callable[[int], str | None]) -> None:
         self.rank = rank
         self.skip: int | None = None
+        self.replay = Replay(shared.index, rank, 0, None)
         self.stopped: str | None = None
         self.address = ""
         self.delivered = False
@@ -229,6 +231,9 @@ class Stream:
         elif welcome.epoch < shared.epoch:
             link.broken = True  # a rank of the epoch before that has not noticed yet
         else:
+            if self.skip is None:  # a later welcome counts batches of this process, which come once
+                digest = welcome.digest if welcome.HasField("digest") else None
+                self.replay = Replay(shared.index, self.rank, welcome.skip, digest)
             self.skip, self._buffer = welcome.skip, welcome.buffer
             own = sum(number < welcome.skip for number, _, _ in self._kept)
             self._queued = max(0, welcome.queued - own)

@@ -1,0 +1,383 @@
+"""Batches at which training fails each time: written down, and left out where that is wanted. In the embedded mode."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Batches, Configure
+from test_checkpoints import STEPS, names, step
+from test_training import SLOTS, everything, make
+from waiting import wait_until
+
+from persia import checkpoint
+from persia.ctx import Checkpoints, TrainCtx
+from persia.data import DataLoader
+from persia.embedded import EmbeddedContext
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.errors import DataError, NonFiniteError, RunLostError, StorageError, UnreachableError, UsageError
+from persia_core import checkpoint as core
+from persia_core.forward import Pipeline, TrainingBatch
+
+BAD = 12
+"""The number of the batch that fails, from 0; its step is one more."""
+META = b"from file 7"
+
+
+class Marked(Batches):
+    """Batches of few ids, all of which come before the bad one; that says which it is."""
+
+    def __init__(self, count: int = STEPS, bad: int = BAD, refused: bool = False) -> None:
+        super().__init__(count, ids=20)
+        self.bad, self.refused = bad, refused
+
+    def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+        if number != self.bad:
+            return super().batch(number, requires_grad=requires_grad)
+        ids = np.arange(1000, 1008, dtype=np.uint64)
+        slots = ["a", "b", *(["c"] if self.refused else [])]
+        features = [IDTypeFeatureWithSingleID(slot, ids) for slot in slots]
+        return PersiaBatch(features, labels=[Label(np.zeros((8, 1), np.float32))], meta=META)
+
+
+class Plain(Batches):
+    """The same data set without a state: its batches are counted."""
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def folder(configure: Configure, tmp_path: Path) -> Path:
+    """Return where the run saves itself."""
+    configure(SLOTS)
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+def fails(ctx: TrainCtx, batch: TrainingBatch) -> None:
+    """Train, but for the bad batch."""
+    if batch.meta is not None:
+        raise ZeroDivisionError("at this batch")
+    step(ctx, batch)
+
+
+def run(
+    folder: Path,
+    data: Callable[[], Batches],
+    body: Callable[[TrainCtx, TrainingBatch], None] = fails,
+    policy: str = "stop",
+    every: int = 10,
+) -> tuple[TrainCtx, Checkpoints, bytes]:
+    """Train to the end; what ends it before is raised."""
+    checkpoints = Checkpoints(folder, every=every, failing_batches=policy)
+    with make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(data(), reproducible=True):
+            body(ctx, batch)
+        return ctx, checkpoints, everything(ctx)
+
+
+def fail(times: int, *arguments: Any, **options: Any) -> None:
+    """Fail at a batch so many times."""
+    for _ in range(times):
+        with pytest.raises((ZeroDivisionError, DataError)):
+            run(*arguments, **options)
+
+
+def record(folder: Path, step: int = BAD + 1) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "poison" / f"step-{step}.rank-0.json").read_bytes())
+    return content
+
+
+def without(batch: int) -> bytes:
+    """Return what a run comes to whose loop passes this batch over."""
+    with make() as ctx:
+        for each in DataLoader(Batches(STEPS, ids=20), reproducible=True):
+            if each.step != batch + 1:
+                step(ctx, each)
+        return everything(ctx)
+
+
+def test_a_batch_that_fails_is_written_down(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for times, said in enumerate(("the 1st time", "the 2nd time", "the 3rd time", "the 4th time"), 1):
+        caplog.clear()
+        fail(1, folder, Marked)
+        assert f"step 13 failed on rank 0 for {said}: ZeroDivisionError: at this batch; see {folder}" in caplog.text
+        assert ("go on without it by Checkpoints(failing_batches='skip')" in caplog.text) == (times >= 3)
+        assert record(folder) == {
+            "step": 13,
+            "rank": 0,
+            "times": times,
+            "position": {"batches": 13 if times == 1 else 3, "source": {"next": 13}},
+            "error": "ZeroDivisionError",
+            "text": "at this batch",
+            "meta": META.decode(),
+        }
+    assert names(folder / "poison") == ["step-13.rank-0.batch", "step-13.rank-0.json"]
+    kept = (folder / "poison" / "step-13.rank-0.batch").read_bytes()
+    assert kept == Marked().batch(BAD).to_bytes()
+    with make() as ctx:
+        assert ctx.get_embedding_from_bytes(kept).batch_size == 8
+
+
+def test_it_is_no_checkpoint(folder: Path) -> None:
+    fail(1, folder, Marked)
+    assert names(folder) == ["LATEST", "poison", "step-10"]
+    assert [Path(each["path"]).name for each in core.listing(folder)] == ["step-10"]
+    assert core.prune(folder, 1) == []
+    assert len(names(folder / "poison")) == 2
+
+
+@pytest.mark.parametrize("where", ["in the loop's body", "behind forward", "refused"])
+@pytest.mark.parametrize("data", ["with a state", "counted"])
+def test_a_batch_that_always_fails_is_left_out(
+    folder: Path, caplog: pytest.LogCaptureFixture, where: str, data: str
+) -> None:
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if where == "behind forward" and batch.meta is not None:
+            ctx.prepare_features(batch)
+        fails(ctx, batch)
+
+    def source() -> Batches:
+        marked = Marked(refused=where == "refused")
+        if data == "counted":
+            plain = Plain(STEPS)
+            plain.batch = marked.batch  # type: ignore[method-assign]
+            return plain
+        return marked
+
+    fail(3, folder, source, body, policy="skip")
+    assert "it always fails, and is left out when the run is started again" in caplog.text
+    ctx, checkpoints, found = run(folder, source, body, "skip")
+    assert ctx.common_context is None and checkpoints.skipped == 1
+    assert "step 13 skipped, model and rows unchanged: its batch on rank 0 always fails; 1 skipped" in caplog.text
+    assert found == without(BAD)
+    assert names(folder) == ["LATEST", "poison", "step-10", "step-20", "step-25"]
+    assert record(folder)["times"] == 3  # it stays, to be looked at
+
+
+def test_look_ups_ahead_do_not_blame_another_batch(folder: Path) -> None:
+    def train(policy: str = "stop") -> Checkpoints:
+        checkpoints = Checkpoints(folder, every=10, failing_batches=policy)
+        with make(checkpoints=checkpoints) as ctx:
+            for batch in DataLoader(Marked(refused=True), embedding_staleness=8):
+                step(ctx, batch)
+        return checkpoints
+
+    for _ in range(3):
+        with pytest.raises(DataError, match="without a slot: c"):
+            train()
+    assert record(folder)["times"] == 3
+    assert train("skip").skipped == 1
+    assert "step-25" in names(folder)
+
+
+def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ahead of the one that the loop waits for."""
+    take = DataLoader._next
+
+    def refuse(self: DataLoader, pipeline: Pipeline, fed: Any) -> list[TrainingBatch]:
+        if json.loads(fed[0].position)["source"] == {"next": 13}:
+            wait_until("three batches to be fed", lambda: len(fed) >= 3, 30)
+            raise DataError("look-up of step 15 failed: too many ids")
+        return take(self, pipeline, fed)
+
+    monkeypatch.setattr(DataLoader, "_next", refuse)
+    fail(1, folder, lambda: Batches(STEPS))
+    assert names(folder / "poison") == ["step-15.rank-0.batch", "step-15.rank-0.json"]
+    assert record(folder, 15)["position"]["source"] == {"next": 15}
+    assert (folder / "poison" / "step-15.rank-0.batch").read_bytes() == Batches(STEPS).batch(14).to_bytes()
+
+
+def test_a_save_right_behind_a_batch_that_is_left_out(folder: Path) -> None:
+    fail(3, folder, Marked, every=13)
+    _, _, expected = run(folder, Marked, policy="skip", every=13)
+    assert names(folder) == ["LATEST", "poison", "step-13", "step-25"]
+    shutil.rmtree(folder / "step-25")
+    (folder / "LATEST").write_text("step-13\n")
+    _, checkpoints, found = run(folder, Marked, policy="skip", every=13)
+    assert checkpoints.skipped == 0
+    assert found == expected
+
+
+def test_the_end_is_behind_a_batch_that_is_left_out(folder: Path) -> None:
+    fail(3, folder, lambda: Marked(BAD + 1))
+    with make(checkpoints=Checkpoints(folder, every=10, failing_batches="skip")) as ctx:
+        for batch in DataLoader(Marked(BAD + 1)):
+            fails(ctx, batch)
+        assert ctx.step == BAD + 1
+    assert "step-13" in names(folder)
+
+
+def test_a_batch_is_left_out_with_that_of_another_rank(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not because it has failed itself, less often; where theirs is another one now, nothing is left out."""
+    fail(2, folder, Marked)
+    theirs = True
+
+    def gather(self: EmbeddedContext, what: str, mine: Any) -> list[Any]:
+        if what == "batches that always fail":
+            assert mine == []
+            return [[], [13]]
+        if "always fails" in what:
+            assert mine is False
+            return [False, theirs]
+        return [mine]
+
+    monkeypatch.setattr(EmbeddedContext, "gather", gather)
+    monkeypatch.setattr(EmbeddedContext, "collect", lambda _, mine: [mine])
+    _, checkpoints, _ = run(folder, Marked, policy="skip")
+    assert checkpoints.skipped == 1 and "its batch on rank 1 always fails" in caplog.text
+    assert record(folder)["times"] == 2
+    (folder / "step-25").rename(folder.parent / "step-25")
+    (folder / "step-20").rename(folder.parent / "step-20")
+    (folder / "LATEST").write_text("step-10\n")
+    theirs = False
+    with pytest.raises(ZeroDivisionError):
+        run(folder, Marked, policy="skip")
+    assert record(folder)["times"] == 3
+
+
+def test_another_batch_of_that_step_is_trained(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fail(3, folder, Marked)
+
+    class Moved(Batches):
+        def state_dict(self) -> dict[str, int]:
+            return {"next": self.next, "file": 8}
+
+    _, checkpoints, _ = run(folder, lambda: Moved(STEPS, ids=20), policy="skip")
+    assert checkpoints.skipped == 0
+    assert "step 13 is trained: its batch is another one than that which failed" in caplog.text
+    assert names(folder / "poison") == []
+
+    fail(2, folder / "other", Marked)
+    fail(1, folder / "other", type("MovedToo", (Marked,), {"state_dict": Moved.state_dict}))
+    assert record(folder / "other")["times"] == 1
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_step_that_was_trained_after_all_is_forgotten(folder: Path, times: int) -> None:
+    fail(times, folder, Marked)
+
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        step(ctx, batch)
+        if batch.step == 15:  # not saved yet
+            assert record(folder)["times"] == times
+
+    _, checkpoints, _ = run(folder, lambda: Batches(STEPS, ids=20), body)
+    assert checkpoints.skipped == 0
+    assert names(folder / "poison") == []
+
+
+def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.step > BAD:
+            raise ZeroDivisionError
+        step(ctx, batch)
+
+    fail(3, folder, lambda: Batches(STEPS), body, policy="skip")
+    fail(3, folder, lambda: Batches(STEPS), body, policy="skip")
+    assert record(folder, 14)["times"] == 3
+    assert "it always fails, and so do the steps 13: where more than one of 100 steps" in caplog.text
+    caplog.clear()
+    fail(2, folder, lambda: Batches(STEPS), body, policy="skip")
+    assert "no batch of the steps 13, 14 is left out" in caplog.text
+    assert "skipped" not in caplog.text
+    assert (record(folder, 13)["times"], record(folder, 14)["times"]) == (5, 3)
+    _, checkpoints, _ = run(folder, lambda: Batches(STEPS), step, "skip")  # corrected
+    assert checkpoints.skipped == 0
+    assert names(folder / "poison") == []
+
+
+def test_far_apart_both_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persia.ctx.poison.APART", 5)
+
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.step in {3, 8}:
+            raise ZeroDivisionError
+        step(ctx, batch)
+
+    fail(6, folder, lambda: Batches(10), body, policy="skip")
+    _, checkpoints, _ = run(folder, lambda: Batches(10), body, "skip")
+    assert checkpoints.skipped == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RunLostError(),
+        UnreachableError(),
+        StorageError(),
+        NonFiniteError(),
+        UsageError(),
+        SystemExit(),
+        KeyboardInterrupt(),
+        DataError("push of step 11 failed"),
+    ],
+)
+def test_what_is_no_failure_of_a_batch_is_not_written_down(folder: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)):
+
+        def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+            if batch.step == 13:
+                raise error
+            step(ctx, batch)
+
+        run(folder, Marked, body)
+    assert names(folder) == ["LATEST", "step-10"]
+
+
+@pytest.mark.parametrize("where", ["behind backward", "behind a batch passed over", "behind the loop", "in the data"])
+def test_an_error_outside_of_a_batch_is_not_written_down(folder: Path, where: str) -> None:
+    class Failing(Batches):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                if where == "in the data" and self.next == 13:
+                    raise ZeroDivisionError
+                yield batch
+
+    with contextlib.suppress(ZeroDivisionError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+        for batch in DataLoader(Failing(13), reproducible=True):
+            if where == "behind a batch passed over" and batch.step == 13:
+                continue
+            step(ctx, batch)
+            if where == "behind backward" and batch.step == 13:
+                raise ZeroDivisionError
+        raise ZeroDivisionError
+    assert "poison" not in names(folder)
+
+
+def test_a_failure_that_cannot_be_written_down_hides_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "poison").write_text("a file")
+    fail(1, folder, Marked)
+    assert "step 13 failed, but that cannot be written down" in caplog.text
+    (folder / "poison").unlink()
+    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    fail(1, folder, Marked)
+    assert "that cannot be written down: no space left" in caplog.text
+    assert names(folder / "poison") == []
+
+
+def test_a_damaged_record_counts_for_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fail(1, folder, Marked)
+    whole = record(folder)
+    changes: list[dict[str, Any]] = [{"times": "many"}, {"position": {}}, {"position": None}]
+    wrong = [json.dumps({**whole, **change}) for change in changes]
+    for content in ("{", "[]", '{"step": 13}', *wrong):
+        (folder / "poison" / "step-13.rank-0.json").write_text(content)
+        fail(1, folder, Marked, policy="skip")
+        assert record(folder)["times"] == 1
+    assert len(re.findall("is no record of a batch that failed", caplog.text)) == 6
+
+
+def test_another_policy_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match=r"failing_batches='ignore'\): want 'stop' or 'skip'"):
+        Checkpoints(folder, failing_batches="ignore")
