@@ -82,6 +82,7 @@ lint-rust: $(INSTALLED) ## Check the Rust half
 	$(CARGO) fmt --manifest-path $(MANIFEST) --all --check
 	$(CARGO) clippy --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked -- -D warnings
 	$(CARGO) clippy --manifest-path $(MANIFEST) --package persia-core --locked -- -D warnings
+	$(CARGO) metadata --manifest-path rust_core/fuzz/Cargo.toml --locked --format-version 1 >/dev/null
 	@if cargo deny --version >/dev/null 2>&1; then \
 		cd rust_core && cargo deny --locked check bans licenses sources; \
 	else $(BIN)/python tools/check_crates.py; fi
@@ -128,6 +129,7 @@ $(INSTALLED): requirements/dev.txt | $(BIN)/python
 
 # The compiler of the CUDA kernels, apart: PyTorch brings a newer one.
 $(NVRTC): requirements/nvrtc.txt $(INSTALLED)
+	@mkdir -p $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --upgrade --target $(@D) -r $<
 	@touch $@
 

@@ -3,11 +3,7 @@
 # runs, and then runs the command.
 
 # Stopped while it starts: that is no success, unless the run had ended before.
-finished() { # the run of this job, if its name is known here
-    grep -qs '"status": "finished"' "${PERSIA_RUN_DIR:-.}/summary.json" &&
-        grep -qsF "${PERSIA_JOB:+\"job\": \"$PERSIA_JOB\"}" "${PERSIA_RUN_DIR:-.}/summary.json"
-}
-trap 'finished && exit 0; exit 75' TERM
+trap 'run_finished.sh && exit 0; exit 75' TERM
 
 fail() { # CODE WHAT NEXT
     printf 'error: %s\n  next: %s\n' "$2" "$3" >&2

@@ -1,8 +1,8 @@
 #!/bin/sh -eu
 # The trainer's ranks of this container, GPU_NUM of them or one on the CPU:
 # launch_persia.sh [SCRIPT [ARGUMENT...]], by default PERSIA_NN_WORKER_ENTRY.
-summary=${PERSIA_RUN_DIR:-.}/summary.json
-if grep -qs '"status": "finished"' "$summary" && grep -qsF "${PERSIA_JOB:+\"job\": \"$PERSIA_JOB\"}" "$summary"; then
+if run_finished.sh; then
+    summary=${PERSIA_RUN_DIR:-.}/summary.json
     echo "this run is finished: $summary"
     cat "$summary"
     echo "to train again: docker compose run --rm --no-deps trainer rm $summary"

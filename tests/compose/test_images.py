@@ -66,6 +66,24 @@ def test_the_runtime_image_has_what_the_tests_need() -> None:
 
 
 @pytest.mark.usefixtures("images")
+def test_each_image_says_what_is_in_it() -> None:
+    server, runtime = bill("persia/server:dev"), bill("persia/runtime:dev")
+    assert {"cargo/tonic", "cargo/persia-store"} <= server.keys() <= runtime.keys()
+    assert "cargo/pyo3" not in server and {"cargo/pyo3", "pypi/torch", "pypi/persia"} <= runtime.keys()
+    locked = (ROOT / "requirements" / "dev.txt").read_text()
+    for name in ("torch", "grpcio", "protobuf"):
+        assert f"\n{name}=={runtime[f'pypi/{name}']} " in locked, name
+    assert 'name = "tonic"\nversion = "{}"'.format(server["cargo/tonic"]) in (ROOT / "rust_core/Cargo.lock").read_text()
+
+
+def bill(image: str) -> dict[str, str]:
+    """Return the versions in an image's bill of materials by kind and name."""
+    content = json.loads(docker("run", "--rm", "--entrypoint", "cat", image, "/sbom.json").stdout)
+    assert content["bomFormat"] == "CycloneDX"
+    return dict(each["purl"].removeprefix("pkg:").split("@") for each in content["components"])
+
+
+@pytest.mark.usefixtures("images")
 def test_a_change_of_the_sources_does_not_install_pytorch_again(tmp_path: Path) -> None:
     context = tmp_path / "clone"
     for name in docker_context():

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -65,16 +67,37 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
         EXAMPLE, PERSIA_NN_WORKER_ENTRY="train.py --epochs 50", PERSIA_DATALOADER_ENTRY="data_compose.py --epochs 50"
     )
     project("up", "--detach", "--no-build")
-    project.says("trainer", "epoch 1")
+    project.says("trainer", "first step done")
     if end == "down":
         project("stop", "--timeout", "60", timeout=180)
         assert all(code == 75 for _, code in project.states("trainer"))
+        project("up", "--detach", "--no-build")
+        project.says("trainer", "training goes on behind step")
     else:
         docker("kill", project.containers("emb_server")[0])
         assert all(code not in (0, -1) for code in project.ended("trainer", timeout=150))
     assert project.summary() is None
     project.remove(volumes=False)
     assert project.summary() is None
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
+def test_the_stack_speaks_tls(stacks: Stacks) -> None:
+    """With the certificates that SECURITY.md tells users to make."""
+    files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
+    chosen = {f"PERSIA_TLS_{name}": f"/workspace/tls/{file}" for name, file in files.items()}
+    project = stacks(EXAMPLE, **SMALL, **chosen)
+    commands = (ROOT / "SECURITY.md").read_text().split("```bash\n")[1].split("```")[0]
+    subprocess.run(["bash", "-euc", commands], cwd=project.folder, check=True, capture_output=True)
+    (project.folder / "tls" / "key.pem").chmod(0o644)
+    project.up("persia_nats_service", "emb_server", "middleware")
+    for service in ("emb_server", "middleware"):
+        project.healthy(service)
+    assert project.run("persia", "status").returncode == 0
+    assert project.run("env", "--unset=PERSIA_TLS_CA", "persia", "status", check=False).returncode == 1, "in clear"
+    done = project.train()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert finished(project)["world_size"] == 1
 
 
 def test_what_is_missing_is_named(stacks: Stacks) -> None:
