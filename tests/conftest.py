@@ -1,7 +1,9 @@
 """Shared by all tests: a small configuration, small batches, and a record of the checklist rows that passed."""
 
 import json
+import logging
 import os
+import signal
 import sys
 import textwrap
 from collections import Counter
@@ -22,12 +24,17 @@ from persia.embedding.data import (
     NonIDTypeFeature,
     PersiaBatch,
 )
+from persia.logger import get_default_logger
 
 torch.set_num_threads(1)  # the models here are too small to share
+# A shell lets its jobs in the background ignore it; the processes that tests start must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 
 Configure = Callable[..., Path]
+Told = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -56,6 +63,22 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
         if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def others_told() -> Iterator[Told]:
+    """Return the warnings so far of scripts that send others than the batches they sent before."""
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "others than those" in record.getMessage():
+                found.append(record.getMessage())
+
+    handler = Handler(logging.WARNING)
+    get_default_logger().addHandler(handler)
+    yield lambda: found
+    get_default_logger().removeHandler(handler)
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 Found = TypeVar("Found")
 
 
@@ -21,3 +23,11 @@ def wait_until(
         assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}\n{evidence()}"
         time.sleep(interval)
     return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -32,6 +32,9 @@ KILLED = 128 + signal.SIGKILL
 AGAIN = {75, KILLED}
 """How trainers and data-compose may end to be started again."""
 
+_LITTLE = "64m"
+"""The memory of a container that is to run out of it."""
+
 
 @dataclass
 class Log:
@@ -161,6 +164,19 @@ class Containers(Run):
 
         self.wait(f"{name} to run", struck, self.patience)
         self.note_fault()
+
+    def exhaust_memory(self, name: str) -> None:
+        """Let a container have little memory, and fill that until the system has killed what needs most of it."""
+        started = self._inspect(name, "{{.State.StartedAt}}")
+        self.note_fault()
+        docker("update", "--memory", _LITTLE, "--memory-swap", _LITTLE, self._ids[name])
+        fill = ["sh", "-c", "head -c 64M /dev/zero >/tmp/filler"]
+
+        def killed() -> bool:
+            docker("exec", self._ids[name], *fill, check=False)  # it may be the one that is killed
+            return self._inspect(name, "{{.State.StartedAt}}") != started
+
+        self.wait(f"{name} to be killed", killed, self.patience)
 
     def kill_rank(self, rank: int) -> None:
         """Kill -9 the container of a rank."""

@@ -5,21 +5,26 @@ and victims follow from the seed; where in a step the fault falls is up to the m
 """
 
 import errno
+import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import containers
 import pyarrow
 import pyarrow.ipc
+import scarce
 import torch
-from containers import Containers
+from moments import a_save, further, some_step, staging
 from stack import Stack
-from supervisor import STACK, Job, Ledger, Run
+from supervisor import RANKS, STACK, Job, Ledger, Run, clock_library
 
 from persia_core import checkpoint
 
@@ -35,7 +40,14 @@ SAVING: dict[str, Any] = {"steps": 120, "every": 4}
 DISK = 24 << 20
 """Bytes of the disk that is filled."""
 TRY_S = 3
-"""Seconds one try of a look-up or push may take over links: a quarter of PERSIA_RPC_TIMEOUT."""
+"""Seconds one try of a look-up or push may take over links: a quarter of PERSIA_RPC_TIMEOUT, a fifth of the usual."""
+
+NEEDS: dict[str, Callable[[], bool]] = {
+    "root": lambda: os.geteuid() == 0,
+    "root and iptables": lambda: os.geteuid() == 0 and shutil.which("iptables") is not None,
+    "libfaketime": lambda: clock_library() is not None,
+}
+"""What some faults need, and whether it is here."""
 
 NewStack = Callable[..., Stack]
 
@@ -65,6 +77,7 @@ class Fault:
         job: What :class:`supervisor.Job` gets.
         stack: What its :class:`stack.Stack` gets.
         containers: The job is the compose stack: :class:`containers.Containers`.
+        needs: What this machine has to have for it, one of :data:`NEEDS`.
     """
 
     what: str
@@ -74,28 +87,13 @@ class Fault:
     job: Mapping[str, Any] = field(default_factory=dict)
     stack: Mapping[str, Any] = field(default_factory=dict)
     containers: bool = False
+    needs: str = ""
 
-
-def some_step(job: Job, rng: random.Random, low: float = 0.1, high: float = 0.4) -> None:
-    """Wait for a step in this part of the run."""
-    steps = job.plan["steps"]
-    job.reach(rng.randrange(int(steps * low), int(steps * high)))
-
-
-def a_save(job: Job) -> None:
-    """Wait for the moment in which a save begins."""
-    before = set(staging(job))
-    job.wait("a save", lambda: set(staging(job)) - before)
-
-
-def staging(job: Run) -> list[Path]:
-    """Return where saves are being written."""
-    return list(job.checkpoints.glob("*/step-*/.saving-*"))
-
-
-def further(job: Job, steps: int) -> None:
-    """Wait until so many more steps are done."""
-    job.reach(job.furthest + steps)
+    def missing(self) -> str | None:
+        """Return why it cannot be done here, or None."""
+        if self.containers and (reason := containers.missing()):
+            return reason
+        return f"it needs {self.needs}" if self.needs and not NEEDS[self.needs]() else None
 
 
 def server(job: Job, rng: random.Random) -> None:
@@ -136,6 +134,18 @@ def middleware(job: Job, rng: random.Random) -> None:
         job.recover()
 
 
+def no_middleware(job: Job, rng: random.Random) -> None:
+    """None is there for longer than a request may take."""
+    some_step(job, rng)
+    both = ("middleware-0", "middleware-1")
+    for name in both:
+        job.take_away(name)
+    job.wait("the trainers to give up", lambda: job.said("is lost to this run"))
+    for name in both:
+        job.bring_back(name)
+    job.recover()
+
+
 def nats(job: Job, rng: random.Random) -> None:
     """It keeps nothing on disk: what comes back knows nobody."""
     some_step(job, rng)
@@ -150,7 +160,7 @@ def messages(job: Job, rng: random.Random) -> None:
     link = job.nats_link
     assert link is not None
     some_step(job, rng)
-    link.disturb(0.2)
+    link.disturb(0.2, rng.randrange(2**32))
     for name in (f"middleware-{rng.randrange(2)}", f"middleware-{rng.randrange(2)}", f"server-{rng.randrange(2)}"):
         job.kill(name)
         job.recover()
@@ -199,16 +209,6 @@ def partition(job: Job, rng: random.Random) -> None:
         job.recover()
 
 
-def slow(job: Job, rng: random.Random) -> None:
-    some_step(job, rng)
-    job.note_fault()
-    for link in job.links.values():
-        link.delay_s = 0.1  # 200 ms there and back
-    further(job, 20)
-    for link in job.links.values():
-        link.delay_s = 0.0
-
-
 def reset(job: Job, rng: random.Random) -> None:
     for _ in range(5):
         further(job, rng.randrange(20, 70))
@@ -242,6 +242,23 @@ def kills(job: Run, rng: random.Random) -> list[Callable[[], None]]:
     ]
 
 
+def poison(job: Job, rng: random.Random) -> None:
+    """Training fails at one batch of one rank, whenever it comes to it; the plan says at which."""
+    del rng
+    step, rank = job.plan["poison"] // RANKS + 1, job.plan["poison"] % RANKS
+    for times in ("1st", "2nd", "3rd"):
+        text = f"step {step} failed on rank {rank} for the {times} time"
+        job.wait("the batch to fail", partial(job.said, text), job.patience + 30)
+        job.note_fault()
+    job.wait("the step to be left out", lambda: job.said(f"step {step} skipped"), job.patience)
+    job.recover()
+    saves = job.saves()
+    assert saves is not None
+    kept = sorted(path.name for path in (saves / "poison").iterdir())
+    assert kept == [f"step-{step}.rank-{rank}{suffix}" for suffix in (".batch", ".json")], kept
+    assert job.trainer_starts == 4, f"the trainers were started {job.trainer_starts} times\n{job.logs()}"
+
+
 def everything(job: Job, rng: random.Random) -> None:
     each = kills(job, rng)
     rng.shuffle(each)
@@ -273,17 +290,28 @@ FAULTS: dict[str, Fault] = {
         "middleware killed while a checkpoint is saved, five times", middleware_in_save, goes_on=True, plan=SAVING
     ),
     "F3": Fault("middleware killed, three times", middleware, goes_on=True),
+    "F3a": Fault("all middlewares away for longer than a request may take", no_middleware, job={"links": True}),
     "F4": Fault("NATS killed, and back with nothing", nats, goes_on=True),
-    "F5": Fault("NATS loses, doubles and reorders messages while parts are killed", messages, job={"nats_seed": 5}),
+    "F5": Fault("NATS loses, doubles and reorders messages while parts are killed", messages, job={"link_nats": True}),
     "F6": Fault("rank killed", rank),
     "F7": Fault("rank stopped, replaced, and woken", hang, plan={"silence_s": 8.0}, job={"replicas": 2}),
     "F8": Fault("data-compose killed", data, goes_on=True),
     "F9": Fault("link held up in one direction", partition, goes_on=True, job={"links": True}),
-    "F10": Fault("200 ms latency on every link", slow, goes_on=True, job={"links": True}),
-    "F12": Fault("checkpoint disk full", disk_full, goes_on=True, job={"disk": DISK}),
+    "F10": Fault("200 ms latency on every link, then 1 Mbit/s", scarce.slow, goes_on=True, job={"links": True}),
+    "F10l": Fault(
+        "one packet in twenty lost", scarce.lossy, goes_on=True, job={"links": True}, needs="root and iptables"
+    ),
+    "F12": Fault("checkpoint disk full", disk_full, goes_on=True, job={"disk": DISK}, needs="root"),
+    "F20": Fault(
+        "clocks hours apart that jump, while parts are killed", scarce.clocks, job={"clocks": True}, needs="libfaketime"
+    ),
+    "F22": Fault("server out of its container's memory", scarce.memory, containers=True),
+    "F23": Fault("server and middleware out of descriptors", scarce.descriptors, goes_on=True, job={"links": True}),
+    "F24": Fault("ten busy processes beside it on each processor", scarce.starved, goes_on=True),
     "F26": Fault("storm: anything killed at any time", storm),
     "F26l": Fault("the same storm, servers with logs", storm, stack={"log": "every_second"}),
     "F26d": Fault("the same storm on the compose stack", storm, containers=True),
+    "F30": Fault("a batch at which training always fails, left out after three times", poison),
     "reset": Fault("connections reset, five times", reset, goes_on=True, job={"links": True}),
     "equal": Fault("five parts killed, reproducible run", everything, plan={"bits": True, "reproducible": True}),
     "equall": Fault(
@@ -312,6 +340,9 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
     if fault.inject is storm:
         pace = STORM_STEPS_IN_CONTAINERS if fault.containers else STORM_STEPS
         plan |= {"storm_s": seconds, "steps": int(seconds * pace)}
+    if fault.inject is poison:
+        batches = plan["steps"] * RANKS
+        plan |= {"poison": random.Random(seed).randrange(batches // 5, batches * 4 // 5)}
     job = new_job(fault, plan, new_stack)
     checked = wrong = 0
     problem: str | None = None
@@ -334,7 +365,7 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
 def new_job(fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> Run:
     """Return the job of a fault, not started."""
     if fault.containers:
-        return Containers(plan)
+        return containers.Containers(plan)
     options = {**STACK, "tcp": True, "env": {"PERSIA_RPC_TIMEOUT": str(4 * TRY_S)}} if "links" in fault.job else STACK
     return Job(new_stack(**options, **fault.stack), plan, **fault.job)
 
@@ -343,9 +374,14 @@ def check(job: Run, fault: Fault, ledger: Ledger) -> None:
     """Check what must hold at the end of every run."""
     assert not ledger.rows_wrong, f"{ledger.rows_wrong} rows are wrong: {ledger.wrong}\n{job.logs()}"
     assert ledger.steps == job.plan["steps"], f"{ledger.steps} steps, want {job.plan['steps']}"
+    skipped = int("poison" in job.plan)
+    assert ledger.skipped == skipped, f"{ledger.skipped} steps were left out, want {skipped}"
     if not job.plan.get("bits"):
-        assert ledger.dense == -ledger.steps, f"dense weight {ledger.dense}, want {-ledger.steps}"
+        trained = ledger.steps - skipped
+        assert ledger.dense == -trained, f"dense weight {ledger.dense}, want {-trained}"
     assert not staging(job), f"left behind: {staging(job)}"
+    if isinstance(job, Job):
+        job.wait_healthy()
     assert job.injected > job.late, "nothing was done to the run before its end"
     assert job.recovered + job.late == job.injected, (
         f"{job.injected} faults, {job.late} of them at the end, {job.recovered} recoveries"

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,15 @@ def ids(number: int) -> tuple[npt.NDArray[np.uint64], list[npt.NDArray[np.uint64
     return one, many
 
 
-def batches(count: int, twice: int | None = None) -> Iterator[PersiaBatch]:
-    """Yield the batches of a run; batch ``twice`` comes in place of the one behind it as well, which is a mistake."""
+POISON = b"poison"
+"""What travels with a batch at which training always fails."""
+
+
+def batches(count: int, twice: int | None = None, poison: int | None = None) -> Iterator[PersiaBatch]:
+    """Yield the batches of a run.
+
+    Batch ``twice`` comes in place of the one behind it as well, which is a mistake; training fails at ``poison``.
+    """
     dense, label = np.zeros((SAMPLES, 1), np.float32), np.zeros((SAMPLES, 1), np.float32)
     for number in range(count):
         one, many = ids(number - (twice is not None and number == twice + 1))
@@ -33,13 +40,14 @@ def batches(count: int, twice: int | None = None) -> Iterator[PersiaBatch]:
             [IDTypeFeatureWithSingleID("one", one), IDTypeFeature("many", many)],
             [NonIDTypeFeature(dense)],
             [Label(label)],
+            meta=POISON if number == poison else None,
         )
 
 
-def expected(count: int) -> dict[str, npt.NDArray[np.int64]]:
-    """Return how often each id of each slot occurs in the first ``count`` batches."""
+def expected(count: int, without: Collection[int] = ()) -> dict[str, npt.NDArray[np.int64]]:
+    """Return how often each id of each slot occurs in the first ``count`` batches, ``without`` some of them."""
     counts = {slot: np.zeros(size, np.int64) for slot, size in SLOTS.items()}
-    for number in range(count):
+    for number in sorted(set(range(count)).difference(without)):
         one, many = ids(number)
         np.add.at(counts["one"], one.astype(np.int64), 1)
         np.add.at(counts["many"], np.concatenate(many).astype(np.int64), 1)

@@ -10,6 +10,9 @@ linear. Its rows are not compared here.
 
 With ``evaluate`` the ranks that it names evaluate for ever: once they have done a step, ``in`` its body or ``behind``
 the loop, which all ranks leave there, or ``before`` they do it.
+
+With ``poison``, the number of a batch, training fails each time it comes to that; it is left out in the end, and so are
+the batches of the other ranks at its step.
 """
 
 import itertools
@@ -22,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ledger_data import DIM, expected
+from ledger_data import DIM, POISON, expected
 from torch.utils.dlpack import from_dlpack
 
 from persia import distributed, env, job, peers
@@ -40,6 +43,7 @@ PLAN: dict[str, Any] = {
     "bits": False,
     "silence_s": peers.SILENCE_S,
     "evaluate": {"where": "", "step": 0, "ranks": []},
+    "poison": None,
     **json.loads(sys.argv[2]),
 }
 
@@ -85,6 +89,8 @@ def train(ctx: TrainCtx, loader: DataLoader) -> None:
     """Train until the data end."""
     for batch in loader:
         evaluate("before", batch.step)
+        if batch.meta == POISON:
+            raise ValueError("this batch is poison")
         output, _ = ctx.forward(batch)
         ctx.backward((output - 1).square().sum() if PLAN["bits"] else output.sum())
         if env.get_rank() == 0:
@@ -96,10 +102,12 @@ def train(ctx: TrainCtx, loader: DataLoader) -> None:
         train(ctx, loader)
 
 
-def compare(ctx: TrainCtx, batches: int) -> tuple[int, list[str]]:
+def compare(ctx: TrainCtx) -> tuple[int, list[str]]:
     """Compare every row with what the data says; return how many there are, and what is wrong."""
     wrong, checked = [], 0
-    counts = expected(batches)
+    ranks, poison = env.get_world_size(), PLAN["poison"]
+    left_out = [] if poison is None else [poison // ranks * ranks + rank for rank in range(ranks)]
+    counts = expected(PLAN["steps"] * ranks, left_out)
     ids = np.arange(max(map(len, counts.values())), dtype=np.uint64)
     batch = PersiaBatch([IDTypeFeatureWithSingleID(slot, ids) for slot in counts], requires_grad=False)
     for (slot, counted), rows in zip(counts.items(), ctx.get_embedding_from_data(batch).embeddings(), strict=True):
@@ -113,12 +121,12 @@ def compare(ctx: TrainCtx, batches: int) -> tuple[int, list[str]]:
     return checked, wrong
 
 
-def write(ctx: TrainCtx, checked: int, wrong: list[str]) -> None:
+def write(ctx: TrainCtx, skipped: int, checked: int, wrong: list[str]) -> None:
     """Write ``ledger.json``."""
     assert isinstance(ctx.model, torch.nn.Module)
     dense = sum(float(parameter.detach()) for parameter in ctx.model.parameters())
     ledger = {"rows_checked": checked, "rows_wrong": len(wrong), "wrong": wrong[:10], "steps": ctx.step, "dense": dense}
-    (FOLDER / "ledger.json").write_text(json.dumps(ledger))
+    (FOLDER / "ledger.json").write_text(json.dumps({**ledger, "skipped": skipped}))
 
 
 def main() -> None:
@@ -126,6 +134,8 @@ def main() -> None:
     torch.manual_seed(0)
     bits, peers.SILENCE_S = PLAN["bits"], PLAN["silence_s"]
     model = Sum()
+    policy = "stop" if PLAN["poison"] is None else "skip"
+    checkpoints = Checkpoints(every=PLAN["every"], failing_batches=policy)
     with TrainCtx(
         Adam(0.01) if bits else SGD(1.0),
         torch.optim.Adam(model.parameters(), lr=0.01) if bits else torch.optim.SGD(model.parameters(), lr=1.0),
@@ -133,7 +143,7 @@ def main() -> None:
         model=model,
         embedding_config=EmbeddingConfig() if bits else EmbeddingConfig((0.0, 0.0), weight_bound=0.0),
         embedding_gradient_scale="none",
-        checkpoints=Checkpoints(every=PLAN["every"]),
+        checkpoints=checkpoints,
     ) as ctx:
         if (load := PLAN.get("load")) and env.get_rank() == 0:
             ctx.load_checkpoint(Path(job.run_name()) / load)
@@ -142,7 +152,7 @@ def main() -> None:
         if PLAN.get("leave_behind_loop"):
             raise SystemExit(75)
         if env.get_rank() == 0:
-            write(ctx, *((0, []) if bits else compare(ctx, PLAN["steps"] * env.get_world_size())))
+            write(ctx, checkpoints.skipped, *((0, []) if bits else compare(ctx)))
         distributed.agree(True)  # nobody leaves before
 
 

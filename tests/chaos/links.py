@@ -23,11 +23,15 @@ class Link:
 
     Attributes:
         delay_s: How long each byte is under way, in either direction.
+        bytes_per_s: How many bytes go through in a second, in each direction of each connection.
+        far: To where.
     """
 
+    delay_s = 0.0
+    bytes_per_s = float("inf")
+
     def __init__(self, near: tuple[str, int], far: tuple[str, int]) -> None:
-        self.delay_s = 0.0
-        self._far = far
+        self.far = far
         self._listener = socket.create_server(near)
         self._open: list[socket.socket] = []
         self._held: set[Way] = set()
@@ -70,7 +74,7 @@ class Link:
             except OSError:  # closed
                 return
             try:
-                far = socket.create_connection(self._far)
+                far = socket.create_connection(self.far)
             except OSError:  # nobody listens there now
                 near.close()
                 continue
@@ -100,7 +104,7 @@ class Link:
         gone = False
         while (chunk := chunks.get()) is not None:
             due, data = chunk
-            time.sleep(max(0.0, due - time.monotonic()))
+            time.sleep(max(0.0, due - time.monotonic()) + len(data) / self.bytes_per_s)
             with self._changed:
                 self._changed.wait_for(lambda: way not in self._held)
             if not gone:
@@ -121,14 +125,15 @@ class NatsLink(Link):
         late: Messages that came behind a later one.
     """
 
-    def __init__(self, near: tuple[str, int], far: tuple[str, int], seed: int) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, near: tuple[str, int], far: tuple[str, int]) -> None:
+        self._random = random.Random(0)
         self._share = 0.0
         self.lost = self.twice = self.late = 0
         super().__init__(near, far)
 
-    def disturb(self, share: float) -> None:
-        """Do each of the three to this share of the messages from now on."""
+    def disturb(self, share: float, seed: int) -> None:
+        """Do each of the three to this share of the messages from now on; the seed decides to which."""
+        self._random = random.Random(seed)
         self._share = share
 
     def _arrivals(self, source: socket.socket, way: Way) -> Iterator[bytes]:
@@ -158,3 +163,5 @@ class NatsLink(Link):
                 if behind:
                     yield behind
                     behind = b""
+            if behind:
+                yield behind

@@ -239,6 +239,8 @@ def test_a_summary_that_cannot_be_written_is_told_on_every_rank(make_stack: Make
     path.write_text(
         "import os, pathlib, runpy\n"
         "if os.environ['RANK'] == '0':\n    pathlib.Path(os.environ['PERSIA_RUN_DIR']).write_text('a file')\n"
+        # The other rank looks for a summary as well, perhaps later than this.
+        "else:\n    os.environ['PERSIA_RUN_DIR'] += '-of-rank-1'\n"
         f"runpy.run_path({str(ranks)!r}, run_name='__main__')\n"
     )
     first, second = [stack.trainer(path, '{"steps": 2}', node=node, nodes=2) for node in range(2)]

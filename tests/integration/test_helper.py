@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import Batches, TinyModel
 from stack import missing
+from waiting import is_running
 
 from persia.ctx import DataCtx, TrainCtx
 from persia.data import DataLoader, StreamingDataset
@@ -25,7 +26,7 @@ def binaries(no_job: None) -> Iterator[None]:
     if reason := missing():
         pytest.skip(reason)
     yield
-    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [child for child in psutil.Process().children() if is_running(child.pid)]
 
 
 def send(count: int = 4) -> None:

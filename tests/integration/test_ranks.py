@@ -68,6 +68,32 @@ with TrainCtx(SGD(0.1).scheduled(slow), dense, mixed_precision=False, model=mode
 """
 
 
+BREAKS = """
+import sys
+
+import torch
+from conftest import Batches, TinyModel
+
+from persia.ctx import Checkpoints, TrainCtx
+from persia.data import DataLoader
+from persia.embedding.optim import SGD
+
+model = TinyModel()
+dense = torch.optim.SGD(model.parameters(), 0.1)
+saves = Checkpoints("saves", every=2, keep_last=9)
+with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model, checkpoints=saves) as ctx:
+    steps = []
+    for _ in range(3):
+        for number, batch in enumerate(DataLoader(Batches(10), reproducible=True)):
+            if number == 3:
+                break
+            output, labels = ctx.forward(batch)
+            ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+            steps.append(batch.step)
+    print("trained", *steps)
+"""
+
+
 def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> list[Part]:
     """Start one trainer replica for each rank, so that no launcher ends the others."""
     return [stack.trainer(SCRIPT, json.dumps(plan), node=node, nodes=count, env=env) for node in range(count)]
@@ -224,6 +250,17 @@ def test_checkpoints_need_no_other_rank(make_stack: MakeStack, tmp_path: Path, e
     assert summary is not None and summary["steps"] == 15
     assert summary["result"]["equal_weights"], "the ranks went on from different models"
     assert sum(summary["result"]["sizes"]) >= checkpoint.listing(folder)[0]["rows"] > 0
+
+
+def test_ranks_count_alike_behind_loops_that_were_left_with_a_batch(make_stack: MakeStack, tmp_path: Path) -> None:
+    """The fourth batch of each loop is taken and not trained on, as by ``if number == limit: break``."""
+    stack = make_stack()
+    script = tmp_path / "breaks.py"
+    script.write_text(BREAKS)
+    parts = [stack.trainer(script, node=node, nodes=2) for node in range(2)]
+    for part in parts:
+        assert part.wait() == 0, part.output
+        assert "trained 1 2 3 5 6 7 9 10 11" in part.output, part.output
 
 
 def test_a_load_waits_for_pushes_of_loops_that_were_left(make_stack: MakeStack, tmp_path: Path) -> None:

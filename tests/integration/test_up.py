@@ -1,5 +1,6 @@
 """``persia up``: a whole job on this host."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from stack import missing
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from persia.errors import UsageError
 from persia.launch.up import up as start_up
@@ -76,12 +77,16 @@ class Up:
 
     def child(self, program: str, **variables: str) -> psutil.Process:
         """Return the one process below whose command line has ``program``, with these environment variables."""
-        found = [
-            child
-            for child in self.children()
-            if re.search(program, " ".join(child.cmdline())) and variables.items() <= child.environ().items()
-        ]
-        assert len(found) == 1, [child.cmdline() for child in self.children()]
+
+        def matches(child: psutil.Process) -> bool:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+                return (
+                    bool(re.search(program, " ".join(child.cmdline()))) and variables.items() <= child.environ().items()
+                )
+            return False
+
+        found = [child for child in self.children() if matches(child)]
+        assert len(found) == 1, found
         return found[0]
 
     def says(self, pattern: str) -> str:
@@ -139,7 +144,7 @@ def binaries() -> None:
 
 def ended(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return not [process for process in alive if is_running(process.pid)]
 
 
 TWO = """\
