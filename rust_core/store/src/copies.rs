@@ -28,16 +28,19 @@ impl Copies {
         self.less.notify_all();
     }
 
+    pub(crate) fn is_full(&self) -> bool {
+        self.bytes.load(Ordering::Relaxed) >= self.limit
+    }
+
     /// Return when less than the limit is copied, at the latest after `patience`: a disk that stands still may slow training
     /// down, but not hold it up.
     pub(crate) fn wait(&self, patience: Duration) {
-        let full = || self.bytes.load(Ordering::Relaxed) >= self.limit;
-        if !full() {
+        if !self.is_full() {
             return;
         }
         let end = Instant::now() + patience;
         let mut guard = self.lock.lock();
-        while full() && !self.less.wait_until(&mut guard, end).timed_out() {}
+        while self.is_full() && !self.less.wait_until(&mut guard, end).timed_out() {}
     }
 }
 

@@ -3,15 +3,13 @@
 use std::path::Path;
 
 use parking_lot::Mutex;
-use persia_types::{Schema, Table, TablesError};
+use persia_types::{Schema, TablesError};
 
-use crate::checkpoint::{ShardRows, TableRows};
+use crate::checkpoint::{ShardRows, TableRows, write_shard_of};
 use crate::row::Layout;
 use crate::shard::{Shard, no_memory};
 use crate::simd::Portable;
-
-/// Rows that are copied at once, while their shard is locked. Only what is kept of each slot is read as a whole.
-const SLICE: usize = 1 << 11;
+use crate::snapshot::Written;
 
 /// All that a shard holds, sorted by id; tables without rows and counted ids are left out.
 pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows {
@@ -22,21 +20,39 @@ pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows
     }
 }
 
-/// As [`export`], what the shard held at a cut, which ends with this.
-pub(crate) fn export_frozen(number: usize, shard: &Mutex<Shard>, schema: &Schema) -> ShardRows {
-    let table = |(table, named): (usize, &Table)| {
-        let frozen = shard.lock().tables[table].frozen_entries(&named.name);
-        let (mut entries, mut rows) = frozen?;
-        entries.sort_unstable();
-        rows.waiting.sort_unstable();
-        for slice in entries.chunks(SLICE) {
-            shard.lock().tables[table].take_frozen(slice, &mut rows);
+/// Write what the shard held at a cut, which ends with this, to its file in `dir`; how many rows that were of each table,
+/// and None without any. The shard is locked for some rows at a time.
+///
+/// # Errors
+/// As [`write_shard`](crate::checkpoint::write_shard).
+pub(crate) fn write_frozen(
+    dir: &Path,
+    number: usize,
+    shard: &Mutex<Shard>,
+    schema: &Schema,
+) -> Result<Written, TablesError> {
+    let mut cut = Vec::new();
+    let mut rows = ShardRows { shard: number, tables: Vec::new() };
+    for (table, named) in schema.tables.iter().enumerate() {
+        let frozen = shard.lock().tables[table].frozen_entries();
+        if let Some(frozen) = frozen {
+            let (entries, of_table) = frozen.sorted(&named.name);
+            rows.tables.push(of_table);
+            cut.push((table, entries));
         }
-        let kept = shard.lock().tables[table].thaw();
+    }
+    if cut.is_empty() {
+        return Ok(None);
+    }
+    let file = write_shard_of(dir, &rows, |at, range| {
+        let (table, entries) = &cut[at];
+        shard.lock().tables[*table].take_frozen(&entries[range])
+    })?;
+    for (table, _) in &cut {
+        let kept = shard.lock().tables[*table].thaw();
         drop(kept); // whoever waits for the shard does not wait for this
-        Some(rows)
-    };
-    ShardRows { shard: number, tables: schema.tables.iter().enumerate().filter_map(table).collect() }
+    }
+    Ok(Some((file, cut.into_iter().map(|(table, entries)| (table, entries.len())).collect())))
 }
 
 /// A shard that holds `rows`, down to its budget. `path` is where they come from, for errors.

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::checkpoint::TableRows;
+use crate::checkpoint::{TableRows, Values};
 use crate::copies::Copies;
 use crate::row::Layout;
 use crate::simd::Portable;
@@ -45,6 +45,23 @@ pub(crate) struct Entry {
     id: u64,
     slot: u32,
     last_used: u32,
+}
+
+/// Which rows a cut holds of one table of a shard.
+pub(crate) struct FrozenEntries {
+    layout: Layout,
+    entries: Vec<Entry>,
+    waiting: Vec<(u64, u32)>,
+}
+
+impl FrozenEntries {
+    /// Sort them; also as a checkpoint has them, but for their values.
+    pub(crate) fn sorted(mut self, name: &str) -> (Vec<Entry>, TableRows) {
+        self.entries.sort_unstable();
+        self.waiting.sort_unstable();
+        let rows = ids(name, self.layout, &self.entries, self.waiting);
+        (self.entries, rows)
+    }
 }
 
 impl Frozen {
@@ -119,32 +136,33 @@ impl ShardTable {
         }
     }
 
-    /// The rows of the cut, and room for them with the counts of the cut, neither sorted; None where it holds neither.
-    pub(crate) fn frozen_entries(&self, name: &str) -> Option<(Vec<Entry>, TableRows)> {
+    /// The rows of the cut, and its counts, neither sorted; None where it holds neither.
+    pub(crate) fn frozen_entries(&self) -> Option<FrozenEntries> {
         let frozen = self.frozen.as_deref()?;
         let held = (0..).zip(&frozen.last_used).filter(|(_, last_used)| **last_used != FREE);
-        let entries = held.map(|(slot, last_used)| {
+        let mut entries = Vec::with_capacity(frozen.len);
+        entries.extend(held.map(|(slot, last_used)| {
             let id = frozen.kept(slot).map_or_else(|| self.ids()[slot as usize], |kept| frozen.ids[kept]);
             Entry { id, slot, last_used: *last_used }
-        });
-        let mut list = Vec::with_capacity(frozen.len);
-        list.extend(entries);
+        }));
         let waiting = frozen.waiting.clone().unwrap_or_else(|| self.waiting.entries().collect());
-        Some((list, TableRows { waiting, ..room(name, frozen.layout, frozen.len) }))
+        Some(FrozenEntries { layout: frozen.layout, entries, waiting })
     }
 
-    /// Append rows of the cut to `to`; they may change from now on.
-    pub(crate) fn take_frozen(&mut self, entries: &[Entry], to: &mut TableRows) {
-        let Some(mut frozen) = self.frozen.take() else { return };
+    /// What rows of the cut hold; they may change from now on.
+    pub(crate) fn take_frozen(&mut self, entries: &[Entry]) -> Values {
+        let mut values = room(self.layout(), entries.len());
+        let Some(mut frozen) = self.frozen.take() else { return values };
         for entry in entries {
             let row = match frozen.kept(entry.slot) {
                 Some(kept) => &frozen.rows[kept * frozen.layout.stride()..][..frozen.layout.stride()],
                 None => self.row(entry.slot),
             };
-            append(to, frozen.layout, *entry, row);
+            append(&mut values, frozen.layout, row);
             frozen.place[entry.slot as usize] = WRITTEN;
         }
         self.frozen = Some(frozen);
+        values
     }
 
     /// Every row as it is now, sorted by id, and the counts of ids without row; None without either.
@@ -155,34 +173,29 @@ impl ShardTable {
         let mut entries: Vec<Entry> =
             self.entries().map(|(slot, id, last_used)| Entry { id, slot, last_used }).collect();
         entries.sort_unstable();
-        let mut rows = room(name, self.layout(), entries.len());
-        rows.waiting = self.waiting.entries().collect();
-        rows.waiting.sort_unstable();
-        for entry in entries {
-            append(&mut rows, self.layout(), entry, self.row(entry.slot));
-        }
-        Some(rows)
+        let mut values = room(self.layout(), entries.len());
+        entries.iter().for_each(|entry| append(&mut values, self.layout(), self.row(entry.slot)));
+        let mut waiting: Vec<_> = self.waiting.entries().collect();
+        waiting.sort_unstable();
+        let Values { weights, state } = values;
+        Some(TableRows { weights, state, ..ids(name, self.layout(), &entries, waiting) })
     }
 }
 
-fn room(name: &str, layout: Layout, rows: usize) -> TableRows {
+/// Rows as a checkpoint has them, but for their values.
+fn ids(name: &str, layout: Layout, entries: &[Entry], waiting: Vec<(u64, u32)>) -> TableRows {
     let Layout { dim, state_len, .. } = layout;
-    TableRows {
-        name: name.to_owned(),
-        dim,
-        state_len,
-        ids: Vec::with_capacity(rows),
-        last_used: Vec::with_capacity(rows),
-        weights: Vec::with_capacity(rows * dim),
-        state: Vec::with_capacity(rows * state_len),
-        waiting: Vec::new(),
-    }
+    let (ids, last_used) = entries.iter().map(|entry| (entry.id, u64::from(entry.last_used))).unzip();
+    TableRows { name: name.to_owned(), dim, state_len, ids, last_used, waiting, ..TableRows::default() }
 }
 
-fn append(to: &mut TableRows, layout: Layout, entry: Entry, row: &[f32]) {
+fn room(layout: Layout, rows: usize) -> Values {
+    let Layout { dim, state_len, .. } = layout;
+    Values { weights: Vec::with_capacity(rows * dim), state: Vec::with_capacity(rows * state_len) }
+}
+
+fn append(to: &mut Values, layout: Layout, row: &[f32]) {
     let end = to.weights.len();
-    to.ids.push(entry.id);
-    to.last_used.push(u64::from(entry.last_used));
     to.weights.resize(end + layout.dim, 0.0);
     layout.read::<Portable>(row, &mut to.weights[end..]);
     to.state.extend_from_slice(&row[layout.weight_words()..]);

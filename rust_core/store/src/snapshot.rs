@@ -5,38 +5,55 @@ use std::convert::Infallible;
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use persia_types::TablesError;
 use persia_types::tables::{FileEntry, Snapshot};
 
-use crate::checkpoint::{ShardReader, ShardRows, write_shard};
+use crate::checkpoint::{ShardReader, ShardRows};
 
-/// Write what `export` says each of `shards` holds; those without rows get no file. Rows are counted per name in
-/// `tables`.
+/// The file of a shard, and how many rows it has of tables of a number; None without any.
+pub(crate) type Written = Option<(FileEntry, Vec<(usize, usize)>)>;
+
+/// `write` each of `shards` to a file in `dir`, and count the rows of so many `tables`. While what is `trained` grows, some of
+/// the threads rest.
 pub(crate) fn save(
     dir: &Path,
-    tables: &[&str],
+    tables: usize,
     shards: Range<usize>,
     threads: usize,
-    export: impl Fn(usize) -> ShardRows + Sync,
+    trained: impl Fn() -> u64 + Sync,
+    write: impl Fn(usize) -> Result<Written, TablesError> + Sync,
 ) -> Result<Snapshot, TablesError> {
-    let counts: Vec<AtomicU64> = tables.iter().map(|_| AtomicU64::new(0)).collect();
-    let files = in_parallel(shards.len(), threads, yield_to_training, |(), at| {
-        let rows = export(shards.start + at);
-        for table in &rows.tables {
-            if let Some(place) = tables.iter().position(|name| *name == table.name) {
-                counts[place].fetch_add(table.ids.len() as u64, Ordering::Relaxed);
-            }
+    let (seats, rest) = (AtomicUsize::new(0), Rest::default());
+    let begin = || {
+        yield_to_training();
+        seats.fetch_add(1, Ordering::Relaxed)
+    };
+    let files = in_parallel(shards.len(), threads, begin, |seat, at| {
+        let last = at + 1 == shards.len();
+        if last {
+            rest.end();
         }
-        if rows.tables.is_empty() { Ok(None) } else { write_shard(dir, &rows).map(Some) }
+        let file = write(shards.start + at);
+        if file.is_err() {
+            rest.end();
+        } else if *seat >= beside_training() {
+            rest.while_grows(&trained);
+        }
+        file
     })?;
     // The files are durable; now their names.
     let io = |source| TablesError::Io { path: dir.to_owned(), source };
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
-    let rows = counts.into_iter().map(AtomicU64::into_inner).collect();
-    Ok(Snapshot { files: files.into_iter().flatten().collect(), rows })
+    let mut snapshot = Snapshot { files: Vec::new(), rows: vec![0; tables] };
+    for (file, counts) in files.into_iter().flatten() {
+        snapshot.files.push(file);
+        counts.into_iter().for_each(|(table, rows)| snapshot.rows[table] += rows as u64);
+    }
+    Ok(snapshot)
 }
 
 /// Read and check every file, and make of each what `import` does. By shard.
@@ -58,6 +75,41 @@ pub(crate) fn load<T: Send>(
         }
     }
     Ok(shards)
+}
+
+/// Threads that write while requests come: what a save takes from training is memory bandwidth more than processors.
+fn beside_training() -> usize {
+    const PROCESSORS_PER_WRITER: usize = 4;
+    std::thread::available_parallelism()
+        .map_or(1, |processors| processors.get().div_ceil(PROCESSORS_PER_WRITER))
+}
+
+/// Where threads that write rest while there is training, until nothing is left for them.
+#[derive(Default)]
+struct Rest {
+    ended: Mutex<bool>,
+    end: Condvar,
+}
+
+impl Rest {
+    fn end(&self) {
+        *self.ended.lock() = true;
+        self.end.notify_all();
+    }
+
+    /// Return when `trained` stands still, or at the end.
+    fn while_grows(&self, trained: impl Fn() -> u64) {
+        /// Longer than a request.
+        const STILL: Duration = Duration::from_millis(100);
+        let mut ended = self.ended.lock();
+        let mut before = trained();
+        while !*ended && self.end.wait_for(&mut ended, STILL).timed_out() {
+            let now = trained();
+            if now == std::mem::replace(&mut before, now) {
+                return;
+            }
+        }
+    }
 }
 
 /// Let threads that train go first on processors that they share with this one.
@@ -121,6 +173,8 @@ fn in_parallel<S, T: Send, E: Send>(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU64;
+
     use super::*;
 
     #[test]
@@ -128,6 +182,21 @@ mod tests {
         let squares = in_parallel(100, 4, || (), |(), job| Ok::<_, ()>(job * job)).unwrap();
         assert!(squares.iter().enumerate().all(|(job, square)| *square == job * job));
         assert_eq!(in_parallel(0, 4, || (), |(), _| Ok::<(), ()>(())), Ok(vec![]));
+    }
+
+    #[test]
+    fn who_rests_goes_on_when_nothing_is_trained_and_at_the_end() {
+        let (trained, rest) = (AtomicU64::new(0), Rest::default());
+        rest.while_grows(|| 7);
+        std::thread::scope(|threads| {
+            let resting = threads.spawn(|| rest.while_grows(|| trained.fetch_add(1, Ordering::Relaxed)));
+            while trained.load(Ordering::Relaxed) < 3 {
+                assert!(!resting.is_finished());
+                std::thread::yield_now();
+            }
+            rest.end();
+        });
+        rest.while_grows(|| trained.fetch_add(1, Ordering::Relaxed));
     }
 
     #[test]

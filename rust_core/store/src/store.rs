@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{ShardRows, shard_of_entry};
 use crate::copies::Copies;
-use crate::export::{export, export_frozen, import};
+use crate::export::{export, import, write_frozen};
 use crate::lookup::{Effect, Lookup};
 use crate::memo::{Memo, Memos};
 use crate::push::{Change, Push};
@@ -85,13 +85,21 @@ pub struct Store {
     copies: Arc<Copies>,
 }
 
-/// How long a training request waits for room for copies.
+/// How long a training request of this process waits for room for copies.
 const COPY_PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Counters {
     lookups: LookupReport,
     pushes: PushReport,
+}
+
+impl Counters {
+    /// Rows looked up and pushed.
+    fn rows(&self) -> u64 {
+        let Self { lookups, pushes } = self;
+        lookups.hits + lookups.inserted + lookups.missing + pushes.rows_pushed
+    }
 }
 
 /// The cut that was made last.
@@ -286,6 +294,68 @@ impl Store {
         }
     }
 
+    /// Whether as much is copied for a cut as is allowed.
+    pub fn is_full(&self) -> bool {
+        self.copies.is_full()
+    }
+
+    /// Wait until less is copied for a cut than is allowed, at the latest for `patience`. To be called before a training
+    /// request takes anything that others wait for.
+    pub fn wait_for_room(&self, patience: Duration) {
+        self.copies.wait(patience);
+    }
+
+    /// As [`Tables::lookup`], without waiting for room.
+    ///
+    /// # Errors
+    /// As [`Tables::lookup`].
+    pub fn lookup_at_once(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        let run = self.run.read();
+        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
+        if rows.len() != request.tables.len() {
+            return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
+        }
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for (part, rows) in request.tables.iter().zip(rows.iter()) {
+            check_buffer(&self.schema.tables[part.table], part, rows.len())?;
+        }
+        self.check_shards(request.tables.iter().map(|part| part.ids))?;
+        match request.mode {
+            Mode::Train => self.train_lookup(run, request, rows),
+            Mode::Eval | Mode::Infer => {
+                let step = u32::try_from(request.step).unwrap_or(u32::MAX);
+                self.read(run, request, Effect::Read(step), None, rows)
+            }
+        }
+    }
+
+    /// As [`Tables::push`], without waiting for room.
+    ///
+    /// # Errors
+    /// As [`Tables::push`].
+    pub fn push_at_once(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        let run = self.run.read();
+        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
+        let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
+        let report = match self.claims.claim(Verb::Push, request.token)? {
+            None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
+            Some(claim) => {
+                let push = self.check_push(run, request)?;
+                let mut memo = self.memos.take(request.token);
+                let report = push.apply(&self.shards, &mut memo);
+                claim.applied();
+                memo.into_iter().for_each(|memo| self.memos.recycle(memo));
+                report
+            }
+        };
+        self.counters.lock().pushes += report;
+        Ok(report)
+    }
+
     fn train_lookup(
         &self,
         run: &ActiveRun,
@@ -380,45 +450,14 @@ impl Tables for Store {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         if request.mode == Mode::Train {
-            self.copies.wait(COPY_PATIENCE);
+            self.wait_for_room(COPY_PATIENCE);
         }
-        let run = self.run.read();
-        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
-        if rows.len() != request.tables.len() {
-            return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
-        }
-        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
-        for (part, rows) in request.tables.iter().zip(rows.iter()) {
-            check_buffer(&self.schema.tables[part.table], part, rows.len())?;
-        }
-        self.check_shards(request.tables.iter().map(|part| part.ids))?;
-        match request.mode {
-            Mode::Train => self.train_lookup(run, request, rows),
-            Mode::Eval | Mode::Infer => {
-                let step = u32::try_from(request.step).unwrap_or(u32::MAX);
-                self.read(run, request, Effect::Read(step), None, rows)
-            }
-        }
+        self.lookup_at_once(request, rows)
     }
 
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        self.copies.wait(COPY_PATIENCE);
-        let run = self.run.read();
-        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
-        let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
-        let report = match self.claims.claim(Verb::Push, request.token)? {
-            None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
-            Some(claim) => {
-                let push = self.check_push(run, request)?;
-                let mut memo = self.memos.take(request.token);
-                let report = push.apply(&self.shards, &mut memo);
-                claim.applied();
-                memo.into_iter().for_each(|memo| self.memos.recycle(memo));
-                report
-            }
-        };
-        self.counters.lock().pushes += report;
-        Ok(report)
+        self.wait_for_room(COPY_PATIENCE);
+        self.push_at_once(request)
     }
 
     fn cut(&self, number: u64) -> Result<(), TablesError> {
@@ -464,9 +503,10 @@ impl Tables for Store {
             }
         }
         let threads = self.options.snapshot_threads;
-        let tables: Vec<&str> = self.schema.tables.iter().map(|table| table.name.as_str()).collect();
-        let export = |shard| export_frozen(shard, &self.shards[shard], &self.schema);
-        let saved = snapshot::save(dir, &tables, self.options.shards.clone(), threads, export);
+        let (tables, shards) = (self.schema.tables.len(), self.options.shards.clone());
+        let trained = || self.counters.lock().rows();
+        let write = |shard| write_frozen(dir, shard, &self.shards[shard], &self.schema);
+        let saved = snapshot::save(dir, tables, shards, threads, trained, write);
         if saved.is_err() {
             self.thaw();
         }

@@ -43,4 +43,5 @@ pub use rows::{ShardRows, TableRows};
 pub use saver::Saver;
 pub use series::{Listed, latest, list, prune, publish_latest};
 pub use shard::write_shard;
+pub(crate) use shard::{Values, write_shard_of};
 pub use shard_read::{ShardReader, read_shard};

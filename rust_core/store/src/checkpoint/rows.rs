@@ -44,6 +44,12 @@ impl ShardRows {
     /// # Errors
     /// What is wrong, and where.
     pub fn check(&self) -> Result<(), String> {
+        self.check_ids()?;
+        self.tables.iter().try_for_each(TableRows::check_values)
+    }
+
+    /// As [`Self::check`], but for weights and state.
+    pub(super) fn check_ids(&self) -> Result<(), String> {
         if self.shard >= VIRTUAL_SHARDS {
             return Err(format!("shard {} of {VIRTUAL_SHARDS}", self.shard));
         }
@@ -55,7 +61,6 @@ impl ShardRows {
             if !names.insert(table.name.as_str()) {
                 return Err(format!("table {:?} stands there twice", table.name));
             }
-            table.check_shape()?;
             table.check_ids(self.shard)?;
         }
         Ok(())
@@ -63,25 +68,25 @@ impl ShardRows {
 }
 
 impl TableRows {
-    /// Check sizes against each other and against the limits, but not the ids.
-    pub(super) fn check_shape(&self) -> Result<(), String> {
-        check_sizes(&self.name, self.dim, self.state_len, self.ids.len())?;
-        check_waiting(&self.name, self.waiting.len())?;
+    /// Check the numbers of weights and of floats of state.
+    fn check_values(&self) -> Result<(), String> {
         let rows = self.ids.len();
-        let lengths = [
-            ("last_used", self.last_used.len(), rows),
-            ("weights", self.weights.len(), rows * self.dim),
-            ("state", self.state.len(), rows * self.state_len),
-        ];
-        for (column, length, expected) in lengths {
-            if length != expected {
-                return Err(format!("table {:?}: {length} numbers in {column}, want {expected}", self.name));
-            }
+        self.check_length("weights", self.weights.len(), rows * self.dim)?;
+        self.check_length("state", self.state.len(), rows * self.state_len)
+    }
+
+    fn check_length(&self, column: &str, length: usize, expected: usize) -> Result<(), String> {
+        if length != expected {
+            return Err(format!("table {:?}: {length} numbers in {column}, want {expected}", self.name));
         }
         Ok(())
     }
 
+    /// Check the sizes against the limits, and the ids.
     fn check_ids(&self, shard: usize) -> Result<(), String> {
+        check_sizes(&self.name, self.dim, self.state_len, self.ids.len())?;
+        check_waiting(&self.name, self.waiting.len())?;
+        self.check_length("last_used", self.last_used.len(), self.ids.len())?;
         if let Some(pair) = self.ids.windows(2).find(|pair| pair[0] >= pair[1]) {
             return Err(format!("table {:?}: id {} before id {}", self.name, pair[0], pair[1]));
         }

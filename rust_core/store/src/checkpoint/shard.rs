@@ -39,7 +39,7 @@ use serde::{Deserialize, Serialize};
 use super::disk::{Output, crash_point};
 use super::error::{CheckpointError, Result};
 use super::names;
-use super::rows::{ShardRows, TableRows};
+use super::rows::ShardRows;
 
 /// Numbers of the layout; raised when an older reader could misread a file.
 pub(super) const FORMATS: std::ops::RangeInclusive<u32> = 1..=2;
@@ -48,8 +48,9 @@ pub(super) const SHARD_KEY: &str = "persia.shard";
 pub(super) const TABLES_KEY: &str = "persia.tables";
 
 const MAX_BATCH_ROWS: usize = 1 << 16;
-/// Keeps the copy that a record batch is made of small, whatever the dimension.
-const MAX_BATCH_BYTES: usize = 8 << 20;
+/// A batch is copied, framed, hashed and given to the system while it is in a processor's own cache: every pass over
+/// memory that a save does is one less for training.
+const MAX_BATCH_BYTES: usize = 1 << 17;
 const WRITE_BUFFER: usize = 1 << 16;
 
 /// A table as the file's metadata tells of it.
@@ -72,14 +73,40 @@ fn is_zero(number: &usize) -> bool {
 /// # Errors
 /// `BadShape` when [`ShardRows::check`] refuses the rows; `Io`, also when the file exists.
 pub fn write_shard(dir: &Path, rows: &ShardRows) -> std::result::Result<FileEntry, TablesError> {
-    let name = names::shard_file(rows.shard);
-    Ok(write(&dir.join(&name), rows).map(|(bytes, blake3)| FileEntry { name, bytes, blake3 })?)
+    let path = dir.join(names::shard_file(rows.shard));
+    rows.check().map_err(|what| CheckpointError::bad_save(&path, what))?;
+    write_shard_of(dir, rows, |at, range| {
+        let table = &rows.tables[at];
+        let list = |values: &[f32], len: usize| values[range.start * len..range.end * len].to_vec();
+        Values { weights: list(&table.weights, table.dim), state: list(&table.state, table.state_len) }
+    })
 }
 
-fn write(path: &Path, rows: &ShardRows) -> Result<(u64, String)> {
-    rows.check().map_err(|what| CheckpointError::bad_save(path, what))?;
+/// What rows of one table hold, one after the other.
+pub(crate) struct Values {
+    pub(crate) weights: Vec<f32>,
+    pub(crate) state: Vec<f32>,
+}
+
+/// As [`write_shard`], where `rows` has no weights and no state: `values` returns those of some rows of the table of a number,
+/// each row's once, in their order.
+pub(crate) fn write_shard_of(
+    dir: &Path,
+    rows: &ShardRows,
+    values: impl FnMut(usize, Range<usize>) -> Values,
+) -> std::result::Result<FileEntry, TablesError> {
+    let name = names::shard_file(rows.shard);
+    Ok(write(&dir.join(&name), rows, values).map(|(bytes, blake3)| FileEntry { name, bytes, blake3 })?)
+}
+
+fn write(
+    path: &Path,
+    rows: &ShardRows,
+    values: impl FnMut(usize, Range<usize>) -> Values,
+) -> Result<(u64, String)> {
+    rows.check_ids().map_err(|what| CheckpointError::bad_save(path, what))?;
     let out = BufWriter::with_capacity(WRITE_BUFFER, Output::create(path)?);
-    let out = encode(rows, out).map_err(|error| match error {
+    let out = encode(rows, values, out).map_err(|error| match error {
         ArrowError::IoError(_, source) => CheckpointError::io(path, source),
         other => CheckpointError::bad_save(path, other.to_string()),
     })?;
@@ -87,7 +114,11 @@ fn write(path: &Path, rows: &ShardRows) -> Result<(u64, String)> {
     out.finish()
 }
 
-fn encode<W: Write>(rows: &ShardRows, out: W) -> std::result::Result<W, ArrowError> {
+fn encode<W: Write>(
+    rows: &ShardRows,
+    mut values: impl FnMut(usize, Range<usize>) -> Values,
+    out: W,
+) -> std::result::Result<W, ArrowError> {
     let schema = Arc::new(schema(rows)?);
     let names: ArrayRef =
         Arc::new(StringArray::from_iter_values(rows.tables.iter().map(|table| &table.name)));
@@ -97,7 +128,13 @@ fn encode<W: Write>(rows: &ShardRows, out: W) -> std::result::Result<W, ArrowErr
         let step = (MAX_BATCH_BYTES / row_bytes).clamp(1, MAX_BATCH_ROWS);
         for start in (0..table.ids.len()).step_by(step) {
             let range = start..table.ids.len().min(start + step);
-            let part = Part::of_rows(table, range);
+            let Values { weights, state } = values(index, range.clone());
+            let part = Part {
+                ids: table.ids[range.clone()].to_vec(),
+                last_used: table.last_used[range].to_vec(),
+                weights: (weights, table.dim),
+                state: (state, table.state_len),
+            };
             writer.write(&batch(&schema, &names, index, part)?)?;
             crash_point!("ckpt.mid_shard");
         }
@@ -156,16 +193,6 @@ struct Part {
 }
 
 impl Part {
-    fn of_rows(table: &TableRows, rows: Range<usize>) -> Self {
-        let list = |values: &[f32], len: usize| (values[rows.start * len..rows.end * len].to_vec(), len);
-        Self {
-            ids: table.ids[rows.clone()].to_vec(),
-            last_used: table.last_used[rows.clone()].to_vec(),
-            weights: list(&table.weights, table.dim),
-            state: list(&table.state, table.state_len),
-        }
-    }
-
     fn of_waiting(waiting: &[(u64, u32)]) -> Self {
         let (ids, last_used) = waiting.iter().map(|(id, count)| (*id, u64::from(*count))).unzip();
         Self { ids, last_used, weights: (Vec::new(), 0), state: (Vec::new(), 0) }
