@@ -19,8 +19,10 @@ use super::scratch;
 
 const JOB: &str = "fuzz";
 const EPOCH: u64 = 3;
-const MAGIC: &[u8] = b"persia journal 1";
+const MAGIC: &[u8] = b"persia journal 2";
 const FRAME_BYTES: usize = 12;
+/// What a record ends with; inputs are without it.
+const END: u8 = 0xE5;
 const NEXT_SEGMENT: usize = u16::MAX as usize;
 
 /// A server starts whatever its journal says; one that goes on is, started again, where it was, and one that does not has
@@ -113,8 +115,9 @@ fn lay(data: &[u8], dir: &Path) {
                 rest = &rest[2..];
             }
             Some((payload, behind)) => {
-                segment.extend(frame(payload));
-                segment.extend_from_slice(payload);
+                let payload = [payload, &[END]].concat();
+                segment.extend(frame(&payload));
+                segment.extend(payload);
                 rest = behind;
             }
             None => break,
@@ -149,7 +152,7 @@ fn input_of(dir: &Path) -> Vec<u8> {
         let mut rest = &segment[MAGIC.len()..];
         while let Some((frame, behind)) = rest.split_first_chunk::<FRAME_BYTES>() {
             let length = u32::from_le_bytes(*frame.first_chunk().expect("a word")) as usize;
-            input.extend(sized(&behind[..length]));
+            input.extend(sized(&behind[..length - 1]));
             rest = &behind[length..];
         }
     }

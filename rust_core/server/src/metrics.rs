@@ -17,6 +17,7 @@ use metrics::{counter, gauge, histogram};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use persia_types::tables::{LookupReport, PushReport};
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tonic::Code;
 
 use crate::node::Node;
@@ -37,6 +38,8 @@ const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
+/// At a time; others wait in the socket's backlog.
+const CONNECTIONS_FOR_METRICS: usize = 32;
 
 /// Record metrics from now on. In a process that does already (tests run several servers in one) the second
 /// recorder is not heard.
@@ -187,7 +190,8 @@ pub struct Page {
 
 /// Answer `/metrics` and `/health` for as long as the process lives.
 pub async fn serve(listener: TcpListener, page: Page) {
-    loop {
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_FOR_METRICS));
+    while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -199,6 +203,7 @@ pub async fn serve(listener: TcpListener, page: Page) {
         };
         let page = page.clone();
         tokio::spawn(async move {
+            let _permit = permit;
             let answer = service_fn(|request| answer(request, page.clone()));
             let mut http = hyper::server::conn::http1::Builder::new();
             http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
-use persia_types::{JobId, Mode, TablesError};
+use persia_types::{JobId, Mode, TablesError, Token};
 use persia_wire::auth::{Role, require};
 use persia_wire::chunk::row_chunks;
 use persia_wire::error::to_status;
@@ -15,7 +15,7 @@ use persia_wire::{PROTOCOL, VERSION, receive};
 use tonic::{Extensions, Request, Response, Status, Streaming};
 
 use crate::metrics::{self, Timer};
-use crate::node::{Fence, Node, Phase};
+use crate::node::{Fence, Node, Phase, Turn};
 
 /// See the module's documentation.
 #[derive(Clone)]
@@ -66,6 +66,15 @@ impl EmbeddingService {
         Self { node }
     }
 
+    /// As [`Node::turn`], once there is room for copies of rows.
+    async fn turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, Status> {
+        if self.node.is_full() {
+            let node = Arc::clone(&self.node);
+            blocking(move || Ok(node.wait_for_room())).await?;
+        }
+        self.node.turn(token, phase).await.map_err(|error| to_status(&error))
+    }
+
     async fn serve_lookup(
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
@@ -73,7 +82,7 @@ impl EmbeddingService {
         require(request.extensions(), "Lookup", &[Role::Trainer, Role::Middleware])?;
         let lookup = receive::lookup(&mut request.into_inner()).await?;
         let turn = match lookup.mode {
-            Mode::Train => self.node.turn(lookup.token, Phase::Lookup).await.map_err(|e| to_status(&e))?,
+            Mode::Train => self.turn(lookup.token, Phase::Lookup).await?,
             Mode::Eval | Mode::Infer => None,
         };
         let node = Arc::clone(&self.node);
@@ -101,7 +110,7 @@ impl EmbeddingService {
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer, Role::Middleware])?;
         let push = receive::push(&mut request.into_inner()).await?;
-        let turn = self.node.turn(push.token, Phase::Push).await.map_err(|e| to_status(&e))?;
+        let turn = self.turn(push.token, Phase::Push).await?;
         let node = Arc::clone(&self.node);
         let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;
         metrics::pushed(&report);

@@ -195,11 +195,18 @@ impl Journal {
                 }
                 Ok(())
             };
+            if is_last && number > base.segment && segment::is_headless(&path).map_err(describe)? {
+                let segment = shared.new_segment(number).map_err(|error| error.to_string())?;
+                break segment;
+            }
             let (bytes, torn) = segment::read(&path, &mut each)?;
-            if torn > 0 && !is_last {
+            // The record of a cut is durable before anything comes behind it.
+            let ends_here = is_last || torn > 0 && shared.holds_nothing_from(next).map_err(describe)?;
+            if torn > 0 && !ends_here {
                 return Err(format!("{}: its end is missing, and more comes behind it", path.display()));
             }
-            if is_last {
+            if ends_here {
+                shared.remove(&shared.path_of(next)).map_err(describe)?;
                 recovered.torn = torn;
                 let file = File::options().write(true).open(&path).map_err(describe)?;
                 file.set_len(bytes).map_err(describe)?;
@@ -450,6 +457,13 @@ impl Shared {
 
     fn sync_dir(&self) -> io::Result<()> {
         File::open(&self.dir)?.sync_all()
+    }
+
+    /// Whether no request is in the segments from this one on.
+    fn holds_nothing_from(&self, segment: u64) -> io::Result<bool> {
+        let length = self.path_of(segment).metadata()?.len();
+        let next = segment.checked_add(1).map(|next| self.path_of(next));
+        Ok(length <= MAGIC.len() as u64 && !next.is_some_and(|path| path.exists()))
     }
 
     /// An empty segment, whose name is durable.

@@ -199,6 +199,17 @@ impl Node {
         Ok(())
     }
 
+    /// Whether training requests are to [wait](Self::wait_for_room) before anything else.
+    pub fn is_full(&self) -> bool {
+        self.store.is_full()
+    }
+
+    /// Wait until files that are written for a checkpoint need fewer copies of rows, for a part of the time that a
+    /// [turn](Self::turn) is waited for.
+    pub fn wait_for_room(&self) {
+        self.store.wait_for_room(self.options.turn_timeout / 4);
+    }
+
     /// Wait for the turn of a training request, if the run has turns. To be given to [`Self::lookup`] or
     /// [`Self::push`].
     ///
@@ -224,7 +235,7 @@ impl Node {
     ) -> Result<LookupReport, TablesError> {
         debug_assert!(turn.is_none() || request.mode == Mode::Train);
         let apply = || {
-            let report = self.named(self.store.lookup(request, rows))?;
+            let report = self.named(self.store.lookup_at_once(request, rows))?;
             turn.into_iter().for_each(Turn::done);
             Ok(report)
         };
@@ -242,7 +253,7 @@ impl Node {
     /// As [`Tables::push`].
     pub fn push(&self, turn: Option<Turn>, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
         let apply = || {
-            let report = self.named(self.store.push(request))?;
+            let report = self.named(self.store.push_at_once(request))?;
             turn.into_iter().for_each(Turn::done);
             Ok(report)
         };
@@ -281,7 +292,20 @@ impl Node {
     pub fn uncut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        self.store.uncut(cut)
+        self.forget(cut)
+    }
+
+    fn forget(&self, cut: u64) -> Result<(), TablesError> {
+        self.store.uncut(cut)?;
+        if let Some(journal) = self.journal.as_ref().filter(|journal| journal.has_base())
+            && let Err(error) = journal.append(&Record::uncut(cut), || Ok(()))
+        {
+            tracing::warn!(
+                cut,
+                "a server that goes on where its log ends would copy rows for a cut: {error}"
+            );
+        }
+        Ok(())
     }
 
     /// The snapshot of this cut is part of the checkpoint that `files` in `directory` are: the journal begins behind it from
@@ -331,7 +355,7 @@ impl Node {
         let snapshot =
             self.options.checkpoints.resolve(directory).and_then(|dir| self.store.snapshot(&dir, cut));
         if let (Err(_), Some(cut)) = (&snapshot, cut) {
-            self.store.uncut(cut)?;
+            self.forget(cut)?;
         }
         let snapshot = snapshot?;
         tracing::info!(directory, files = snapshot.files.len(), "snapshot written");

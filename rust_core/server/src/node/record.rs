@@ -7,6 +7,8 @@
 //!   push     token, step, learning-rate factor, tables: as above, number of gradients, gradients
 //!   begin    the run as JSON
 //!   cut      its number, u64
+//!   uncut    the same
+//! and a last byte, END
 //! ```
 //!
 //! All numbers are little-endian: job, epoch, seq, step and ids of 8 bytes, the others of 4.
@@ -23,6 +25,9 @@ const LOOKUP: u8 = 1;
 const PUSH: u8 = 2;
 const BEGIN: u8 = 3;
 const CUT: u8 = 4;
+const UNCUT: u8 = 5;
+/// Not 0: where a disk shows zeros at the end of a record, they were never written.
+const END: u8 = 0xE5;
 
 /// A record, ready to be written.
 pub(super) struct Record(Vec<u8>);
@@ -70,6 +75,11 @@ impl Record {
         Self::framed(CUT, |out| out.extend_from_slice(&cut.to_le_bytes()))
     }
 
+    /// The end of a cut that nobody wants any more.
+    pub(super) fn uncut(cut: u64) -> Self {
+        Self::framed(UNCUT, |out| out.extend_from_slice(&cut.to_le_bytes()))
+    }
+
     /// The bytes to write.
     ///
     /// # Errors
@@ -86,6 +96,7 @@ impl Record {
         let mut bytes = vec![0; FRAME_BYTES];
         bytes.push(kind);
         fill(&mut bytes);
+        bytes.push(END);
         let length = ((bytes.len() - FRAME_BYTES) as u32).to_le_bytes();
         let checksum = crc32c::crc32c(&bytes[FRAME_BYTES..]);
         bytes[..4].copy_from_slice(&length);
@@ -126,6 +137,7 @@ pub(super) enum Entry {
     Push { token: Token, step: u64, lr_factor: f32, tables: Vec<(usize, ShardedIds, Vec<f32>)> },
     Begin(Box<Run>),
     Cut(u64),
+    Uncut(u64),
 }
 
 /// What stands at a place of a journal.
@@ -174,6 +186,7 @@ fn damaged(what: &str) -> io::Error {
 }
 
 fn entry(payload: &[u8]) -> io::Result<Entry> {
+    let Some(payload) = payload.strip_suffix(&[END]) else { return Err(damaged("a record without end")) };
     let mut rest = Rest(payload);
     let entry = match rest.array::<1>()? {
         [LOOKUP] => {
@@ -194,6 +207,7 @@ fn entry(payload: &[u8]) -> io::Result<Entry> {
         }
         [BEGIN] => Entry::Begin(serde_json::from_slice(std::mem::take(&mut rest.0))?),
         [CUT] => Entry::Cut(rest.u64()?),
+        [UNCUT] => Entry::Uncut(rest.u64()?),
         [_] => return Err(damaged("a record of an unknown kind")),
     };
     if rest.0.is_empty() { Ok(entry) } else { Err(damaged("a record that is too long")) }

@@ -66,6 +66,7 @@ impl Node {
                 self.store.cut(cut)?;
                 return Ok(Some((cut, self.mark())));
             }
+            Entry::Uncut(cut) => self.store.uncut(cut)?,
             Entry::Lookup { token, step, tables } => {
                 let floats = |(table, ids): &(usize, ShardedIds)| {
                     self.options.schema.tables.get(*table).map_or(0, |table| table.dim * ids.len())
@@ -75,7 +76,7 @@ impl Node {
                 let tables: Vec<TableIds<'_>> =
                     tables.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
                 let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
-                self.store.lookup(&request, &mut rows)?;
+                self.store.lookup_at_once(&request, &mut rows)?;
                 self.order.pass(token, Phase::Lookup);
             }
             Entry::Push { token, step, lr_factor, tables } => {
@@ -87,7 +88,7 @@ impl Node {
                         gradients: Gradients::Rows(gradients),
                     })
                     .collect();
-                self.store.push(&PushRequest { token, step, lr_factor, tables: &tables })?;
+                self.store.push_at_once(&PushRequest { token, step, lr_factor, tables: &tables })?;
                 self.order.pass(token, Phase::Push);
             }
         }

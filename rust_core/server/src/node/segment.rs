@@ -7,9 +7,14 @@ use std::path::Path;
 use super::record::{self, Entry, Found};
 
 /// What a segment begins with.
-pub(super) const MAGIC: &[u8] = b"persia journal 1";
+pub(super) const MAGIC: &[u8] = b"persia journal 2";
 /// What a disk writes whole, in bytes.
 const SECTOR: u64 = 512;
+
+/// Whether the process ended, or the power, while a segment was begun.
+pub(super) fn is_headless(path: &Path) -> io::Result<bool> {
+    Ok(path.metadata()?.len() < MAGIC.len() as u64)
+}
 
 /// Give every record to `each`. The bytes of the whole ones, and how many are left behind those.
 pub(super) fn read(

@@ -1,5 +1,7 @@
 //! `durability: log`: a server that is killed goes on where it was.
 
+mod power_cut;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -49,7 +51,7 @@ fn run(epoch: u64, fresh: bool) -> Run {
     run
 }
 
-fn options(checkpoints: &Path, journal: Option<PathBuf>) -> NodeOptions {
+fn options(checkpoints: &Path, journal: Option<(PathBuf, LogSync)>) -> NodeOptions {
     NodeOptions {
         job: JOB.into(),
         index: 0,
@@ -61,13 +63,17 @@ fn options(checkpoints: &Path, journal: Option<PathBuf>) -> NodeOptions {
         checkpoints: CheckpointRoot::new(Some(checkpoints.into())),
         turn_timeout: Duration::from_millis(50),
         address: "here".into(),
-        journal: journal.map(|journal| (journal, LogSync::EverySecond)),
+        journal,
     }
 }
 
 /// A server whose data are in `dir`.
 fn server(dir: &Path, checkpoints: &Path) -> Node {
-    Node::new(options(checkpoints, Some(dir.join("journal"))), owned(dir)).unwrap()
+    synced_server(dir, checkpoints, LogSync::EverySecond)
+}
+
+fn synced_server(dir: &Path, checkpoints: &Path, sync: LogSync) -> Node {
+    Node::new(options(checkpoints, Some((dir.join("journal"), sync))), owned(dir)).unwrap()
 }
 
 /// Another test that starts a process has our locks for a moment, too: between its fork and its exec.
@@ -153,9 +159,13 @@ struct Twins {
 
 impl Twins {
     fn new() -> Self {
+        Self::synced(LogSync::EverySecond)
+    }
+
+    fn synced(sync: LogSync) -> Self {
         let checkpoints = tempfile::tempdir().unwrap();
         let data = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
-        let with = server(data[0].path(), checkpoints.path());
+        let with = synced_server(data[0].path(), checkpoints.path(), sync);
         let without = Node::new(options(checkpoints.path(), None), owned(data[1].path())).unwrap();
         let mut twins = Self {
             nodes: [with, without],
@@ -427,6 +437,91 @@ fn what_the_disk_never_got_of_the_end_reads_as_zeros_and_had_not_come() {
 }
 
 #[test]
+fn zeros_that_were_written_are_no_excuse_for_damage() {
+    let (data, checkpoints, states) = short();
+    let path = data.path().join("journal/1");
+    let begin = states.last().unwrap().0 as usize;
+    let node = server(data.path(), checkpoints.path());
+    let ids: Vec<u64> = (1 << 40..(1 << 40) + 300).collect();
+    let parts = vec![(0, ShardedIds::group(&ids).unwrap())];
+    push_to(&node, token(0, 9), 9, &parts, 0.0).unwrap();
+    drop(node);
+    let whole = fs::read(&path).unwrap();
+    assert!(whole[begin..].iter().rev().skip(1).take(2048).all(|byte| *byte == 0), "gradients of 0");
+    for at in (begin..whole.len()).step_by(97) {
+        let mut content = whole.clone();
+        content[at] ^= 1;
+        fs::write(&path, &content).unwrap();
+        let node = server(data.path(), checkpoints.path());
+        assert!(matches!(node.cut(fence(1), 1), Err(TablesError::NotBegun)), "byte {at}");
+    }
+}
+
+#[test]
+fn a_segment_that_was_only_begun_is_as_if_it_had_not() {
+    let (data, checkpoints, states) = short();
+    let node = server(data.path(), checkpoints.path());
+    node.cut(fence(1), 1).unwrap();
+    drop(node);
+    let [first, second] = ["journal/1", "journal/2"].map(|name| fs::read(data.path().join(name)).unwrap());
+    let now = |node: &Node| Stats { memory_bytes: 0, ..node.stats().unwrap() };
+    let expected = &states.last().unwrap().1;
+    let mut seq = 100;
+    // The name of the second may be there before the end of the first is, and before its own beginning is.
+    for (lost, left) in [(0, 0), (0, 3), (1, second.len()), (12, second.len()), (20, 0), (0, second.len())] {
+        fs::write(data.path().join("journal/1"), &first[..first.len() - lost]).unwrap();
+        fs::write(data.path().join("journal/2"), &second[..left]).unwrap();
+        let node = server(data.path(), checkpoints.path());
+        assert_eq!(now(&node), *expected, "{lost} bytes of the first lost, {left} of the second there");
+        seq += 1;
+        look_up(&node, token(0, seq), seq, &vec![(0, ShardedIds::group(&[seq]).unwrap())]).unwrap();
+        let then = now(&node);
+        drop(node);
+        assert_eq!(now(&server(data.path(), checkpoints.path())), then, "{lost}, {left}");
+    }
+    // With a request behind it the end of the first is missed.
+    let node = server(data.path(), checkpoints.path());
+    drop(node);
+    fs::write(data.path().join("journal/1"), &first[..first.len() - 1]).unwrap();
+    assert!(fs::metadata(data.path().join("journal/2")).unwrap().len() > second.len() as u64);
+    let node = server(data.path(), checkpoints.path());
+    assert!(matches!(node.cut(fence(1), 1), Err(TablesError::NotBegun)));
+}
+
+#[test]
+fn copies_for_a_cut_hold_up_nobody_who_goes_on_where_a_log_ends() {
+    let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let start = || {
+        let journal = Some((data.path().join("journal"), LogSync::EverySecond));
+        let options = NodeOptions { max_copy_bytes: 1, ..options(checkpoints.path(), journal) };
+        Node::new(options, owned(data.path())).unwrap()
+    };
+    let node = start();
+    node.begin(1, &run(1, true), false).unwrap();
+    let parts = vec![(0, ShardedIds::group(&(1..40).collect::<Vec<_>>()).unwrap())];
+    let train = |node: &Node, seq| {
+        look_up(node, token(0, seq), seq, &parts).unwrap();
+        push_to(node, token(0, seq), seq, &parts, 1.0).unwrap();
+    };
+    train(&node, 1);
+    node.cut(fence(1), 1).unwrap();
+    let began = std::time::Instant::now();
+    (2..100).for_each(|seq| train(&node, seq));
+    assert!(node.is_full());
+    drop(node);
+    let node = start();
+    assert!(node.is_full(), "the cut is held");
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?} for what waits for nobody", began.elapsed());
+    node.uncut(fence(1), 1).unwrap();
+    train(&node, 100);
+    assert!(!node.is_full());
+    drop(node);
+    let node = start();
+    train(&node, 101);
+    assert!(!node.is_full(), "what was given up is not held again");
+}
+
+#[test]
 fn a_damaged_journal_is_never_used() {
     let (data, checkpoints, states) = short();
     let last = &states.last().unwrap().1;
@@ -450,8 +545,8 @@ fn a_damaged_journal_is_never_used() {
     assert_eq!(Stats { memory_bytes: 0, ..node.stats().unwrap() }, *last);
     drop(node);
     // Nor is one of another server or job, or from before the epoch that began last.
-    let of =
-        |capacity| NodeOptions { capacity, ..options(checkpoints.path(), Some(data.path().join("journal"))) };
+    let journal = Some((data.path().join("journal"), LogSync::EverySecond));
+    let of = |capacity| NodeOptions { capacity, ..options(checkpoints.path(), journal.clone()) };
     let other = Node::new(of(1024), owned(data.path())).unwrap();
     assert!(matches!(other.cut(fence(1), 1), Err(TablesError::NotBegun)));
     drop(other);
