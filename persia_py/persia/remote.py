@@ -228,7 +228,7 @@ class RemoteContext(CommonContext):
                 f"no training run of job {self._job!r} has begun on its servers: evaluation needs rows that a TrainCtx "
                 "made or loaded"
             )
-        self.engine.join(epoch, step)
+        self.engine.observe(epoch, step)
 
     def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
         """Start a training loop, in an epoch of its own. Every rank calls this, with the same arguments."""

@@ -161,6 +161,13 @@ impl Engine {
         self.adopt(py, epoch, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
+    /// Look up rows of an epoch that another process trains; the next step is `step` + 1.
+    fn observe(&self, py: Python<'_>, epoch: u64, step: u64) -> PyResult<()> {
+        self.settle(py)?;
+        self.remote(py)?.observe(&self.job, epoch);
+        self.adopt(py, epoch, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
+    }
+
     /// Wait until every server of the job answers, at most `timeout_s`; what is missing is named.
     fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         match &self.rows {

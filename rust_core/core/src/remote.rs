@@ -61,11 +61,18 @@ impl Remote {
         self.tables.join(job, epoch);
     }
 
+    /// Read rows of an epoch that another process trains.
+    pub(crate) fn observe(&self, job: &str, epoch: u64) {
+        self.tables.observe(job, epoch);
+    }
+
     pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let end = Instant::now() + duration(timeout_s);
         wait::until(py, |_| match self.tables.wait_ready(ASK) {
             Ok(()) => Ok(Some(())),
-            Err(TablesError::Unreachable { .. }) if Instant::now() < end => Ok(None),
+            Err(TablesError::Unreachable { .. } | TablesError::Lost { .. }) if Instant::now() < end => {
+                Ok(None)
+            }
             Err(error) => {
                 let waited = format!("{error} (waited {timeout_s:.0} s)");
                 let text = if Instant::now() < end { error.to_string() } else { waited };

@@ -14,13 +14,16 @@ use persia_types::limits::MAX_CONNECTIONS;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep};
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-use crate::settings::Endpoint;
+use crate::settings::{Endpoint, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
 /// Time a new connection has to send the first bytes of HTTP/2, or of TLS.
 const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time without any byte after which a connection is closed: whoever is alive answers a ping by then.
+const SILENCE: Duration =
+    KEEPALIVE_INTERVAL.saturating_add(KEEPALIVE_TIMEOUT).saturating_add(Duration::from_secs(15));
 /// Bytes of HTTP/2's connection preface.
 const FIRST_BYTES: usize = 24;
 /// Pause after an accept that failed, for want of file descriptors as a rule.
@@ -95,8 +98,9 @@ impl Listener {
                     }
                 }
             };
-            let silent = Some(Box::pin(sleep(FIRST_BYTES_TIMEOUT)));
-            let connection = Connection { stream, peer, silent, read: 0, _permit: permit };
+            let timer = Box::pin(sleep(FIRST_BYTES_TIMEOUT));
+            let connection =
+                Connection { stream, peer, timer, heard: Instant::now(), read: 0, _permit: permit };
             Some((Ok(connection), (socket, permits)))
         })
     }
@@ -138,8 +142,10 @@ pub struct Connection {
     stream: EitherStream,
     /// By TCP.
     peer: Option<SocketAddr>,
-    /// Runs until the first bytes have come.
-    silent: Option<Pin<Box<Sleep>>>,
+    /// Ends when something must have come, or before.
+    timer: Pin<Box<Sleep>>,
+    /// When bytes came last, once those of the preface have; until then when it was accepted.
+    heard: Instant,
     read: usize,
     _permit: OwnedSemaphorePermit,
 }
@@ -163,18 +169,27 @@ impl AsyncRead for Connection {
             EitherStream::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
             EitherStream::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
         };
-        if let Some(silent) = &mut self.silent {
-            if polled.is_pending() {
-                ready!(silent.as_mut().poll(cx));
-                let what = format!("no HTTP/2 preface within {} s", FIRST_BYTES_TIMEOUT.as_secs());
+        if polled.is_ready() {
+            self.read = self.read.saturating_add(buf.filled().len() - before);
+            if self.read >= FIRST_BYTES {
+                self.heard = Instant::now();
+            }
+            return polled;
+        }
+        loop {
+            ready!(self.timer.as_mut().poll(cx));
+            let (missing, patience) = if self.read < FIRST_BYTES {
+                ("HTTP/2 preface", FIRST_BYTES_TIMEOUT)
+            } else {
+                ("byte, and no answer to a ping,", SILENCE)
+            };
+            let end = self.heard + patience;
+            if Instant::now() >= end {
+                let what = format!("no {missing} within {} s", patience.as_secs());
                 return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, what)));
             }
-            self.read += buf.filled().len() - before;
-            if self.read >= FIRST_BYTES {
-                self.silent = None;
-            }
+            self.timer.as_mut().reset(end);
         }
-        polled
     }
 }
 
@@ -246,6 +261,34 @@ mod tests {
             let error = connection.read(&mut bytes).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
             assert!(error.to_string().contains("preface"), "{error}");
+        });
+    }
+
+    #[test]
+    fn a_connection_that_falls_silent_is_closed_and_one_that_answers_is_not() {
+        run(async {
+            let (listener, at) = bound().await;
+            let mut connections = Box::pin(listener.connections());
+            let mut client = TcpStream::connect(at).await.unwrap();
+            client.write_all(&[b'P'; FIRST_BYTES]).await.unwrap();
+            let mut connection = connections.next().await.unwrap().unwrap();
+            let mut bytes = [0; 64];
+            assert_eq!(connection.read(&mut bytes).await.unwrap(), FIRST_BYTES);
+            tokio::time::pause();
+            for _ in 0..3 {
+                tokio::time::advance(SILENCE - Duration::from_secs(1)).await;
+                let silent =
+                    tokio::time::timeout(Duration::from_millis(1), connection.read(&mut bytes)).await;
+                assert!(silent.is_err(), "{silent:?}");
+                client.write_all(b"pong").await.unwrap();
+                tokio::time::resume();
+                assert_eq!(connection.read(&mut bytes).await.unwrap(), 4);
+                tokio::time::pause();
+            }
+            let since = Instant::now();
+            let error = connection.read(&mut bytes).await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+            assert!(since.elapsed() >= SILENCE - Duration::from_secs(1), "{error}");
         });
     }
 

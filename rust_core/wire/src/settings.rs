@@ -20,8 +20,8 @@ const MAX_HEADER_BYTES: u32 = 64 << 10;
 /// Time a connection has to come about.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How often a silent peer is asked whether it is there, and how long it may take to answer.
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+pub(crate) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+pub(crate) const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Where a process listens.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

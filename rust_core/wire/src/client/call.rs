@@ -1,5 +1,6 @@
 //! One call, tried until it succeeds, is refused, or time is up.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use persia_types::TablesError;
@@ -139,7 +140,9 @@ impl Inner {
         }
         match error {
             TablesError::NotBegun => TablesError::Lost { peer: "the server".into(), what: FORGOTTEN.into() },
-            TablesError::Unreachable { peer, what } => TablesError::Lost { peer, what },
+            TablesError::Unreachable { peer, what } if !self.observes.load(Ordering::Relaxed) => {
+                TablesError::Lost { peer, what }
+            }
             other => other,
         }
     }

@@ -8,7 +8,7 @@ mod rows;
 
 use std::path::Path;
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 use persia_types::TablesError;
@@ -50,6 +50,8 @@ struct Inner {
     admin: Credentials,
     /// The run in progress.
     fence: Mutex<Option<proto::Fence>>,
+    /// Whether this process only reads rows of that run, which loses nothing when nobody answers for a while.
+    observes: AtomicBool,
     /// Number of servers; 0 until one has told.
     servers: AtomicU32,
 }
@@ -72,6 +74,7 @@ impl WireTables {
             admin: Credentials::new(Role::Admin, options.secret.as_ref()),
             options,
             fence: Mutex::default(),
+            observes: AtomicBool::new(false),
             servers: AtomicU32::new(0),
         };
         Ok(Self { inner, runtime: Some(runtime) })
@@ -129,6 +132,12 @@ impl WireTables {
 
     /// Take part in the run that rank 0 began.
     pub fn join(&self, job: &str, epoch: u64) {
+        self.inner.enter(job, epoch);
+    }
+
+    /// Read rows of a run that others train.
+    pub fn observe(&self, job: &str, epoch: u64) {
+        self.inner.observes.store(true, Ordering::Relaxed);
         self.inner.enter(job, epoch);
     }
 }
