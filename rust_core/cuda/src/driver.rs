@@ -172,6 +172,28 @@ impl Stream {
         event.record(self.handle)?;
         Ok(event)
     }
+
+    /// What begins to queue here, and may fail halfway: to be declared behind the memory that it uses.
+    pub(crate) fn queue(&self) -> Queue<'_> {
+        Queue(self)
+    }
+}
+
+/// Waits for the device when it is dropped: what was queued may still use memory that is dropped after this.
+pub(crate) struct Queue<'a>(&'a Stream);
+
+impl Queue<'_> {
+    /// All is queued, and events tell of its end.
+    pub(crate) fn is_whole(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Queue<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the stream is alive. Of a driver that fails here as well nothing more can be known.
+        let _ = unsafe { sys::cuStreamSynchronize(self.0.handle) };
+    }
 }
 
 /// A point in a stream.

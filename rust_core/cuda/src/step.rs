@@ -74,14 +74,17 @@ impl<'a> Lookup<'a> {
         let cuda = &self.device.cuda;
         let _current = cuda.context.enter()?;
         let stream = &cuda.lookups;
+        let queue = stream.queue();
         self.staging.upload(self.inputs.address(), stream)?;
         self.staging.give_back_behind(stream.record()?);
         for jobs in self.launches {
             // SAFETY: both blocks are laid out for these jobs, and `Step` keeps them; they are given back behind this stream.
             unsafe { cuda.kernels.launch(jobs, self.inputs.address(), 0, stream)? };
         }
+        let ready = Arc::new(stream.record()?);
+        queue.is_whole();
         Ok(Step {
-            ready: Arc::new(stream.record()?),
+            ready,
             device: self.device.clone(),
             layout: self.layout,
             inputs: Arc::new(self.inputs),

@@ -70,8 +70,11 @@ impl Step {
             memory.clear(zeros, stream)?;
         }
         let (jobs, launches) = layout.jobs(&self.layout, gradients, scale, self.inputs.address(), address);
+        let back = layout.back();
+        let mut host = cuda.pinned.take(back.len())?;
         let mut staging = cuda.pinned.take(size_of_val(&jobs[..]))?;
         staging.bytes_mut().copy_from_slice(bytemuck::cast_slice(&jobs));
+        let queue = stream.queue();
         staging.upload(address + layout.jobs_place() as u64, stream)?;
         staging.give_back_behind(stream.record()?);
         for jobs in launches {
@@ -83,12 +86,12 @@ impl Step {
         let memory = Arc::new(memory);
         let ready = Arc::new(stream.record()?);
         let flag = Part { block: Arc::clone(&memory), place: SumsLayout::FLAG, ready };
-        let back = layout.back();
-        let mut host = cuda.pinned.take(back.len())?;
         host.download(address + back.start as u64, stream)?;
+        let copied = stream.record()?;
+        queue.is_whole();
         let sums = Sums {
             wire: self.device.wire(),
-            copied: stream.record()?,
+            copied,
             host,
             tables: layout.tables(),
             widened: Vec::new(),
