@@ -54,7 +54,7 @@ class Save:
 
     Raises:
         StorageError: The directory cannot be written to.
-        UnreachableError: A server does not answer.
+        RunLostError: A server does not answer any more.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Save:
 
         Raises:
             StorageError: It cannot be written.
-            UnreachableError: A server does not answer.
+            RunLostError: A server does not answer any more.
         """
         try:
             self._write()

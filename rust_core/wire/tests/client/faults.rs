@@ -127,7 +127,7 @@ fn a_run_that_servers_forgot_is_lost_once_it_has_begun() {
 }
 
 #[test]
-fn a_server_or_middleware_that_stays_away_is_lost_once_the_run_has_begun() {
+fn a_server_that_stays_away_is_lost_once_the_run_has_begun() {
     let running = start(&vec![Fault::Reach(&[0]); 100]);
     let options = ClientOptions { rpc_timeout: Duration::from_secs(1), ..running.options() };
     let client = WireTables::connect(options.clone()).unwrap();
@@ -139,6 +139,19 @@ fn a_server_or_middleware_that_stays_away_is_lost_once_the_run_has_begun() {
     let client = WireTables::connect(options).unwrap();
     let error = lookup(&client, &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Unreachable { .. }), "{error}");
+    client.observe(JOB, EPOCH);
+    let error = lookup(&client, &ids(100)).unwrap_err();
+    assert!(matches!(error, TablesError::Unreachable { .. }), "who only reads loses nothing: {error}");
+}
+
+#[test]
+fn a_middleware_that_stays_away_is_lost_once_the_run_has_begun() {
+    let options = ClientOptions {
+        targets: Targets::Fixed(vec!["127.0.0.1:1".parse().unwrap()]),
+        rpc_timeout: Duration::from_secs(1),
+        ..start(&[]).options()
+    };
+    let client = WireTables::connect(options).unwrap();
     client.join(JOB, EPOCH);
     let error = lookup(&client, &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Lost { .. }), "{error}");
