@@ -6,8 +6,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, Told
 from feeding import JOB, MakeRanks, Ranks, batch, connect, many, new_ranks, number, sending
 from relay import Relay
@@ -230,6 +233,32 @@ def test_what_a_resumed_run_keeps_equals_that_of_one_that_was_not_interrupted() 
     take(resumed, again, 20)
     assert resumed.state() == whole.state() == {"version": __version__, "batches": 4, "digests": [4, 104]}
     assert to_skip(taken) == 4
+
+
+KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        7,
+        [KNOWN],
+        {},
+        {**KNOWN, "version": None},
+        {**KNOWN, "version": np.array([__version__] * 2)},
+        {**KNOWN, "batches": 4},
+        {**KNOWN, "batches": torch.tensor([3, 3])},
+        {**KNOWN, "digests": 7},
+        {**KNOWN, "digests": {1: 1, 2: 2}},
+        {**KNOWN, "digests": [1]},
+        *({**KNOWN, "digests": [1, digest]} for digest in (-1, 2**32, 1.0, True, "1", [1])),
+    ],
+)
+def test_a_checkpoint_with_digests_of_another_form_has_none(state: Any) -> None:
+    assert digests_behind(3, 2, KNOWN) == [0, 2**32 - 1]
+    assert digests_behind(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
+    assert digests_behind(3, 2, state) == [None, None]
 
 
 def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks) -> None:
