@@ -4,18 +4,23 @@ import contextlib
 import hmac
 import json
 import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 
 from persia.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.logger import get_logger
-from persia.peers import REMIND_S, SLICE_S, Link, Peers, names
+from persia.peers import REMIND_S, SLICE_S, Link, Peers, line, names, parsed
 
 INTRODUCTION_S = 5.0
-"""How long an introduction may take; others wait meanwhile."""
+"""How long an introduction may take."""
+STRANGERS = 64
+"""How many connections may be open besides one of each rank, before they have introduced themselves."""
+_HELLO = 1 << 14
+"""Bytes an introduction may have."""
 
 _logger = get_logger("meeting")
 
@@ -69,45 +74,128 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
     links: dict[int, Link] = {}
     known: dict[int, Introduction] = {}
     reminded = time.monotonic()
+    door = _Door(listener, me.world_size + STRANGERS)
     try:
-        for connection in _accept(listener, lambda: len(links) + 1 < me.world_size):
-            if connection is not None:
-                _admit(connection, me, links, known)
-            missing = [rank for rank in range(1, me.world_size) if rank not in links]
-            if missing and time.monotonic() > deadline:
+        while missing := [rank for rank in range(1, me.world_size) if rank not in links]:
+            if time.monotonic() > deadline:
                 raise UnreachableError(
                     f"job {me.job!r}: {names(missing)} of {me.world_size} did not come within {timeout_s:g} s "
                     f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number that was started?"
                 )
-            if missing and time.monotonic() - reminded > REMIND_S / 3:
+            if time.monotonic() - reminded > REMIND_S / 3:
                 reminded = time.monotonic()
                 _logger.info("waiting for %s of %d", names(missing), me.world_size)
+            if (guest := door.next()) is not None:
+                _admit(*guest, me, links, known)
     except BaseException:
-        listener.close()
+        door.close()
         for link in links.values():
             link.close()
         raise
     peers = Peers(me.rank, me.world_size, links)
-    threading.Thread(target=_refuse, args=(listener, me, peers, known), name="persia-refuse", daemon=True).start()
+    threading.Thread(target=_refuse_all, args=(door, me, peers, known), name="persia-refuse", daemon=True).start()
     return peers
 
 
-def _accept(listener: socket.socket, wanted: Callable[[], bool]) -> Iterator[socket.socket | None]:
-    """Yield connections while they are wanted, and None now and then."""
-    listener.settimeout(SLICE_S)
-    while wanted():
+@dataclass(eq=False)
+class _Guest:
+    """A connection that has not introduced itself, or not to the end."""
+
+    connection: socket.socket
+    challenge: str
+    until: float
+    said: bytes = b""
+
+
+class _Door:
+    """Lets those who connect introduce themselves side by side: who says nothing, or little, holds nobody up.
+
+    Args:
+        listener: Where they connect; closed with the door.
+        most: How many may be here before they have introduced themselves. Of more the first is closed.
+    """
+
+    def __init__(self, listener: socket.socket, most: int) -> None:
+        self._listener = listener
+        self._most = most
+        self._guests: list[_Guest] = []  # in the order they came in
+        self._ready: deque[tuple[socket.socket, str, Introduction]] = deque()
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def next(self) -> tuple[socket.socket, str, Introduction] | None:
+        """Return a connection, its challenge and who it is; None now and then. Its socket does not block."""
+        if not self._ready:
+            for key, _ in self._selector.select(SLICE_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            while self._guests and (len(self._guests) > self._most or time.monotonic() > self._guests[0].until):
+                self._let_go(self._guests[0]).close()
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Close the listener and all connections that were not returned."""
+        self._selector.close()
+        self._listener.close()
+        for connection in (*(guest.connection for guest in self._guests), *(ready[0] for ready in self._ready)):
+            connection.close()
+
+    def _accept(self) -> None:
         try:
-            yield listener.accept()[0]
-        except TimeoutError:
-            yield None
+            connection = self._listener.accept()[0]
+        except (BlockingIOError, ConnectionError):  # it is gone already
+            return
+        guest = _Guest(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.sendall(line({"challenge": guest.challenge}))
+        self._guests.append(guest)
+        self._selector.register(connection, selectors.EVENT_READ, guest)
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            piece = guest.connection.recv(_HELLO)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        guest.said += piece
+        if piece and b"\n" not in piece and len(guest.said) < _HELLO:
+            return
+        connection, them = self._let_go(guest), _introduction(guest.said)
+        if them is None:
+            connection.close()
+        else:
+            self._ready.append((connection, guest.challenge, them))
+
+    def _let_go(self, guest: _Guest) -> socket.socket:
+        self._guests.remove(guest)
+        self._selector.unregister(guest.connection)
+        return guest.connection
 
 
-def _admit(connection: socket.socket, me: Introduction, links: dict[int, Link], known: dict[int, Introduction]) -> None:
-    challenge = secrets.token_hex(16)
-    link, them = _introduced(connection, challenge)
-    if them is None:
-        link.close()
-        return
+def _introduction(said: bytes) -> Introduction | None:
+    """Return who connects; None for what is no rank."""
+    message = parsed(said)
+    try:
+        them = Introduction(**message["hello"]) if message is not None else None
+    except (KeyError, TypeError):
+        return None
+    right = them is not None and all(type(getattr(them, field.name)) is field.type for field in fields(them))
+    return them if right else None
+
+
+def _admit(
+    connection: socket.socket,
+    challenge: str,
+    them: Introduction,
+    me: Introduction,
+    links: dict[int, Link],
+    known: dict[int, Introduction],
+) -> None:
     taken = links.get(them.rank)
     if taken is not None and taken.over:
         _logger.warning("%r is gone before the run began; another may take its place", known[them.rank])
@@ -115,31 +203,18 @@ def _admit(connection: socket.socket, me: Introduction, links: dict[int, Link], 
         taken = None
     refused = _reason_to_refuse(me, challenge, them, None if taken is None else known[them.rank])
     if refused is not None:
-        _logger.warning("refused %r: %s", them, refused[1])
-        link.send({"refused": refused})
-        link.close()
+        _refuse(connection, them, refused)
         return
-    link.send({"welcome": True})
     connection.settimeout(None)
-    links[them.rank], known[them.rank] = link, them
+    links[them.rank], known[them.rank] = Link(connection), them
+    links[them.rank].send({"welcome": True})
 
 
-def _introduced(connection: socket.socket, challenge: str) -> tuple[Link, Introduction | None]:
-    """Return who connects; None for what is no rank."""
-    connection.settimeout(INTRODUCTION_S)
+def _refuse(connection: socket.socket, them: Introduction, reason: tuple[str, str]) -> None:
+    _logger.warning("refused %r: %s", them, reason[1])
     link = Link(connection)
-    too_slow = threading.Timer(INTRODUCTION_S, link.hang_up)  # the socket's own time is for each piece of a line
-    too_slow.daemon = True
-    too_slow.start()
-    link.send({"challenge": challenge})
-    message = link.receive()
-    too_slow.cancel()
-    try:
-        them = Introduction(**message["hello"]) if message is not None else None
-    except (KeyError, TypeError):
-        return link, None
-    right = them is not None and all(type(getattr(them, field.name)) is field.type for field in fields(them))
-    return link, them if right else None
+    link.send({"refused": reason})
+    link.close()
 
 
 def _reason_to_refuse(
@@ -164,22 +239,21 @@ def _reason_to_refuse(
     return None
 
 
-def _refuse(listener: socket.socket, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
+def _refuse_all(door: _Door, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
     """Tell ranks that come when all are there who has their place.
 
     One that comes as its predecessor or the run is ending hears nothing, and tries again: the next rank 0 takes it.
     """
-    with listener, contextlib.suppress(OSError):  # the listener fails: nobody is told any more
-        for connection in _accept(listener, lambda: not peers.closed):
-            if connection is None:
+    with contextlib.closing(door), contextlib.suppress(OSError):  # the listener fails: nobody is told any more
+        while not peers.closed:
+            if (guest := door.next()) is None:
                 continue
-            challenge = secrets.token_hex(16)
-            link, them = _introduced(connection, challenge)
-            refused = None if them is None else _reason_to_refuse(me, challenge, them, known.get(them.rank))
-            if them is not None and refused is not None and (them.rank not in known or peers.holds(them.rank)):
-                _logger.warning("refused %r: %s", them, refused[1])
-                link.send({"refused": refused})
-            link.close()
+            connection, challenge, them = guest
+            refused = _reason_to_refuse(me, challenge, them, known.get(them.rank))
+            if refused is not None and (them.rank not in known or peers.holds(them.rank)):
+                _refuse(connection, them, refused)
+            else:
+                connection.close()
 
 
 def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:

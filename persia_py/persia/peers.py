@@ -51,7 +51,7 @@ class Link:
 
     def send(self, message: Message) -> bool:
         """Send; False when the connection is gone (its reader says so too)."""
-        data = json.dumps(message).encode() + b"\n"
+        data = line(message)
         try:
             with self._sending:
                 self._socket.sendall(data)
@@ -62,12 +62,11 @@ class Link:
     def receive(self) -> Message | None:
         """Return the next message; None at the end of the connection, or for anything that is no message."""
         try:
-            line = self._lines.readline(_LINE)
-            message = json.loads(line) if line.endswith(b"\n") else None
-        except (OSError, ValueError, RecursionError):  # the last for lists that are nested too deep
+            data = self._lines.readline(_LINE)
+        except (OSError, ValueError):
             return None
         self.heard = time.monotonic()
-        return message if isinstance(message, dict) else None
+        return parsed(data)
 
     @property
     def over(self) -> bool:
@@ -372,6 +371,20 @@ class Peers:
             sys.stderr.flush()
         finally:
             os._exit(error.exit_code)
+
+
+def line(message: Message) -> bytes:
+    """Return a message as it travels."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def parsed(data: bytes) -> Message | None:
+    """Return the message of one whole line; None for anything that is no message."""
+    try:
+        message = json.loads(data) if data.endswith(b"\n") else None
+    except (ValueError, RecursionError):  # the last for lists that are nested too deep
+        return None
+    return message if isinstance(message, dict) else None
 
 
 def names(ranks: list[int]) -> str:

@@ -311,7 +311,9 @@ FAULTS: dict[str, Fault] = {
     "F26": Fault("storm: anything killed at any time", storm),
     "F26l": Fault("the same storm, servers with logs", storm, stack={"log": "every_second"}),
     "F26d": Fault("the same storm on the compose stack", storm, containers=True),
-    "F30": Fault("a batch at which training always fails, left out after three times", poison),
+    "F30": Fault(
+        "a batch at which training always fails, left out after three times", poison, plan={"steps": 150, "every": 10}
+    ),
     "reset": Fault("connections reset, five times", reset, goes_on=True, job={"links": True}),
     "equal": Fault("five parts killed, reproducible run", everything, plan={"bits": True, "reproducible": True}),
     "equall": Fault(

@@ -206,11 +206,12 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
     for status, again in (("running", True), ("finished", False)):
         summary.write_text(f'{{\n "status": "{status}",\n "job": "one"\n}}\n')
         assert launched(PERSIA_JOB="one") is again
-        config.write_text("common_config:\n  metrics_config:\n    job_name: one  # ours\n")
-        assert launched() is again
+        for name in ("one  # ours", "'one'", '"one" # ours'):
+            config.write_text(f"common_config:\n  metrics_config:\n    job_name: {name}\n")
+            assert launched() is again
     # A run of another job is none of this one, and where the name cannot be told the launcher decides.
     assert launched(PERSIA_JOB="two")
-    for text in ("    job_name: two\n", "    job_name: 'one'\n", "    job_name: x\n    job_name: ne\n", "{}\n"):
+    for text in ("    job_name: two\n", "    job_name: 'one\"\n", "    job_name: x\n    job_name: ne\n", "{}\n"):
         config.write_text(text)
         assert launched()
     config.unlink()

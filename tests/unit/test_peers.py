@@ -6,8 +6,10 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -267,12 +269,38 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
     listener.close()
 
 
-def test_a_stranger_that_trickles_holds_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither while rank 0 waits for ranks nor behind that; of too many, those that came first are closed."""
+    monkeypatch.setattr(meeting, "INTRODUCTION_S", 10 * LONG)
+    listener = meeting.listen("127.0.0.1")
+    address = ("127.0.0.1", listener.getsockname()[1])
+    first = pool.submit(meeting.host, listener, me(0), LONG)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(meeting.STRANGERS + 20)]
+        for stranger in strangers:
+            assert b"challenge" in stranger.recv(1000)
+        right = meeting.join(address, me(1), LONG)
+        alone = first.result(LONG)
+        with pytest.raises(UsageError, match="pid 101 on here"):
+            meeting.join(address, me(1, pid=7), LONG)
+        assert strangers[0].recv(1000) == b""
+        strangers[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            strangers[-1].recv(1000)
+        for each in (right, alone):
+            each.leave(None)
+        strangers[-1].settimeout(LONG)
+        assert strangers[-1].recv(1000) == b""
+    listener.close()
+
+
+def test_a_stranger_that_trickles_is_cut_off(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "INTRODUCTION_S", 0.5)
     listener = meeting.listen("127.0.0.1")
     first = pool.submit(meeting.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as stranger:
         assert b"challenge" in stranger.recv(1000)
+        monkeypatch.setattr(meeting, "INTRODUCTION_S", LONG)  # the rank has time
 
         def trickle() -> bool:
             try:
@@ -281,9 +309,23 @@ def test_a_stranger_that_trickles_holds_nobody_up(pool: ThreadPoolExecutor, monk
                 return True
             return False
 
-        other = pool.submit(meeting.join, ("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
         wait_until("the stranger to be cut off", trickle, LONG)
-        right = other.result(LONG)
+    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    for each in (right, first.result(LONG)):
+        each.leave(None)
+    listener.close()
+
+
+def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
+    listener = meeting.listen("127.0.0.1")
+    first = pool.submit(meeting.host, listener, me(0), LONG)
+    with socket.create_connection(listener.getsockname()) as stranger:
+        assert b"challenge" in stranger.recv(1000)
+        with pytest.raises(OSError, match="reset|Broken pipe"):
+            for _ in range(1000):
+                stranger.sendall(b" " * 1000)
+                time.sleep(0.001)
+    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
         each.leave(None)
     listener.close()
@@ -293,7 +335,7 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
     """Neither while it waits for ranks nor behind that."""
     listener = meeting.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    lines = [b"[" * 100_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
+    lines = [b"[" * 10_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
 
     def annoy() -> None:
         for line in lines:
@@ -332,7 +374,7 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
     else:
         made = [meeting.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
         made.append(first.result(LONG))
-        assert share(pool, made, "step 1")[0].result(LONG) == [0, 10, 20]
+        assert [future.result(LONG) for future in share(pool, made, "step 1")] == [[0, 10, 20]] * 3
     for each in (killed, *made):
         each.leave(None)
     listener.close()

@@ -100,10 +100,23 @@ def to_skip(taken: list[int]) -> int:
     return max(0, min(taken, default=0) - 1)
 
 
-def digests_behind(batches: int, replicas: int, state: dict[str, Any] | None) -> list[Digest]:
-    """Return the replicas' digests behind so many batches of each, as :meth:`Rounds.state` has them, if it does."""
+def digests_behind(batches: int, replicas: int, state: object) -> list[Digest]:
+    """Return the replicas' digests behind so many batches of each, as :meth:`Rounds.state` has them, if it does.
+
+    Args:
+        batches: Of each replica.
+        replicas: How many there are.
+        state: From a checkpoint, so that it may be anything.
+    """
     if batches == 0:
         return [0] * replicas
-    if state is None or (state["version"], state["batches"], len(state["digests"])) != (__version__, batches, replicas):
-        return [None] * replicas  # another version may encode batches in another way
-    return list(state["digests"])
+    match state:
+        case {"version": str(version), "batches": int(number), "digests": list(digests)}:
+            same = (version, number, len(digests)) == (__version__, batches, replicas)
+            if same and all(map(_is_digest, digests)):
+                return list(digests)
+    return [None] * replicas  # another version may encode batches in another way
+
+
+def _is_digest(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 1 << 32)

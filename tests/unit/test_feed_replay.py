@@ -1,0 +1,277 @@
+"""What a script that starts again, or a run that is resumed, sends again, leaves out, and tells of."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, Told
+from feeding import JOB, MakeRanks, Ranks, batch, connect, many, new_ranks, number, sending
+from relay import Relay
+from waiting import wait_until
+
+from persia import __version__, feed
+from persia.data import StreamingDataset
+from persia.errors import DataError, UsageError
+from persia.feed.replay import Rounds, digests_behind, to_skip
+from persia.feed.sender import Sender
+
+
+@pytest.fixture
+def ranks() -> Iterator[MakeRanks]:
+    """Make ranks, and end them."""
+    with new_ranks() as make:
+        yield make
+
+
+def test_a_resumed_run_skips_what_it_has_trained_on(ranks: MakeRanks) -> None:
+    run = ranks(2)
+    run.begin(5)
+    for server in run.servers:
+        server.inbox.open(3, skip=2, replicas=1)
+    with sending(run, 8):
+        assert run.rest(0) == [4, 6]
+        assert run.rest(1) == [5, 7]
+
+
+@pytest.mark.parametrize(("of_second", "rest"), [(3, [5, 6]), (2, [6])])
+def test_a_resumed_run_counts_in_the_order_of_training(
+    ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, of_second: int, rest: list[int]
+) -> None:
+    """Replica 1 ended early, perhaps with one batch less for this rank than for rank 0, which wrote the checkpoint."""
+    run = ranks(1)
+    run.servers[0].close()
+    run.servers = [feed.serve(JOB, host="127.0.0.1")]
+    run.servers[0].welcome(2, 0, 1)
+    context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
+    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    data = StreamingDataset()
+    data.load_state_dict({"taken": [5, 3], "world_size": 1})
+    with sending(run, 7, 0, 2), sending(run, of_second, 1, 2, first=100):
+        assert [number(each.data) for each in data] == rest
+        assert sum(data.state_dict()["taken"]) == 8 + len(rest)
+
+
+def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks: MakeRanks, others_told: Told) -> None:
+    """In another process, whose hashes have other seeds."""
+    run = ranks(1, buffer=30)
+    script = (
+        f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT / 'tests' / 'unit')!r}]\n"
+        "import time\nfrom feeding import JOB, many\nfrom persia.feed.sender import Sender\n"
+        f"sender = Sender(JOB, 0, 1, find=lambda: {run.find()!r}, start_timeout=20)\n"
+        "for n in range(20): sender.send(many(n))\n"
+        "time.sleep(60)\n"
+    )
+    first = subprocess.Popen([sys.executable, "-c", script], env=os.environ)
+    wait_until("20 batches", lambda: run.servers[0].inbox.queued() == 20, 60)
+    first.kill()
+    first.wait()
+    for changed in (None, 7):
+        second = connect(run, start_timeout=20)
+        for each in range(20):
+            second.send(many(each if each != changed else 8))
+        second.close()
+        assert len(others_told()) == (changed is not None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "warned"),
+    [(None, []), (0, [0]), (3, [1]), (4, [0]), (9, [])],
+    ids=["none", "the first", "one of rank 1", "the last of those received", "one that was not received"],
+)
+def test_batches_that_differ_from_those_received_are_told_once(
+    ranks: MakeRanks, others_told: Told, changed: int | None, warned: list[int]
+) -> None:
+    run = ranks(2, buffer=10)
+    first = connect(run)
+    for each in range(6):
+        first.send(batch(each))
+    wait_until("6 batches", lambda: sum(server.inbox.queued() for server in run.servers) == 6, 20)
+    assert [run.take(0), run.take(1)] == [0, 1]
+    first.close()
+    with sending(run, 12, changed=changed) as (thread, ended, _):
+        assert run.rest(0) == [2, 4, 6, 8, 10]
+        assert run.rest(1) == [3, 5, 7, 10_000 if changed == 9 else 9, 11]
+        thread.join(20)
+        assert not ended
+    text = (
+        "data-compose replica 0: the 3 batches that rank {} has had already, and that are not sent again, are others "
+        "than those it had: samples of these batches were trained on twice or not at all, and exactly-once does not "
+        "hold for them; give the script a fixed seed and a fixed order, or begin a new run"
+    )
+    assert others_told() == [text.format(rank) for rank in warned]
+
+
+def cut(relay: Relay, sender: Sender) -> None:
+    """End the connection, and wait for the welcome of the next."""
+    stream = sender._streams[0]
+    before = [None, stream._call]
+    relay.cut()
+    wait_until("a welcome", lambda: stream._call not in before and stream._state.startswith("connected to"), 20)
+
+
+@pytest.mark.parametrize("changed", [None, 1])
+def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
+    ranks: MakeRanks, others_told: Told, changed: int | None
+) -> None:
+    run = ranks(1, buffer=10)
+    inbox = run.servers[0].inbox
+    first = connect(run)
+    for each in range(4):
+        first.send(batch(each))
+    wait_until("4 batches", lambda: inbox.queued() == 4, 20)
+    first.close()
+    with Relay(run.servers[0].address) as relay:
+        run.find = lambda: [{"index": "0", "replicas": "1", "address": relay.address, "started": ""}]  # type: ignore[method-assign]
+        second = connect(run)
+        for each in range(6):
+            if each in {2, 5}:
+                cut(relay, second)
+            second.send(batch(each if each != changed else 10_000))
+        ending = threading.Thread(target=second.end)
+        ending.start()
+        assert run.rest() == list(range(6))
+        ending.join(20)
+        second.close()
+    assert len(others_told()) == (changed is not None)
+
+
+def streaming(run: Ranks, epoch: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
+    """A data set over rank 0 of a new epoch, without training."""
+    run.kill()
+    run.servers = [feed.serve(JOB, host="127.0.0.1")]
+    run.servers[0].welcome(epoch, 0, 1)
+    context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
+    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    return StreamingDataset()
+
+
+@pytest.mark.parametrize(
+    ("changed", "known", "warned"),
+    [
+        (None, "whole", []),
+        (2, "whole", [1]),
+        (4, "whole", []),  # the last batch of a replica is received and dropped
+        (2, "nothing", []),
+        (2, "of another version", []),
+        (2, "of another number", []),
+    ],
+)
+def test_a_resumed_run_tells_of_batches_that_differ_from_those_trained_on(
+    ranks: MakeRanks,
+    monkeypatch: pytest.MonkeyPatch,
+    others_told: Told,
+    changed: int,
+    known: str,
+    warned: list[int],
+) -> None:
+    """Two replicas; what a checkpoint keeps goes through its JSON and its rank's file."""
+    run = ranks(1)
+    data = streaming(run, 2, monkeypatch)
+    with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100):
+        given = iter(data)
+        states = [(next(given), data.state_dict())[1] for _ in range(14)]
+        data.trained(states[9])  # the others are only looked up
+        assert states[9] == {"taken": [5, 5], "world_size": 1}
+        data.interrupt()
+    passed = data.passed()
+    assert passed is not None and passed["batches"] == 4
+    assert all(passed["digests"]) and len(set(passed["digests"])) == 2
+    changes = {"nothing": None, "of another version": {**passed, "version": "0.0.9"}}
+    passed = {**changes, "whole": passed, "of another number": {**passed, "batches": 3}}[known]
+    data = streaming(run, 3, monkeypatch)
+    data.load_state_dict(states[9])
+    data.expect(passed)
+    assert data.passed() == passed
+    with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100, changed=changed):
+        assert [number(each.data) for each in data] == [5, 105, 6, 106, 7, 107]
+    assert [int(message.split()[2][0]) for message in others_told()] == warned
+    data.trained(data.state_dict())
+    again = data.passed()
+    assert again is not None and again["batches"] == 7
+    assert (None not in again["digests"]) == (known == "whole")
+
+
+def test_a_run_is_resumed_that_had_nothing_yet_of_some_replica(
+    ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ranks(1)
+    data = streaming(run, 2, monkeypatch)
+    with sending(run, 3, 0, 2), sending(run, 3, 1, 2, first=100):
+        assert number(next(iter(data)).data) == 0
+        state = data.state_dict()
+        data.interrupt()
+    assert state["taken"] == [1, 0]
+    data = streaming(run, 3, monkeypatch)
+    data.load_state_dict(state)
+    with sending(run, 3, 0, 2), sending(run, 3, 1, 2, first=100):
+        assert [number(each.data) for each in data] == [100, 1, 101, 2, 102]
+
+
+def test_what_a_resumed_run_keeps_equals_that_of_one_that_was_not_interrupted() -> None:
+    def take(rounds: Rounds, taken: list[int], turns: int) -> None:
+        for _ in range(turns):
+            for replica in range(2):
+                if replica == 0 or taken[1] < 5:  # it ends early
+                    taken[replica] += 1
+                    rounds.take(replica, 100 * replica + taken[replica], taken)
+
+    whole, taken = Rounds(), [0, 0]
+    take(whole, taken, 4)
+    state = whole.state()
+    assert state == {"version": __version__, "batches": 3, "digests": [3, 103]}
+    resumed, again = Rounds(3, digests_behind(3, 2, state)), [3, 3]
+    take(resumed, again, 1)
+    assert resumed.state() == state
+    take(whole, taken, 20)
+    take(resumed, again, 20)
+    assert resumed.state() == whole.state() == {"version": __version__, "batches": 4, "digests": [4, 104]}
+    assert to_skip(taken) == 4
+
+
+KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        7,
+        [KNOWN],
+        {},
+        {**KNOWN, "version": None},
+        {**KNOWN, "version": np.array([__version__] * 2)},
+        {**KNOWN, "batches": 4},
+        {**KNOWN, "batches": torch.tensor([3, 3])},
+        {**KNOWN, "digests": 7},
+        {**KNOWN, "digests": {1: 1, 2: 2}},
+        {**KNOWN, "digests": [1]},
+        *({**KNOWN, "digests": [1, digest]} for digest in (-1, 2**32, 1.0, True, "1", [1])),
+    ],
+)
+def test_a_checkpoint_with_digests_of_another_form_has_none(state: Any) -> None:
+    assert digests_behind(3, 2, KNOWN) == [0, 2**32 - 1]
+    assert digests_behind(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
+    assert digests_behind(3, 2, state) == [None, None]
+
+
+def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks) -> None:
+    run = ranks(1, buffer=10)
+    first = connect(run)
+    for each in range(5):
+        first.send(batch(each))
+    assert [run.take(), run.take()] == [0, 1]
+    first.close()
+    second = connect(run)
+    second.send(batch(0))
+    with pytest.raises(UsageError, match="ended after 1 batches for this rank, and [2-5] have come"):
+        second.end()
+    second.close()
+    with pytest.raises(DataError, match="same batches"):
+        run.rest()
