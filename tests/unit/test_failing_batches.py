@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +349,122 @@ def test_an_error_outside_of_a_batch_is_not_written_down(folder: Path, where: st
             step(ctx, batch)
             if where == "behind backward" and batch.step == 13:
                 raise ZeroDivisionError
+        raise ZeroDivisionError
+    assert "poison" not in names(folder)
+
+
+def passed_on(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
+    """What wraps a loader to show how far it is."""
+    with contextlib.ExitStack():
+        yield from loader
+
+
+def numbered(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
+    """The same, in two layers."""
+    for _, batch in enumerate(loader):
+        yield batch
+
+
+def divide() -> None:
+    raise ZeroDivisionError
+
+
+THROUGH = [iter, passed_on, numbered]
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("how", ["break", "break under with", "return", "break, again raised", "an error caught"])
+def test_an_error_behind_a_loop_that_was_left_is_not_written_down(
+    folder: Path, how: str, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
+) -> None:
+    def train(ctx: TrainCtx) -> None:
+        for batch in through(DataLoader(Marked(), reproducible=True)):
+            if batch.meta is None:
+                step(ctx, batch)
+            elif how == "return":
+                return
+            elif how == "break under with":
+                with contextlib.ExitStack():
+                    break
+            elif how == "an error caught":
+                raise LookupError
+            else:
+                break
+        if how == "break":
+            raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+        with contextlib.suppress(LookupError):
+            train(ctx)
+        try:
+            divide()
+        except ZeroDivisionError:
+            if how == "break, again raised":
+                raise
+        divide()
+    assert "poison" not in names(folder)
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize(
+    "how",
+    ["here", "called", "under with", "behind finally", "raised again", "named", "from another", "around the loop"],
+)
+def test_an_error_of_the_body_is_written_down_however_it_leaves_the_loop(
+    folder: Path, how: str, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
+) -> None:
+    def train(ctx: TrainCtx) -> None:
+        for batch in through(DataLoader(Marked(), reproducible=True)):
+            if batch.meta is None:
+                step(ctx, batch)
+            elif how == "here":
+                raise ZeroDivisionError
+            elif how == "under with":
+                with contextlib.ExitStack():
+                    divide()
+            elif how == "behind finally":
+                try:
+                    divide()
+                finally:
+                    assert True
+            elif how == "raised again":
+                try:
+                    divide()
+                except ZeroDivisionError:
+                    assert True
+                    raise
+            elif how == "named":
+                try:
+                    divide()
+                except ZeroDivisionError as error:
+                    raise error
+            elif how == "from another":
+                try:
+                    divide()
+                except ZeroDivisionError as error:
+                    raise ValueError from error
+            else:
+                divide()
+
+    with contextlib.suppress(ZeroDivisionError, ValueError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+        try:
+            train(ctx)
+        except ZeroDivisionError as error:
+            if how == "around the loop":
+                raise ValueError("training failed") from error
+            raise
+    assert record(folder)["error"] == (
+        "ValueError" if how in {"from another", "around the loop"} else "ZeroDivisionError"
+    )
+
+
+def test_an_error_before_the_loop_is_not_that_of_the_context_before(folder: Path) -> None:
+    checkpoints = Checkpoints(folder, every=10)
+    with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(Marked(), reproducible=True):
+            fails(ctx, batch)
+    shutil.rmtree(folder / "poison")
+    with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints):
         raise ZeroDivisionError
     assert "poison" not in names(folder)
 

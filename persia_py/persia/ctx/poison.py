@@ -1,10 +1,12 @@
 """Batches that fail: each failure is written down, and a batch that always fails may be left out of the run."""
 
 import contextlib
+import dis
 import json
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,6 +84,7 @@ class Poison:
     def __init__(self, *, skip: bool) -> None:
         self.skipped = 0
         self.work: Work | None = None
+        self._left_at: list[tuple[CodeType, int]] | None = None
         self._skip = skip
         self._folder: Path | None = None
         self._began = 0
@@ -96,7 +99,8 @@ class Poison:
             common: Knows the other ranks, and how far training is.
             folder: Where it is written; None where this rank knows no such place.
         """
-        self.work, self._folder, self._began = None, folder, common.engine.step
+        self.at_work(None)
+        self._folder, self._began = folder, common.engine.step
         self._mine = self._read()
         always = [step for step, each in self._mine.items() if each.times >= TRIES] if self._skip else []
         self._always = {step for steps in common.gather("batches that always fail", always) for step in steps}
@@ -156,10 +160,47 @@ class Poison:
         )
         return True
 
+    def at_work(self, work: Work | None) -> None:
+        """Note which batch is in work."""
+        self.work, self._left_at = work, None
+
+    def loop_left(self, frame: FrameType | None) -> None:
+        """Note where the callers of the loop are as its body ends before the data: by an error, or by ``break``.
+
+        Args:
+            frame: The innermost of them.
+        """
+        self._left_at = []
+        while frame is not None:
+            self._left_at.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+
+    def _ended_the_body(self, error: BaseException | None) -> bool:
+        """Whether the loop was left by this error, or by one that it was raised from, and not before it.
+
+        Python closes the loop in either case before it tells the context of an error, but in the first the caller that
+        has the loop stands where the error came from, or where it is raised again.
+        """
+        if self._left_at is None:
+            return True
+        while error is not None:
+            came_from, trace = set(), error.__traceback__
+            while trace is not None:
+                came_from.add((trace.tb_frame.f_code, trace.tb_lasti))
+                trace = trace.tb_next
+            codes = {code for code, _ in came_from}
+            at = next((each for each in self._left_at if each[0] in codes), None)
+            if at is not None and (at in came_from or _raises_again(*at)):
+                return True
+            error = error.__cause__
+        return False
+
     def failed(self, error: Exception) -> None:
         """Write down that the batch in work failed, if that is what ended training; this never raises."""
         work, others = self.work, distributed.peers()
-        if work is None or not _is_of_a_batch(error, work.step) or (others is not None and others.lost):
+        if work is None or not _is_of_a_batch(error, work.step) or not self._ended_the_body(error):
+            return
+        if others is not None and others.lost:
             return
         try:
             self._write(work, error)
@@ -236,6 +277,12 @@ def _is_of_a_batch(error: Exception, step: int) -> bool:
     if isinstance(error, PersiaError):
         return isinstance(error, DataError) and step_of(error) in {None, step}
     return True
+
+
+def _raises_again(code: CodeType, instruction: int) -> bool:
+    """Whether this is where Python goes on with an error: a ``raise`` of nothing new, the end of a ``with``."""
+    name, argument = dis.opname[code.co_code[instruction]], code.co_code[instruction + 1]
+    return name == "RERAISE" or (name == "RAISE_VARARGS" and argument == 0)
 
 
 def _place(position: dict[str, Any]) -> Any:

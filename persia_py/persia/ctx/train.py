@@ -3,6 +3,7 @@
 import contextlib
 import os
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,6 +135,7 @@ class TrainCtx(EmbeddingCtx):
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and bare(self.model) is self.model:
             self._bare, self.model = self.model, self._common.wrap(self.model)
+        self.at_work(None)
         if self._checkpoints is not None:
             if self._common.writes:
                 self._checkpoints.load(self)
@@ -293,7 +295,12 @@ class TrainCtx(EmbeddingCtx):
     def at_work(self, work: Work | None) -> None:
         """Note which batch is in work: what ends the context meanwhile is its failure."""
         if self._checkpoints is not None:
-            self._checkpoints.poison.work = work
+            self._checkpoints.poison.at_work(work)
+
+    def loop_left(self, frame: FrameType | None) -> None:
+        """Note where the callers of a loop are that ends before its data. For :class:`persia.data.DataLoader`."""
+        if self._checkpoints is not None:
+            self._checkpoints.poison.loop_left(frame)
 
     @property
     def saves_itself(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -137,6 +138,9 @@ class DataLoader:
                 whole = True
             elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
                 self._cursor = self._start
+        except GeneratorExit:
+            context.loop_left(sys._getframe().f_back)
+            raise
         except DataError as error:  # not of the loop's body, which is not in here: the next batch was refused
             ahead = (step_of(error) or context.engine.step + 1) - context.engine.step - 1
             if 0 <= ahead < len(fed):
