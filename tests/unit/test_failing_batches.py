@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def test_a_batch_that_fails_is_written_down(folder: Path, caplog: pytest.LogCapt
             "rank": 0,
             "times": times,
             "position": {"batches": 13 if times == 1 else 3, "source": {"next": 13}},
+            "checksum": zlib.crc32(Marked().batch(BAD).to_bytes()),
             "error": "ZeroDivisionError",
             "text": "at this batch",
             "meta": META.decode(),
@@ -182,7 +184,7 @@ def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pyt
     take = DataLoader._next
 
     def refuse(self: DataLoader, pipeline: Pipeline, fed: Any) -> list[TrainingBatch]:
-        if json.loads(fed[0].position)["source"] == {"next": 13}:
+        if json.loads(fed[0].work.position)["source"] == {"next": 13}:
             wait_until("three batches to be fed", lambda: len(fed) >= 3, 30)
             raise DataError("look-up of step 15 failed: too many ids")
         return take(self, pipeline, fed)
@@ -259,6 +261,56 @@ def test_another_batch_of_that_step_is_trained(folder: Path, caplog: pytest.LogC
     fail(2, folder / "other", Marked)
     fail(1, folder / "other", type("MovedToo", (Marked,), {"state_dict": Moved.state_dict}))
     assert record(folder / "other")["times"] == 1
+
+
+class Repaired(Marked):
+    """The same, but for what is wrong with the batch; its place is the same."""
+
+    def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+        if number != self.bad:
+            return super().batch(number, requires_grad=requires_grad)
+        ids = np.arange(10, 18, dtype=np.uint64)
+        features = [IDTypeFeatureWithSingleID(slot, ids) for slot in ("a", "b")]
+        return PersiaBatch(features, labels=[Label(np.zeros((8, 1), np.float32))], meta=b"repaired")
+
+
+@pytest.mark.parametrize("data", ["with a state", "counted"])
+def test_a_batch_that_was_repaired_at_its_place_is_trained(
+    folder: Path, caplog: pytest.LogCaptureFixture, data: str
+) -> None:
+    def source(marked: Batches) -> Batches:
+        plain = Plain(STEPS)
+        plain.batch = marked.batch  # type: ignore[method-assign]
+        return plain if data == "counted" else marked
+
+    seen = []
+
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.meta is None:
+            step(ctx, batch)
+        else:
+            seen.append((batch.step, batch.meta))
+
+    fail(3, folder, lambda: source(Marked()), policy="skip")
+    _, checkpoints, _ = run(folder, lambda: source(Repaired()), body, "skip")
+    assert checkpoints.skipped == 0 and seen == [(BAD + 1, b"repaired")]
+    assert "step 13 is trained: its batch is another one than that which failed" in caplog.text
+
+
+def test_other_batches_at_one_place_are_counted_each_by_itself(folder: Path) -> None:
+    fail(2, folder, Marked)
+    fail(1, folder, Repaired)
+    assert record(folder)["times"] == 1 and record(folder)["meta"] == "repaired"
+    assert (folder / "poison" / "step-13.rank-0.batch").read_bytes() == Repaired().batch(BAD).to_bytes()
+
+
+def test_a_record_without_a_checksum_is_of_another_batch(folder: Path) -> None:
+    fail(3, folder, Marked)
+    older = record(folder)
+    del older["checksum"]
+    (folder / "poison" / "step-13.rank-0.json").write_text(json.dumps(older))
+    fail(1, folder, Marked, policy="skip")
+    assert record(folder)["times"] == 1
 
 
 @pytest.mark.parametrize("times", [2, 3])

@@ -4,6 +4,7 @@ import contextlib
 import dis
 import json
 import re
+import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -59,6 +60,7 @@ class Record:
         error: The class of the last error.
         text: What it says.
         meta: The first 200 of the bytes that travel with the batch, as text; None where there are none.
+        checksum: Of the batch; None in a record of an older version.
     """
 
     step: int
@@ -68,6 +70,11 @@ class Record:
     error: str
     text: str
     meta: str | None
+    checksum: int | None = None
+
+    def is_of(self, position: dict[str, Any], content: bytes) -> bool:
+        """Whether it is this batch that failed; the same place may have another one now."""
+        return _place(self.position) == _place(position) and self.checksum == zlib.crc32(content)
 
 
 class Poison:
@@ -132,14 +139,14 @@ class Poison:
             f"{self._folder}, or from it the steps whose batches are to be tried again or are trained"
         )
 
-    def spares(self, step: int, position: str) -> bool:
+    def spares(self, work: Work) -> bool:
         """Whether this batch of this rank is one that always fails, and is left out at its step."""
-        record = self._mine.get(step) if step in self._out else None
+        record = self._mine.get(work.step) if work.step in self._out else None
         if record is None or record.times < TRIES:
             return False
-        if _place(record.position) == _place(json.loads(position)):
+        if record.is_of(json.loads(work.position), work.batch.to_bytes()):
             return True
-        _logger.warning("step %d is trained: its batch is another one than that which failed", step)
+        _logger.warning("step %d is trained: its batch is another one than that which failed", work.step)
         return False
 
     def leaves_out(self, common: "CommonContext", step: int, *, spared: bool) -> bool:
@@ -211,8 +218,9 @@ class Poison:
         if self._folder is None:
             raise UsageError("this rank knows no folder of checkpoints; set PERSIA_CKPT_DIR")
         rank, position, meta = env.get_rank(), json.loads(work.position), work.batch.meta
+        content = work.batch.to_bytes()
         before = self._mine.get(work.step)
-        same = before is not None and _place(before.position) == _place(position)
+        same = before is not None and before.is_of(position, content)
         record = Record(
             work.step,
             rank,
@@ -221,11 +229,12 @@ class Poison:
             type(error).__name__,
             str(error)[:_TOLD],
             None if meta is None else meta[:200].decode(errors="backslashreplace"),
+            zlib.crc32(content),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._path(work.step)
         if not same:
-            checkpoint.write_whole(path.with_suffix(".batch"), work.batch.to_bytes())
+            checkpoint.write_whole(path.with_suffix(".batch"), content)
         checkpoint.write_whole(path, json.dumps(asdict(record), indent=1).encode() + b"\n")
         _logger.error(
             "step %d failed on rank %d for the %s time: %s: %s; see %s, and the batch beside it; %s",

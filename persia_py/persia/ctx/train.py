@@ -275,9 +275,9 @@ class TrainCtx(EmbeddingCtx):
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
 
-    def spares(self, step: int, position: str) -> bool:
-        """Whether this rank's batch of a step always fails and is left out. For :class:`persia.data.DataLoader`."""
-        return self._checkpoints is not None and self._checkpoints.poison.spares(step, position)
+    def spares(self, work: Work) -> bool:
+        """Whether this batch of this rank always fails and is left out. For :class:`persia.data.DataLoader`."""
+        return self._checkpoints is not None and self._checkpoints.poison.spares(work)
 
     def leaves_out(self, batch: TrainingBatch, *, spared: bool) -> bool:
         """Leave a batch out if all ranks do, because one has ``spared`` its own; every rank calls this.

@@ -18,7 +18,6 @@ from persia.data.streaming import StreamingDataset
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataError, FeatureTypeError, UsageError
 from persia.logger import get_logger
-from persia_core.data import Batch
 from persia_core.forward import Pipeline, TrainingBatch
 
 _logger = get_logger("data")
@@ -34,13 +33,11 @@ class _Fed:
     """A batch that was fed and is to be handed out.
 
     Attributes:
-        position: Where the data set stands behind it.
-        batch: As the data set gave it; the engine has it, too, or another one in its place.
+        work: The batch; the engine has it, too, or another one in its place.
         spared: It always fails, and all ranks leave theirs out with it.
     """
 
-    position: str
-    batch: Batch
+    work: Work
     spared: bool
 
 
@@ -123,7 +120,7 @@ class DataLoader:
                     if context.leaves_out(held[0], spared=given.spared):
                         held.clear()
                     else:
-                        context.at_work(Work(held[0].step, given.position, given.batch))
+                        context.at_work(given.work)
                         stopping.begin_step()
                         yield held.pop()
                         stopping.end_step()
@@ -144,7 +141,7 @@ class DataLoader:
         except DataError as error:  # not of the loop's body, which is not in here: the next batch was refused
             ahead = (step_of(error) or context.engine.step + 1) - context.engine.step - 1
             if 0 <= ahead < len(fed):
-                context.at_work(Work(context.engine.step + 1 + ahead, fed[ahead].position, fed[ahead].batch))
+                context.at_work(fed[ahead].work)
             raise
         finally:
             try:
@@ -191,7 +188,7 @@ class DataLoader:
             batch = pipeline.next(self._timeout_s)
         if batch is None:
             return []
-        batch.position = fed[0].position
+        batch.position = fed[0].work.position
         return [batch]
 
     def _resume(self, cursor: Cursor | None, passed: dict[str, Any] | None) -> int:
@@ -236,8 +233,9 @@ class DataLoader:
                 _check_training(batch, count)
                 step += 1
                 position = json.dumps(_position(count, None if stateful is None else stateful.state_dict()))
-                spared = context.spares(step, position)
-                fed.append(_Fed(position, batch.data, spared))
+                work = Work(step, position, batch.data)
+                spared = context.spares(work)
+                fed.append(_Fed(work, spared))
                 if not pipeline.feed(blank(slots) if spared else batch.data):
                     return  # the loop ended early
             self._end = None if stateful is None else _position(0, stateful.state_dict())
