@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pyt
     take = DataLoader._next
 
     def refuse(self: DataLoader, pipeline: Pipeline, fed: Any) -> list[TrainingBatch]:
-        if json.loads(fed[0].work.position)["source"] == {"next": 13}:
+        if json.loads(fed[0].position)["source"] == {"next": 13}:
             wait_until("three batches to be fed", lambda: len(fed) >= 3, 30)
             raise DataError("look-up of step 15 failed: too many ids")
         return take(self, pipeline, fed)
@@ -194,6 +195,55 @@ def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pyt
     assert names(folder / "poison") == ["step-15.rank-0.batch", "step-15.rank-0.json"]
     assert record(folder, 15)["position"]["source"] == {"next": 15}
     assert (folder / "poison" / "step-15.rank-0.batch").read_bytes() == Batches(STEPS).batch(14).to_bytes()
+
+
+@pytest.mark.parametrize("where", ["in backward", "behind backward", "behind a loop that was left"])
+def test_a_look_up_ahead_that_is_refused_is_not_blamed_on_the_batch_in_work(folder: Path, where: str) -> None:
+    """Who has the rows takes steps of 32 bits, which the engine itself does not know."""
+    last = 2**32 - 1
+
+    class Waiting(Batches):
+        """The batch that is refused comes when that is asked for."""
+
+        asked = threading.Event()
+
+        def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+            assert number != BAD or self.asked.wait(30)
+            return super().batch(number, requires_grad=requires_grad)
+
+    def refused(ctx: TrainCtx) -> bool:
+        try:
+            ctx.engine.drain()
+        except DataError:
+            return True
+        return False
+
+    def train() -> None:
+        with make(checkpoints=Checkpoints(folder, every=5)) as ctx:
+            if ctx.step == 0:
+                ctx.common.begin(resume=(0, last - BAD, 1))
+            for batch in DataLoader(Waiting(STEPS), embedding_staleness=16):
+                if batch.step < last - 5 or where != "in backward":
+                    step(ctx, batch)
+                if batch.step < last - 5:
+                    continue
+                Waiting.asked.set()
+                wait_until("the look-up to be refused", lambda: refused(ctx), 30)
+                if where == "in backward":
+                    step(ctx, batch)
+                if where == "behind a loop that was left":
+                    break
+                ctx.dump_checkpoint(folder.parent / "by hand")
+            ctx.dump_checkpoint(folder.parent / "by hand")
+
+    for _ in range(2):
+        Waiting.asked.clear()
+        with pytest.raises(DataError, match=f"look-up of step {last + 1} failed"):
+            train()
+    assert names(folder / "poison") == [f"step-{last + 1}.rank-0.batch", f"step-{last + 1}.rank-0.json"]
+    written = record(folder, last + 1)
+    assert (written["times"], written["position"]["source"]) == (2, {"next": BAD + 1})
+    assert (folder / "poison" / f"step-{last + 1}.rank-0.batch").read_bytes() == Batches(STEPS).batch(BAD).to_bytes()
 
 
 def test_a_save_right_behind_a_batch_that_is_left_out(folder: Path) -> None:

@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from persia import checkpoint, env, job, stopping
 from persia.copies import Copies
 from persia.ctx.base import ends_well
-from persia.ctx.poison import FOLDER, Poison
+from persia.ctx.poison import FOLDER, Poison, Work
 from persia.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
@@ -155,15 +155,15 @@ class Checkpoints:
         context.go_on_from(loaded)
         _logger.info("training goes on behind step %d, from %s", loaded.step, loaded.path)
 
-    def learn_failures(self, context: "TrainCtx") -> None:
-        """At the start of a training loop: learn which batches have failed; every rank calls this."""
+    def learn_failures(self, context: "TrainCtx", fed: Sequence[Work]) -> None:
+        """At the start of a training loop, which ``fed`` is ahead of: learn which batches have failed; all ranks do."""
         common = context.common
         name = common.gather("folder of the saves", self._name() if common.writes else None)[0]
         try:
             folder = common.checkpoint_dir(name) / FOLDER
         except UsageError:  # this rank has no such place: it matters once a batch fails here
             folder = None
-        self.poison.begin(common, folder)
+        self.poison.begin(common, folder, fed)
 
     def _copies(self) -> Copies | None:
         """Return where saves are copied to."""

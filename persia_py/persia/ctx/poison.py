@@ -5,6 +5,7 @@ import dis
 import json
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -35,17 +36,19 @@ _TOLD = 4096
 
 @dataclass(frozen=True)
 class Work:
-    """A batch that is in work.
+    """A batch that was fed to the engine, or is in work.
 
     Attributes:
         step: Its step.
         position: Where the data set stands behind it, as the data loader says it.
-        batch: As the data set gave it; the engine holds it, too.
+        batch: As the data set gave it; the engine has it, too, or another one in its place.
+        spared: It always fails, and all ranks leave theirs out with it.
     """
 
     step: int
     position: str
     batch: "Batch"
+    spared: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Poison:
     def __init__(self, *, skip: bool) -> None:
         self.skipped = 0
         self.work: Work | None = None
+        self._fed: Sequence[Work] = ()
         self._left_at: list[tuple[CodeType, int]] | None = None
         self._skip = skip
         self._folder: Path | None = None
@@ -99,15 +103,21 @@ class Poison:
         self._always: set[int] = set()  # on any rank, however close
         self._out: set[int] = set()
 
-    def begin(self, common: "CommonContext", folder: Path | None) -> None:
+    def forget(self) -> None:
+        """Forget what was in work, at the start of a context."""
+        self.at_work(None)
+        self._fed = ()
+
+    def begin(self, common: "CommonContext", folder: Path | None, fed: Sequence[Work]) -> None:
         """Learn what has failed so far, at the start of a training loop; every rank calls this.
 
         Args:
             common: Knows the other ranks, and how far training is.
             folder: Where it is written; None where this rank knows no such place.
+            fed: The batches behind the one in work that the engine has; it changes as training goes on.
         """
         self.at_work(None)
-        self._folder, self._began = folder, common.engine.step
+        self._fed, self._folder, self._began = fed, folder, common.engine.step
         self._mine = self._read()
         always = [step for step, each in self._mine.items() if each.times >= TRIES] if self._skip else []
         self._always = {step for steps in common.gather("batches that always fail", always) for step in steps}
@@ -203,16 +213,26 @@ class Poison:
         return False
 
     def failed(self, error: Exception) -> None:
-        """Write down that the batch in work failed, if that is what ended training; this never raises."""
-        work, others = self.work, distributed.peers()
-        if work is None or not _is_of_a_batch(error, work.step) or not self._ended_the_body(error):
-            return
-        if others is not None and others.lost:
+        """Write down that a batch failed, if that is what ended training; this never raises."""
+        work, others = self._blamed(error), distributed.peers()
+        if work is None or (others is not None and others.lost):
             return
         try:
             self._write(work, error)
         except Exception as problem:  # whatever it is, the error of the batch is the one to be told
             _logger.warning("step %d failed, but that cannot be written down: %s", work.step, problem)
+
+    def _blamed(self, error: Exception) -> Work | None:
+        """Return the batch whose failure this is: the one in work, or one behind it whose look-up was refused."""
+        if isinstance(error, PersiaError):
+            if not isinstance(error, DataError):
+                return None
+            step, fed = _step_of(error), self._fed
+            if step is not None and fed and 0 <= step - fed[0].step < len(fed):
+                return fed[step - fed[0].step]
+            if self.work is not None and step not in {None, self.work.step}:
+                return None
+        return self.work if self._ended_the_body(error) else None
 
     def _write(self, work: Work, error: Exception) -> None:
         if self._folder is None:
@@ -275,17 +295,10 @@ def blank(slots: list[str]) -> "Batch":
     return PersiaBatch([IDTypeFeature(slot, none) for slot in slots], labels=[Label(np.zeros((1, 1), np.float32))]).data
 
 
-def step_of(error: BaseException) -> int | None:
+def _step_of(error: Exception) -> int | None:
     """Return the step that the engine names in an error, if it names one: look-ups are ahead of training."""
     found = re.search(r"\bstep ([0-9]+)", str(error))
     return None if found is None else int(found[1])
-
-
-def _is_of_a_batch(error: Exception, step: int) -> bool:
-    """Whether it may be the batch of this step that failed, and not another one, or a part of the system."""
-    if isinstance(error, PersiaError):
-        return isinstance(error, DataError) and step_of(error) in {None, step}
-    return True
 
 
 def _raises_again(code: CodeType, instruction: int) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -135,8 +136,8 @@ class TrainCtx(EmbeddingCtx):
         self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and bare(self.model) is self.model:
             self._bare, self.model = self.model, self._common.wrap(self.model)
-        self.at_work(None)
         if self._checkpoints is not None:
+            self._checkpoints.poison.forget()
             if self._common.writes:
                 self._checkpoints.load(self)
             self._stopping.enter_context(stopping.saving_run())
@@ -158,13 +159,13 @@ class TrainCtx(EmbeddingCtx):
         finally:
             self._stopping.close()
 
-    def open_loop(self, loader: "DataLoader", buffer: int) -> Pipeline:
+    def open_loop(self, loader: "DataLoader", buffer: int, fed: Sequence[Work]) -> Pipeline:
         """Start a training loop over ``loader``; every rank calls this. For :class:`persia.data.DataLoader`."""
         self._common.wait_writing()
         pipeline = self._common.open_loop(loader.staleness, loader.reproducible, buffer)
         self._spread()
         if self._checkpoints is not None:
-            self._checkpoints.learn_failures(self)
+            self._checkpoints.learn_failures(self, fed)
         return pipeline
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
