@@ -410,6 +410,36 @@ def test_far_apart_both_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPat
     assert checkpoints.skipped == 2
 
 
+def test_a_batch_left_out_before_the_save_stops_no_later_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.step in {13, 18}:
+            raise ZeroDivisionError
+        step(ctx, batch)
+
+    fail(6, folder, lambda: Batches(STEPS), body, policy="skip", every=5)
+    assert record(folder, 18)["times"] == 3
+    assert "so do the steps" not in caplog.text
+    _, checkpoints, _ = run(folder, lambda: Batches(STEPS), body, "skip", every=5)
+    assert checkpoints.skipped == 1
+    assert "step-25" in names(folder)
+
+
+def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.step > BAD:
+            raise ZeroDivisionError
+        step(ctx, batch)
+
+    fail(6, folder, lambda: Batches(STEPS), body, policy="skip", every=1)
+    assert record(folder, 14)["times"] == 3
+    assert "it always fails, and so do the steps 13" in caplog.text
+    fail(1, folder, lambda: Batches(STEPS), body, policy="skip", every=1)
+    assert "no batch of the steps 14 is left out" in caplog.text
+    assert names(folder) == ["LATEST", "poison", "step-11", "step-12", "step-13"]
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -71,9 +71,9 @@ class Checkpoints:
         failing_batches: What becomes of a batch at which training has failed 3 times on one rank, each time after the
             run was started again. ``stop``: it fails again. ``skip``: all ranks leave the batches of that step out
             together, without the body of the loop, and model and rows stay as they are; but of steps that always fail
-            and are less than 100 apart none is left out, because it is hardly the data then. Failures of a batch, but
-            none of a part of the system, are written down in the folder ``poison`` beside the saves, with the batch,
-            until the step was trained and saved.
+            and are less than 100 apart, without a save between them, none is left out, because it is hardly the data
+            then. Failures of a batch, but none of a part of the system, are written down in the folder ``poison``
+            beside the saves, with the batch, until the step was trained and saved.
 
     Raises:
         UsageError: A number below 1, something in ``state`` without the two methods, or another ``failing_batches``.

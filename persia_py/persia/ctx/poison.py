@@ -99,6 +99,7 @@ class Poison:
         self._skip = skip
         self._folder: Path | None = None
         self._began = 0
+        self._saved = 0  # training never comes before it again
         self._mine: dict[int, Record] = {}
         self._always: set[int] = set()  # on any rank, however close
         self._out: set[int] = set()
@@ -117,12 +118,14 @@ class Poison:
             fed: The batches behind the one in work that the engine has; it changes as training goes on.
         """
         self.at_work(None)
-        self._fed, self._folder, self._began = fed, folder, common.engine.step
+        self._fed, self._folder = fed, folder
+        self._began = self._saved = common.engine.step
         self._mine = self._read()
         always = [step for step, each in self._mine.items() if each.times >= TRIES] if self._skip else []
         self._always = {step for steps in common.gather("batches that always fail", always) for step in steps}
-        close = {step for step in self._always if self._beside(step)}
-        self._out = self._always - close
+        ahead = {step for step in self._always if step > self._began}
+        close = {step for step in ahead if self._beside(step)}
+        self._out = ahead - close
         if close and common.writes:
             _logger.error("no batch of the steps %s is left out: %s", _listed(close), self._hardly_the_data())
 
@@ -140,8 +143,12 @@ class Poison:
         return found
 
     def _beside(self, step: int) -> set[int]:
-        """Return the other steps close to this one that always fail."""
-        return {other for other in self._always if other != step and abs(other - step) < APART}
+        """Return the other steps close to this one that always fail, and are ahead of the newest save or next to it.
+
+        Those that were left out before that save are behind for good, and steps between them and this one were trained.
+        """
+        near = {other for other in self._always if other != step and abs(other - step) < APART}
+        return {other for other in near if other > self._saved or other == step - 1}
 
     def _hardly_the_data(self) -> str:
         return (
@@ -279,6 +286,7 @@ class Poison:
 
     def saved(self, step: int) -> None:
         """Forget the failures of steps up to this one that this process has trained."""
+        self._saved = max(self._saved, step)
         for each in [each for each in self._mine if self._began < each <= step and each not in self._out]:
             del self._mine[each]
             for suffix in (".json", ".batch"):
