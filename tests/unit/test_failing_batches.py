@@ -18,6 +18,7 @@ from test_training import SLOTS, everything, make
 from waiting import wait_until
 
 from persia import checkpoint
+from persia.checkpoint import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
 from persia.embedded import EmbeddedContext
@@ -375,6 +376,48 @@ def test_a_step_that_was_trained_after_all_is_forgotten(folder: Path, times: int
     _, checkpoints, _ = run(folder, lambda: Batches(STEPS, ids=20), body)
     assert checkpoints.skipped == 0
     assert names(folder / "poison") == []
+
+
+@pytest.mark.parametrize("how", ["refused", "not ended"])
+def test_a_step_is_not_forgotten_before_its_save_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    fail(2, folder, Marked)
+    write, over = Save._write, threading.Event()
+
+    def refuse(_: Save) -> None:
+        assert how == "refused" or over.wait(30)
+        raise StorageError("no space left on the device")
+
+    checkpoints = Checkpoints(folder, every=10)
+    monkeypatch.setattr(Save, "_write", refuse)
+    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.ctx.base._WRITTEN_S", 0.1)
+    with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(Marked(), reproducible=True):
+            if batch.meta is None:
+                step(ctx, batch)
+            if batch.step == 22:
+                break
+        assert checkpoints.saved >= 20
+        raise ZeroDivisionError
+    assert record(folder)["times"] == 2
+    over.set()
+    monkeypatch.setattr(Save, "_write", write)
+    fail(1, folder, Marked)
+    assert record(folder)["times"] == 3
+
+
+def test_a_step_is_forgotten_once_its_save_is_known_to_be_written(folder: Path) -> None:
+    fail(2, folder, Marked)
+
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        step(ctx, batch)
+        if ctx.common.writing is not None:
+            ctx.common.writing.wait()
+        assert (names(folder / "poison") == []) == (batch.step > 20)
+
+    run(folder, lambda: Batches(STEPS, ids=20), body, every=5)
 
 
 def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

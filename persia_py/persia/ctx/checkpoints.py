@@ -113,6 +113,7 @@ class Checkpoints:
         self.allow_previous = allow_previous
         self._tries = 0
         self._again_at: float | None = None  # by the clock, where a save failed
+        self._written = 0  # the step of the newest save that is known to be written, on rank 0
         self.saved = 0
         """The step that was last saved, or gone on from: the same on all ranks."""
         self.failed = 0
@@ -220,7 +221,12 @@ class Checkpoints:
         """
         if step != self.saved:
             self.save(context, step)
-        while context.common.gather("checkpoint written", self._settled(context.common))[0] is False:
+        while True:
+            settled = self._settled(context.common)
+            settled, written = context.common.gather("checkpoint written", [settled, self._written])[0]
+            self.poison.saved(written)
+            if settled is not False:
+                return
             self.save(context, step)
 
     def save(self, context: "TrainCtx", step: int) -> None:
@@ -230,16 +236,16 @@ class Checkpoints:
             PersiaError: A push of a rank is not applied, or a rank is gone.
         """
         self.saved = step
-        self.poison.saved(step)
         common = context.common
         with common.still():
-            failed = common.gather("checkpoint", self.failed)[0]
+            failed, written = common.gather("checkpoint", [self.failed, self._written])[0]
             if not common.writes:
                 self.failed = failed
             states = common.collect(context.rank_state())
             if states is not None:
                 self._cut(context, step, states)
             common.gather("checkpoint cut", None)
+        self.poison.saved(written)
 
     def leave_if_asked(self, context: "TrainCtx", left_by: BaseException | None) -> None:
         """At the end of a context that was left by this: save the run and leave, if this process was asked to stop.
@@ -309,6 +315,7 @@ class Checkpoints:
             self._try_again(step, error)
             return
         self._tries = 0
+        self._written = step
         _logger.info(
             "checkpoint %s written in %.1f s, training stood still for %.2f s, %d older removed",
             path,
@@ -385,7 +392,7 @@ class Checkpoints:
             self._check_state(state)
             for name, each in self._state.items():
                 each.load_state_dict(state[name])
-        self.saved = step
+        self.saved = self._written = step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of what was given as ``state``, by name."""

@@ -285,7 +285,7 @@ class Poison:
         return "it always fails, and is left out when the run is started again"
 
     def saved(self, step: int) -> None:
-        """Forget the failures of steps up to this one that this process has trained."""
+        """Forget the failures of steps that this process has trained, up to that of a save that is written."""
         self._saved = max(self._saved, step)
         for each in [each for each in self._mine if self._began < each <= step and each not in self._out]:
             del self._mine[each]
