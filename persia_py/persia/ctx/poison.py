@@ -222,7 +222,7 @@ class Poison:
     def failed(self, error: Exception) -> None:
         """Write down that a batch failed, if that is what ended training; this never raises."""
         work, others = self._blamed(error), distributed.peers()
-        if work is None or (others is not None and others.lost):
+        if work is None or (others is not None and others.gone(error)):
             return
         try:
             self._write(work, error)
