@@ -99,7 +99,7 @@ class Poison:
         self._skip = skip
         self._folder: Path | None = None
         self._began = 0
-        self._saved = 0  # training never comes before it again
+        self._saved = 0  # the newest save, as far as is known
         self._mine: dict[int, Record] = {}
         self._always: set[int] = set()  # on any rank, however close
         self._out: set[int] = set()
