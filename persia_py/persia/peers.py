@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from persia import stopping, watchdog
-from persia.errors import RunLostError, UnreachableError, UsageError
+from persia.errors import PersiaError, RunLostError, UnreachableError, UsageError
 from persia.logger import get_logger
 
 _logger = get_logger("peers")
@@ -29,6 +29,8 @@ SILENCE_S = 120.0
 """How long a rank may be silent before it counts as lost: stopped, frozen, or its network is gone."""
 _GRACE_S = 15.0
 """How long the training loop may take to notice that a rank is lost, before this process ends by itself."""
+_NOTICED_S = 3.0
+"""How long it may take to be known here that a rank is gone, after a collective has failed by that."""
 REMIND_S = 30.0
 """How often a long wait is logged."""
 _LINE = 1 << 20
@@ -237,9 +239,8 @@ class Peers:
         Raises:
             RunLostError: A rank is gone.
         """
-        deadline = time.monotonic() + 3.0
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None, max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(lambda: self._lost is not None, _NOTICED_S)
             if self._lost is not None:
                 raise self._lost_error() from error
 
@@ -257,10 +258,13 @@ class Peers:
         for link in self._links.values():
             link.send({"hung": reason})
 
-    @property
-    def lost(self) -> bool:
-        """Whether a rank is known to be gone."""
-        return self._lost is not None
+    def gone(self, error: BaseException) -> bool:
+        """Whether a rank is lost or has left, so that this may be the error of a collective; torch may be sooner."""
+        may_be = isinstance(error, RuntimeError) and not isinstance(error, PersiaError)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._lost is not None or bool(self._left), _NOTICED_S if may_be else 0.0
+            )
 
     @property
     def closed(self) -> bool:
@@ -326,11 +330,20 @@ class Peers:
             watchdog.end(str(message["hung"]), self.hung)  # rank 0 tells the others; they have nobody but rank 0
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
+        elif "over" in message:
+            self._note_left(message["over"])
         elif "left" in message:
             if message["left"] is None:
-                self._left.add(rank)
+                self._note_left(rank)
             else:
                 self._lost = self._lost or (rank, message["left"])
+
+    def _note_left(self, rank: int) -> None:
+        """Note that a rank has left cleanly; rank 0 passes it on."""
+        self._left.add(rank)
+        for other, link in self._links.items():
+            if self.rank == 0 and other != rank:
+                link.send({"over": rank})
 
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:

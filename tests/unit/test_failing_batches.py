@@ -4,7 +4,9 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from test_training import SLOTS, everything, make
 from waiting import wait_until
 
 from persia import checkpoint
+from persia.checkpoint import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
 from persia.embedded import EmbeddedContext
@@ -114,6 +117,7 @@ def test_a_batch_that_fails_is_written_down(folder: Path, caplog: pytest.LogCapt
             "rank": 0,
             "times": times,
             "position": {"batches": 13 if times == 1 else 3, "source": {"next": 13}},
+            "checksum": zlib.crc32(Marked().batch(BAD).to_bytes()),
             "error": "ZeroDivisionError",
             "text": "at this batch",
             "meta": META.decode(),
@@ -194,6 +198,55 @@ def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pyt
     assert (folder / "poison" / "step-15.rank-0.batch").read_bytes() == Batches(STEPS).batch(14).to_bytes()
 
 
+@pytest.mark.parametrize("where", ["in backward", "behind backward", "behind a loop that was left"])
+def test_a_look_up_ahead_that_is_refused_is_not_blamed_on_the_batch_in_work(folder: Path, where: str) -> None:
+    """Who has the rows takes steps of 32 bits, which the engine itself does not know."""
+    last = 2**32 - 1
+
+    class Waiting(Batches):
+        """The batch that is refused comes when that is asked for."""
+
+        asked = threading.Event()
+
+        def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+            assert number != BAD or self.asked.wait(30)
+            return super().batch(number, requires_grad=requires_grad)
+
+    def refused(ctx: TrainCtx) -> bool:
+        try:
+            ctx.engine.drain()
+        except DataError:
+            return True
+        return False
+
+    def train() -> None:
+        with make(checkpoints=Checkpoints(folder, every=5)) as ctx:
+            if ctx.step == 0:
+                ctx.common.begin(resume=(0, last - BAD, 1))
+            for batch in DataLoader(Waiting(STEPS), embedding_staleness=16):
+                if batch.step < last - 5 or where != "in backward":
+                    step(ctx, batch)
+                if batch.step < last - 5:
+                    continue
+                Waiting.asked.set()
+                wait_until("the look-up to be refused", lambda: refused(ctx), 30)
+                if where == "in backward":
+                    step(ctx, batch)
+                if where == "behind a loop that was left":
+                    break
+                ctx.dump_checkpoint(folder.parent / "by hand")
+            ctx.dump_checkpoint(folder.parent / "by hand")
+
+    for _ in range(2):
+        Waiting.asked.clear()
+        with pytest.raises(DataError, match=f"look-up of step {last + 1} failed"):
+            train()
+    assert names(folder / "poison") == [f"step-{last + 1}.rank-0.batch", f"step-{last + 1}.rank-0.json"]
+    written = record(folder, last + 1)
+    assert (written["times"], written["position"]["source"]) == (2, {"next": BAD + 1})
+    assert (folder / "poison" / f"step-{last + 1}.rank-0.batch").read_bytes() == Batches(STEPS).batch(BAD).to_bytes()
+
+
 def test_a_save_right_behind_a_batch_that_is_left_out(folder: Path) -> None:
     fail(3, folder, Marked, every=13)
     _, _, expected = run(folder, Marked, policy="skip", every=13)
@@ -261,6 +314,56 @@ def test_another_batch_of_that_step_is_trained(folder: Path, caplog: pytest.LogC
     assert record(folder / "other")["times"] == 1
 
 
+class Repaired(Marked):
+    """The same, but for what is wrong with the batch; its place is the same."""
+
+    def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+        if number != self.bad:
+            return super().batch(number, requires_grad=requires_grad)
+        ids = np.arange(10, 18, dtype=np.uint64)
+        features = [IDTypeFeatureWithSingleID(slot, ids) for slot in ("a", "b")]
+        return PersiaBatch(features, labels=[Label(np.zeros((8, 1), np.float32))], meta=b"repaired")
+
+
+@pytest.mark.parametrize("data", ["with a state", "counted"])
+def test_a_batch_that_was_repaired_at_its_place_is_trained(
+    folder: Path, caplog: pytest.LogCaptureFixture, data: str
+) -> None:
+    def source(marked: Batches) -> Batches:
+        plain = Plain(STEPS)
+        plain.batch = marked.batch  # type: ignore[method-assign]
+        return plain if data == "counted" else marked
+
+    seen = []
+
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.meta is None:
+            step(ctx, batch)
+        else:
+            seen.append((batch.step, batch.meta))
+
+    fail(3, folder, lambda: source(Marked()), policy="skip")
+    _, checkpoints, _ = run(folder, lambda: source(Repaired()), body, "skip")
+    assert checkpoints.skipped == 0 and seen == [(BAD + 1, b"repaired")]
+    assert "step 13 is trained: its batch is another one than that which failed" in caplog.text
+
+
+def test_other_batches_at_one_place_are_counted_each_by_itself(folder: Path) -> None:
+    fail(2, folder, Marked)
+    fail(1, folder, Repaired)
+    assert record(folder)["times"] == 1 and record(folder)["meta"] == "repaired"
+    assert (folder / "poison" / "step-13.rank-0.batch").read_bytes() == Repaired().batch(BAD).to_bytes()
+
+
+def test_a_record_without_a_checksum_is_of_another_batch(folder: Path) -> None:
+    fail(3, folder, Marked)
+    older = record(folder)
+    del older["checksum"]
+    (folder / "poison" / "step-13.rank-0.json").write_text(json.dumps(older))
+    fail(1, folder, Marked, policy="skip")
+    assert record(folder)["times"] == 1
+
+
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_step_that_was_trained_after_all_is_forgotten(folder: Path, times: int) -> None:
     fail(times, folder, Marked)
@@ -273,6 +376,48 @@ def test_a_step_that_was_trained_after_all_is_forgotten(folder: Path, times: int
     _, checkpoints, _ = run(folder, lambda: Batches(STEPS, ids=20), body)
     assert checkpoints.skipped == 0
     assert names(folder / "poison") == []
+
+
+@pytest.mark.parametrize("how", ["refused", "not ended"])
+def test_a_step_is_not_forgotten_before_its_save_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    fail(2, folder, Marked)
+    write, over = Save._write, threading.Event()
+
+    def refuse(_: Save) -> None:
+        assert how == "refused" or over.wait(30)
+        raise StorageError("no space left on the device")
+
+    checkpoints = Checkpoints(folder, every=10)
+    monkeypatch.setattr(Save, "_write", refuse)
+    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.ctx.base._WRITTEN_S", 0.1)
+    with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(Marked(), reproducible=True):
+            if batch.meta is None:
+                step(ctx, batch)
+            if batch.step == 22:
+                break
+        assert checkpoints.saved >= 20
+        raise ZeroDivisionError
+    assert record(folder)["times"] == 2
+    over.set()
+    monkeypatch.setattr(Save, "_write", write)
+    fail(1, folder, Marked)
+    assert record(folder)["times"] == 3
+
+
+def test_a_step_is_forgotten_once_its_save_is_known_to_be_written(folder: Path) -> None:
+    fail(2, folder, Marked)
+
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        step(ctx, batch)
+        if ctx.common.writing is not None:
+            ctx.common.writing.wait()
+        assert (names(folder / "poison") == []) == (batch.step > 20)
+
+    run(folder, lambda: Batches(STEPS, ids=20), body, every=5)
 
 
 def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -306,6 +451,36 @@ def test_far_apart_both_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPat
     fail(6, folder, lambda: Batches(10), body, policy="skip")
     _, checkpoints, _ = run(folder, lambda: Batches(10), body, "skip")
     assert checkpoints.skipped == 2
+
+
+def test_a_batch_left_out_before_the_save_stops_no_later_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.step in {13, 18}:
+            raise ZeroDivisionError
+        step(ctx, batch)
+
+    fail(6, folder, lambda: Batches(STEPS), body, policy="skip", every=5)
+    assert record(folder, 18)["times"] == 3
+    assert "so do the steps" not in caplog.text
+    _, checkpoints, _ = run(folder, lambda: Batches(STEPS), body, "skip", every=5)
+    assert checkpoints.skipped == 1
+    assert "step-25" in names(folder)
+
+
+def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
+        if batch.step > BAD:
+            raise ZeroDivisionError
+        step(ctx, batch)
+
+    fail(6, folder, lambda: Batches(STEPS), body, policy="skip", every=1)
+    assert record(folder, 14)["times"] == 3
+    assert "it always fails, and so do the steps 13" in caplog.text
+    fail(1, folder, lambda: Batches(STEPS), body, policy="skip", every=1)
+    assert "no batch of the steps 14 is left out" in caplog.text
+    assert names(folder) == ["LATEST", "poison", "step-11", "step-12", "step-13"]
 
 
 @pytest.mark.parametrize(
@@ -349,6 +524,122 @@ def test_an_error_outside_of_a_batch_is_not_written_down(folder: Path, where: st
             step(ctx, batch)
             if where == "behind backward" and batch.step == 13:
                 raise ZeroDivisionError
+        raise ZeroDivisionError
+    assert "poison" not in names(folder)
+
+
+def passed_on(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
+    """What wraps a loader to show how far it is."""
+    with contextlib.ExitStack():
+        yield from loader
+
+
+def numbered(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
+    """The same, in two layers."""
+    for _, batch in enumerate(loader):
+        yield batch
+
+
+def divide() -> None:
+    raise ZeroDivisionError
+
+
+THROUGH = [iter, passed_on, numbered]
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("how", ["break", "break under with", "return", "break, again raised", "an error caught"])
+def test_an_error_behind_a_loop_that_was_left_is_not_written_down(
+    folder: Path, how: str, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
+) -> None:
+    def train(ctx: TrainCtx) -> None:
+        for batch in through(DataLoader(Marked(), reproducible=True)):
+            if batch.meta is None:
+                step(ctx, batch)
+            elif how == "return":
+                return
+            elif how == "break under with":
+                with contextlib.ExitStack():
+                    break
+            elif how == "an error caught":
+                raise LookupError
+            else:
+                break
+        if how == "break":
+            raise ZeroDivisionError
+
+    with contextlib.suppress(ZeroDivisionError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+        with contextlib.suppress(LookupError):
+            train(ctx)
+        try:
+            divide()
+        except ZeroDivisionError:
+            if how == "break, again raised":
+                raise
+        divide()
+    assert "poison" not in names(folder)
+
+
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize(
+    "how",
+    ["here", "called", "under with", "behind finally", "raised again", "named", "from another", "around the loop"],
+)
+def test_an_error_of_the_body_is_written_down_however_it_leaves_the_loop(
+    folder: Path, how: str, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
+) -> None:
+    def train(ctx: TrainCtx) -> None:
+        for batch in through(DataLoader(Marked(), reproducible=True)):
+            if batch.meta is None:
+                step(ctx, batch)
+            elif how == "here":
+                raise ZeroDivisionError
+            elif how == "under with":
+                with contextlib.ExitStack():
+                    divide()
+            elif how == "behind finally":
+                try:
+                    divide()
+                finally:
+                    assert True
+            elif how == "raised again":
+                try:
+                    divide()
+                except ZeroDivisionError:
+                    assert True
+                    raise
+            elif how == "named":
+                try:
+                    divide()
+                except ZeroDivisionError as error:
+                    raise error
+            elif how == "from another":
+                try:
+                    divide()
+                except ZeroDivisionError as error:
+                    raise ValueError from error
+            else:
+                divide()
+
+    with contextlib.suppress(ZeroDivisionError, ValueError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+        try:
+            train(ctx)
+        except ZeroDivisionError as error:
+            if how == "around the loop":
+                raise ValueError("training failed") from error
+            raise
+    assert record(folder)["error"] == (
+        "ValueError" if how in {"from another", "around the loop"} else "ZeroDivisionError"
+    )
+
+
+def test_an_error_before_the_loop_is_not_that_of_the_context_before(folder: Path) -> None:
+    checkpoints = Checkpoints(folder, every=10)
+    with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
+        for batch in DataLoader(Marked(), reproducible=True):
+            fails(ctx, batch)
+    shutil.rmtree(folder / "poison")
+    with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints):
         raise ZeroDivisionError
     assert "poison" not in names(folder)
 

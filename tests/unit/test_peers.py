@@ -12,13 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 from waiting import wait_until
 
 from persia import distributed, interfaces, meeting, nats, peers, remote, rendezvous, stopping
+from persia.ctx.poison import Poison, Work
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
 from persia.job import finished_summary
 
@@ -121,6 +125,31 @@ def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: Thread
     met = [third, *(pool.submit(each.meet, each.rank * 10, LONG) for each in ranks[:2])]
     assert [future.result(LONG) for future in met] == [[0, 10, 20]] * 3
     assert [future.result(LONG) for future in share(pool, ranks, "the save")] == [[0, 10, 20]] * 3
+
+
+@pytest.mark.parametrize("how", ["at its end", "by an error", "killed", "not at all"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch(
+    meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int
+) -> None:
+    """Torch may notice before that rank's word is here, and those above 0 learn of each other from rank 0."""
+    *ranks, last = meet(3)
+    monkeypatch.setattr(distributed, "peers", lambda: ranks[rank])
+    batch = PersiaBatch(
+        [IDTypeFeatureWithSingleID("a", np.arange(3, dtype=np.uint64))], labels=[Label(np.zeros((3, 1)))]
+    )
+    common: Any = SimpleNamespace(engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True)
+    poison = Poison(skip=False)
+    poison.begin(common, tmp_path, ())
+    poison.at_work(Work(5, json.dumps({"batches": 5, "source": None}), batch.data))
+    if how == "not at all":
+        monkeypatch.setattr(peers, "_NOTICED_S", 0.2)
+    else:
+        reason = "its error" if how == "by an error" else None
+        leave = last._links[0].hang_up if how == "killed" else lambda: last.leave(reason)
+        threading.Timer(0.3, leave).start()
+    poison.failed(RuntimeError("Connection closed by peer"))
+    assert ([*tmp_path.iterdir()] == []) == (how != "not at all")
 
 
 def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Meet, pool: ThreadPoolExecutor) -> None:

@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from persia import checkpoint, env, job, stopping
 from persia.copies import Copies
 from persia.ctx.base import ends_well
-from persia.ctx.poison import FOLDER, Poison
+from persia.ctx.poison import FOLDER, Poison, Work
 from persia.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
 from persia.logger import get_logger
 from persia_core import checkpoint as _core
@@ -71,9 +71,9 @@ class Checkpoints:
         failing_batches: What becomes of a batch at which training has failed 3 times on one rank, each time after the
             run was started again. ``stop``: it fails again. ``skip``: all ranks leave the batches of that step out
             together, without the body of the loop, and model and rows stay as they are; but of steps that always fail
-            and are less than 100 apart none is left out, because it is hardly the data then. Failures of a batch, but
-            none of a part of the system, are written down in the folder ``poison`` beside the saves, with the batch,
-            until the step was trained and saved.
+            and are less than 100 apart, without a save between them, none is left out, because it is hardly the data
+            then. Failures of a batch, but none of a part of the system, are written down in the folder ``poison``
+            beside the saves, with the batch, until the step was trained and saved.
 
     Raises:
         UsageError: A number below 1, something in ``state`` without the two methods, or another ``failing_batches``.
@@ -113,6 +113,7 @@ class Checkpoints:
         self.allow_previous = allow_previous
         self._tries = 0
         self._again_at: float | None = None  # by the clock, where a save failed
+        self._written = 0  # the step of the newest save that is known to be written, on rank 0
         self.saved = 0
         """The step that was last saved, or gone on from: the same on all ranks."""
         self.failed = 0
@@ -155,15 +156,15 @@ class Checkpoints:
         context.go_on_from(loaded)
         _logger.info("training goes on behind step %d, from %s", loaded.step, loaded.path)
 
-    def learn_failures(self, context: "TrainCtx") -> None:
-        """At the start of a training loop: learn which batches have failed; every rank calls this."""
+    def learn_failures(self, context: "TrainCtx", fed: Sequence[Work]) -> None:
+        """At the start of a training loop, which ``fed`` is ahead of: learn which batches have failed; all ranks do."""
         common = context.common
         name = common.gather("folder of the saves", self._name() if common.writes else None)[0]
         try:
             folder = common.checkpoint_dir(name) / FOLDER
         except UsageError:  # this rank has no such place: it matters once a batch fails here
             folder = None
-        self.poison.begin(common, folder)
+        self.poison.begin(common, folder, fed)
 
     def _copies(self) -> Copies | None:
         """Return where saves are copied to."""
@@ -220,7 +221,12 @@ class Checkpoints:
         """
         if step != self.saved:
             self.save(context, step)
-        while context.common.gather("checkpoint written", self._settled(context.common))[0] is False:
+        while True:
+            settled = self._settled(context.common)
+            settled, written = context.common.gather("checkpoint written", [settled, self._written])[0]
+            self.poison.saved(written)
+            if settled is not False:
+                return
             self.save(context, step)
 
     def save(self, context: "TrainCtx", step: int) -> None:
@@ -230,16 +236,16 @@ class Checkpoints:
             PersiaError: A push of a rank is not applied, or a rank is gone.
         """
         self.saved = step
-        self.poison.saved(step)
         common = context.common
         with common.still():
-            failed = common.gather("checkpoint", self.failed)[0]
+            failed, written = common.gather("checkpoint", [self.failed, self._written])[0]
             if not common.writes:
                 self.failed = failed
             states = common.collect(context.rank_state())
             if states is not None:
                 self._cut(context, step, states)
             common.gather("checkpoint cut", None)
+        self.poison.saved(written)
 
     def leave_if_asked(self, context: "TrainCtx", left_by: BaseException | None) -> None:
         """At the end of a context that was left by this: save the run and leave, if this process was asked to stop.
@@ -309,6 +315,7 @@ class Checkpoints:
             self._try_again(step, error)
             return
         self._tries = 0
+        self._written = step
         _logger.info(
             "checkpoint %s written in %.1f s, training stood still for %.2f s, %d older removed",
             path,
@@ -385,7 +392,7 @@ class Checkpoints:
             self._check_state(state)
             for name, each in self._state.items():
                 each.load_state_dict(state[name])
-        self.saved = step
+        self.saved = self._written = step
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of what was given as ``state``, by name."""

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,6 +137,7 @@ class TrainCtx(EmbeddingCtx):
         if self.model is not None and bare(self.model) is self.model:
             self._bare, self.model = self.model, self._common.wrap(self.model)
         if self._checkpoints is not None:
+            self._checkpoints.poison.forget()
             if self._common.writes:
                 self._checkpoints.load(self)
             self._stopping.enter_context(stopping.saving_run())
@@ -156,13 +159,13 @@ class TrainCtx(EmbeddingCtx):
         finally:
             self._stopping.close()
 
-    def open_loop(self, loader: "DataLoader", buffer: int) -> Pipeline:
+    def open_loop(self, loader: "DataLoader", buffer: int, fed: Sequence[Work]) -> Pipeline:
         """Start a training loop over ``loader``; every rank calls this. For :class:`persia.data.DataLoader`."""
         self._common.wait_writing()
         pipeline = self._common.open_loop(loader.staleness, loader.reproducible, buffer)
         self._spread()
         if self._checkpoints is not None:
-            self._checkpoints.learn_failures(self)
+            self._checkpoints.learn_failures(self, fed)
         return pipeline
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
@@ -273,9 +276,9 @@ class TrainCtx(EmbeddingCtx):
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
 
-    def spares(self, step: int, position: str) -> bool:
-        """Whether this rank's batch of a step always fails and is left out. For :class:`persia.data.DataLoader`."""
-        return self._checkpoints is not None and self._checkpoints.poison.spares(step, position)
+    def spares(self, work: Work) -> bool:
+        """Whether this batch of this rank always fails and is left out. For :class:`persia.data.DataLoader`."""
+        return self._checkpoints is not None and self._checkpoints.poison.spares(work)
 
     def leaves_out(self, batch: TrainingBatch, *, spared: bool) -> bool:
         """Leave a batch out if all ranks do, because one has ``spared`` its own; every rank calls this.
@@ -293,7 +296,12 @@ class TrainCtx(EmbeddingCtx):
     def at_work(self, work: Work | None) -> None:
         """Note which batch is in work: what ends the context meanwhile is its failure."""
         if self._checkpoints is not None:
-            self._checkpoints.poison.work = work
+            self._checkpoints.poison.at_work(work)
+
+    def loop_left(self, frame: FrameType | None) -> None:
+        """Note where the callers of a loop are that ends before its data. For :class:`persia.data.DataLoader`."""
+        if self._checkpoints is not None:
+            self._checkpoints.poison.loop_left(frame)
 
     @property
     def saves_itself(self) -> bool:

@@ -2,22 +2,22 @@
 
 import json
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from persia import distributed, env, stopping, watchdog
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
-from persia.ctx.poison import Work, blank, step_of
+from persia.ctx.poison import Work, blank
 from persia.data.source import Cursor, IterableDataset, Stateful
 from persia.data.streaming import StreamingDataset
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataError, FeatureTypeError, UsageError
 from persia.logger import get_logger
-from persia_core.data import Batch
 from persia_core.forward import Pipeline, TrainingBatch
 
 _logger = get_logger("data")
@@ -26,21 +26,6 @@ _LEAVE_S = 2.0
 _REMIND_S = 30.0
 _SLICE_S = 0.5
 """How long SIGTERM may have to wait."""
-
-
-@dataclass(frozen=True)
-class _Fed:
-    """A batch that was fed and is to be handed out.
-
-    Attributes:
-        position: Where the data set stands behind it.
-        batch: As the data set gave it; the engine has it, too, or another one in its place.
-        spared: It always fails, and all ranks leave theirs out with it.
-    """
-
-    position: str
-    batch: Batch
-    spared: bool
 
 
 class DataLoader:
@@ -104,8 +89,8 @@ class DataLoader:
         return self._evaluate(context)
 
     def _train(self, context: TrainCtx) -> Iterator[TrainingBatch]:
-        pipeline = context.open_loop(self, self.dataset.buffer_size)
-        fed: deque[_Fed] = deque()
+        fed: deque[Work] = deque()
+        pipeline = context.open_loop(self, self.dataset.buffer_size, fed)
         arguments = (pipeline, fed, context, context.engine.step)
         feeder = threading.Thread(target=self._feed, args=arguments, name="persia-feed", daemon=True)
         whole = together = False
@@ -118,11 +103,11 @@ class DataLoader:
             ):
                 context.save_if_due()  # a loop before this one may have been left behind any step
                 while self._all_go_on(pipeline, fed, context) and (held := self._next(pipeline, fed)):
-                    given = fed.popleft()
-                    if context.leaves_out(held[0], spared=given.spared):
+                    work = fed.popleft()
+                    if context.leaves_out(held[0], spared=work.spared):
                         held.clear()
                     else:
-                        context.at_work(Work(held[0].step, given.position, given.batch))
+                        context.at_work(work)
                         stopping.begin_step()
                         yield held.pop()
                         stopping.end_step()
@@ -137,10 +122,12 @@ class DataLoader:
                 whole = True
             elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
                 self._cursor = self._start
-        except DataError as error:  # not of the loop's body, which is not in here: the next batch was refused
-            ahead = (step_of(error) or context.engine.step + 1) - context.engine.step - 1
-            if 0 <= ahead < len(fed):
-                context.at_work(Work(context.engine.step + 1 + ahead, fed[ahead].position, fed[ahead].batch))
+        except GeneratorExit:
+            context.loop_left(sys._getframe().f_back)
+            raise
+        except DataError:  # not of the loop's body, which is not in here: the next batch was refused
+            if fed:
+                context.at_work(fed[0])
             raise
         finally:
             try:
@@ -148,7 +135,7 @@ class DataLoader:
             finally:
                 self._end_reading(feeder, whole=whole)
 
-    def _all_go_on(self, pipeline: Pipeline, fed: deque[_Fed], context: TrainCtx) -> bool:
+    def _all_go_on(self, pipeline: Pipeline, fed: deque[Work], context: TrainCtx) -> bool:
         """Agree with the other ranks on the next step, before any of them looks its batch up.
 
         Ranks train in lock-step: when one has no batch left, all stop there. Rank 0 says who, and what is left over.
@@ -181,7 +168,7 @@ class DataLoader:
             )
         return False
 
-    def _next(self, pipeline: Pipeline, fed: deque[_Fed]) -> list[TrainingBatch]:
+    def _next(self, pipeline: Pipeline, fed: deque[Work]) -> list[TrainingBatch]:
         """Return the next batch in a list, empty after the last: the loop above must keep no reference to it."""
         with watchdog.waiting():
             batch = pipeline.next(self._timeout_s)
@@ -219,7 +206,7 @@ class DataLoader:
         if isinstance(self.dataset, Stateful) and self._cursor is not None and self._cursor["source"] is not None:
             self.dataset.load_state_dict(self._cursor["source"])
 
-    def _feed(self, pipeline: Pipeline, fed: deque[_Fed], context: TrainCtx, step: int) -> None:
+    def _feed(self, pipeline: Pipeline, fed: deque[Work], context: TrainCtx, step: int) -> None:
         """Read the data set ahead of ``step``, in a thread of its own; an error reaches the loop in its place."""
         slots = context.common.configuration.embedding.slots
         stateful = self.dataset if isinstance(self.dataset, Stateful) else None
@@ -232,9 +219,10 @@ class DataLoader:
                 _check_training(batch, count)
                 step += 1
                 position = json.dumps(_position(count, None if stateful is None else stateful.state_dict()))
-                spared = context.spares(step, position)
-                fed.append(_Fed(position, batch.data, spared))
-                if not pipeline.feed(blank(slots) if spared else batch.data):
+                work = Work(step, position, batch.data)
+                work = replace(work, spared=context.spares(work))
+                fed.append(work)
+                if not pipeline.feed(blank(slots) if work.spared else batch.data):
                     return  # the loop ended early
             self._end = None if stateful is None else _position(0, stateful.state_dict())
             pipeline.end()
