@@ -6,7 +6,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use persia_types::TablesError;
@@ -27,7 +27,7 @@ pub(crate) fn save(
     trained: impl Fn() -> u64 + Sync,
     write: impl Fn(usize) -> Result<Written, TablesError> + Sync,
 ) -> Result<Snapshot, TablesError> {
-    let (seats, rest) = (AtomicUsize::new(0), Rest::default());
+    let (seats, rest) = (AtomicUsize::new(0), Rest::new(trained));
     let begin = || {
         yield_to_training();
         seats.fetch_add(1, Ordering::Relaxed)
@@ -37,12 +37,13 @@ pub(crate) fn save(
         if last {
             rest.end();
         }
+        let began = Instant::now();
         let file = write(shards.start + at);
         if file.is_err() {
             rest.end();
-        } else if *seat >= beside_training() {
-            rest.while_grows(&trained);
         }
+        let most = if *seat < beside_training() { began.elapsed() } else { Duration::MAX };
+        rest.while_grows(most);
         file
     })?;
     // The files are durable; now their names.
@@ -85,29 +86,44 @@ fn beside_training() -> usize {
 }
 
 /// Where threads that write rest while there is training, until nothing is left for them.
-#[derive(Default)]
-struct Rest {
-    ended: Mutex<bool>,
+struct Rest<T> {
+    trained: T,
+    seen: Mutex<Seen>,
     end: Condvar,
 }
 
-impl Rest {
+struct Seen {
+    trained: u64,
+    /// When that was found to have grown.
+    grew: Option<Instant>,
+    ended: bool,
+}
+
+impl<T: Fn() -> u64> Rest<T> {
+    fn new(trained: T) -> Self {
+        let seen = Seen { trained: trained(), grew: None, ended: false };
+        Self { trained, seen: Mutex::new(seen), end: Condvar::new() }
+    }
+
     fn end(&self) {
-        *self.ended.lock() = true;
+        self.seen.lock().ended = true;
         self.end.notify_all();
     }
 
-    /// Return when `trained` stands still, or at the end.
-    fn while_grows(&self, trained: impl Fn() -> u64) {
+    /// Return once `trained` has stood still for a time, after `most`, or at the end.
+    fn while_grows(&self, most: Duration) {
         /// Longer than a request.
         const STILL: Duration = Duration::from_millis(100);
-        let mut ended = self.ended.lock();
-        let mut before = trained();
-        while !*ended && self.end.wait_for(&mut ended, STILL).timed_out() {
-            let now = trained();
-            if now == std::mem::replace(&mut before, now) {
-                return;
+        let began = Instant::now();
+        let mut seen = self.seen.lock();
+        while !seen.ended {
+            let trained = (self.trained)();
+            if trained != seen.trained {
+                (seen.trained, seen.grew) = (trained, Some(Instant::now()));
             }
+            let still = seen.grew.and_then(|grew| STILL.checked_sub(grew.elapsed()));
+            let Some((still, left)) = still.zip(most.checked_sub(began.elapsed())) else { return };
+            self.end.wait_for(&mut seen, still.min(left));
         }
     }
 }
@@ -186,17 +202,19 @@ mod tests {
 
     #[test]
     fn who_rests_goes_on_when_nothing_is_trained_and_at_the_end() {
-        let (trained, rest) = (AtomicU64::new(0), Rest::default());
-        rest.while_grows(|| 7);
+        let trained = AtomicU64::new(0);
+        let still = Rest::new(|| 7);
+        let rest = Rest::new(|| trained.fetch_add(1, Ordering::Relaxed));
+        still.while_grows(Duration::MAX);
         std::thread::scope(|threads| {
-            let resting = threads.spawn(|| rest.while_grows(|| trained.fetch_add(1, Ordering::Relaxed)));
-            while trained.load(Ordering::Relaxed) < 3 {
+            let resting = threads.spawn(|| rest.while_grows(Duration::MAX));
+            while trained.load(Ordering::Relaxed) < 4 {
                 assert!(!resting.is_finished());
                 std::thread::yield_now();
             }
             rest.end();
         });
-        rest.while_grows(|| trained.fetch_add(1, Ordering::Relaxed));
+        rest.while_grows(Duration::MAX);
     }
 
     #[test]

@@ -48,9 +48,9 @@ pub(super) const SHARD_KEY: &str = "persia.shard";
 pub(super) const TABLES_KEY: &str = "persia.tables";
 
 const MAX_BATCH_ROWS: usize = 1 << 16;
-/// A batch is copied, framed, hashed and given to the system while it is in a processor's own cache: every pass over
+/// A batch is copied, framed, hashed and given to the system while it is in a processor's caches: every pass over
 /// memory that a save does is one less for training.
-const MAX_BATCH_BYTES: usize = 1 << 17;
+const MAX_BATCH_BYTES: usize = 1 << 20;
 const WRITE_BUFFER: usize = 1 << 16;
 
 /// A table as the file's metadata tells of it.
