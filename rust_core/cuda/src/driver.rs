@@ -184,7 +184,7 @@ pub(crate) struct Queue<'a>(&'a Stream);
 
 impl Queue<'_> {
     /// All is queued, and events tell of its end.
-    pub(crate) fn is_whole(self) {
+    pub(crate) fn finish(self) {
         std::mem::forget(self);
     }
 }

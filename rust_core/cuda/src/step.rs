@@ -82,7 +82,7 @@ impl<'a> Lookup<'a> {
             unsafe { cuda.kernels.launch(jobs, self.inputs.address(), 0, stream)? };
         }
         let ready = Arc::new(stream.record()?);
-        queue.is_whole();
+        queue.finish();
         Ok(Step {
             ready,
             device: self.device.clone(),

@@ -88,7 +88,7 @@ impl Step {
         let flag = Part { block: Arc::clone(&memory), place: SumsLayout::FLAG, ready };
         host.download(address + back.start as u64, stream)?;
         let copied = stream.record()?;
-        queue.is_whole();
+        queue.finish();
         let sums = Sums {
             wire: self.device.wire(),
             copied,

@@ -70,7 +70,11 @@ impl EmbeddingService {
     async fn turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, Status> {
         if self.node.is_full() {
             let node = Arc::clone(&self.node);
-            blocking(move || Ok(node.wait_for_room())).await?;
+            blocking(move || {
+                node.wait_for_room();
+                Ok(())
+            })
+            .await?;
         }
         self.node.turn(token, phase).await.map_err(|error| to_status(&error))
     }
