@@ -17,14 +17,14 @@ use crate::checkpoint::{ShardReader, ShardRows};
 /// The file of a shard, and how many rows it has of tables of a number; None without any.
 pub(crate) type Written = Option<(FileEntry, Vec<(usize, usize)>)>;
 
-/// `write` each of `shards` to a file in `dir`, and count the rows of so many `tables`. While what is `trained` grows, some of
-/// the threads rest.
+/// `write` each of `shards` to a file in `dir`, and count the rows of so many `tables`. While what is `trained` grows, threads
+/// rest; None is a reason not to.
 pub(crate) fn save(
     dir: &Path,
     tables: usize,
     shards: Range<usize>,
     threads: usize,
-    trained: impl Fn() -> u64 + Sync,
+    trained: impl Fn() -> Option<u64> + Sync,
     write: impl Fn(usize) -> Result<Written, TablesError> + Sync,
 ) -> Result<Snapshot, TablesError> {
     let (seats, rest) = (AtomicUsize::new(0), Rest::new(trained));
@@ -93,13 +93,13 @@ struct Rest<T> {
 }
 
 struct Seen {
-    trained: u64,
+    trained: Option<u64>,
     /// When that was found to have grown.
     grew: Option<Instant>,
     ended: bool,
 }
 
-impl<T: Fn() -> u64> Rest<T> {
+impl<T: Fn() -> Option<u64>> Rest<T> {
     fn new(trained: T) -> Self {
         let seen = Seen { trained: trained(), grew: None, ended: false };
         Self { trained, seen: Mutex::new(seen), end: Condvar::new() }
@@ -110,7 +110,7 @@ impl<T: Fn() -> u64> Rest<T> {
         self.end.notify_all();
     }
 
-    /// Return once `trained` has stood still for a time, after `most`, or at the end.
+    /// Return once `trained` has stood still for a time or is None, after `most`, or at the end.
     fn while_grows(&self, most: Duration) {
         /// Longer than a request.
         const STILL: Duration = Duration::from_millis(100);
@@ -118,6 +118,9 @@ impl<T: Fn() -> u64> Rest<T> {
         let mut seen = self.seen.lock();
         while !seen.ended {
             let trained = (self.trained)();
+            if trained.is_none() {
+                return;
+            }
             if trained != seen.trained {
                 (seen.trained, seen.grew) = (trained, Some(Instant::now()));
             }
@@ -203,8 +206,10 @@ mod tests {
     #[test]
     fn who_rests_goes_on_when_nothing_is_trained_and_at_the_end() {
         let trained = AtomicU64::new(0);
-        let still = Rest::new(|| 7);
-        let rest = Rest::new(|| trained.fetch_add(1, Ordering::Relaxed));
+        let still = Rest::new(|| Some(7));
+        let rest = Rest::new(|| Some(trained.fetch_add(1, Ordering::Relaxed)));
+        let hurried =
+            Rest::new(|| Some(trained.fetch_add(1, Ordering::Relaxed)).filter(|trained| *trained < 7));
         still.while_grows(Duration::MAX);
         std::thread::scope(|threads| {
             let resting = threads.spawn(|| rest.while_grows(Duration::MAX));
@@ -215,6 +220,8 @@ mod tests {
             rest.end();
         });
         rest.while_grows(Duration::MAX);
+        hurried.while_grows(Duration::MAX);
+        assert!(trained.into_inner() > 7);
     }
 
     #[test]

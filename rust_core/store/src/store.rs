@@ -41,7 +41,7 @@ pub struct StoreOptions {
     /// The virtual shards held; requests with ids of others are refused, files of others are skipped.
     pub shards: Range<usize>,
     /// Bytes of rows that may be copied because they change while a snapshot of them is to be written. Training requests wait
-    /// when there is no room, for at most 10 s each; one that found room may take more.
+    /// when there is no room, through [`Tables`] for at most 10 s each; one that found room may take more.
     pub max_copy_bytes: u64,
 }
 
@@ -504,7 +504,8 @@ impl Tables for Store {
         }
         let threads = self.options.snapshot_threads;
         let (tables, shards) = (self.schema.tables.len(), self.options.shards.clone());
-        let trained = || self.counters.lock().rows();
+        // Where training waits for the files, they are not to wait for training.
+        let trained = || (!self.copies.is_full()).then(|| self.counters.lock().rows());
         let write = |shard| write_frozen(dir, shard, &self.shards[shard], &self.schema);
         let saved = snapshot::save(dir, tables, shards, threads, trained, write);
         if saved.is_err() {
