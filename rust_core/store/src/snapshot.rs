@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::fs::File;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,23 +28,18 @@ pub(crate) fn save(
     trained: impl Fn() -> Option<u64> + Sync,
     write: impl Fn(usize) -> Result<Written, TablesError> + Sync,
 ) -> Result<Snapshot, TablesError> {
-    let (seats, rest) = (AtomicUsize::new(0), Rest::new(trained));
-    let begin = || {
-        yield_to_training();
-        seats.fetch_add(1, Ordering::Relaxed)
-    };
-    let files = in_parallel(shards.len(), threads, begin, |seat, at| {
+    let (rest, part) = (Rest::new(trained), rest_per_work(threads));
+    let files = in_parallel(shards.len(), threads, yield_to_training, |(), at| {
         let last = at + 1 == shards.len();
         if last {
             rest.end();
         }
-        let began = Instant::now();
+        let before = processor_time();
         let file = write(shards.start + at);
         if file.is_err() {
             rest.end();
         }
-        let most = if *seat < beside_training() { began.elapsed() } else { Duration::MAX };
-        rest.while_grows(most);
+        rest.while_grows(processor_time().saturating_sub(before) * part);
         file
     })?;
     // The files are durable; now their names.
@@ -78,11 +74,22 @@ pub(crate) fn load<T: Send>(
     Ok(shards)
 }
 
-/// Threads that write while requests come: what a save takes from training is memory bandwidth more than processors.
-fn beside_training() -> usize {
-    const PROCESSORS_PER_WRITER: usize = 4;
-    std::thread::available_parallelism()
-        .map_or(1, |processors| processors.get().div_ceil(PROCESSORS_PER_WRITER))
+/// How many times its own processor time each of `threads` rests, for all of them to take half of one processor in four. What
+/// a save takes from training is memory bandwidth, and that goes with what it does, not with waiting for a disk.
+fn rest_per_work(threads: usize) -> u32 {
+    const PROCESSORS_PER_HALF: usize = 4;
+    let processors = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let part = 2 * threads / processors.div_ceil(PROCESSORS_PER_HALF);
+    u32::try_from(part.saturating_sub(1)).unwrap_or(u32::MAX)
+}
+
+/// What this thread has used of processors.
+#[allow(unsafe_code)]
+fn processor_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a variable of this function. A clock that cannot be read stands at 0, and then nobody rests.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// Where threads that write rest while there is training, until nothing is left for them.
