@@ -11,8 +11,18 @@ PROCESSES ?= 3
 VENV := .venv
 DIST ?= dist
 BIN := $(VENV)/bin
-CARGO := cargo
+# Without an interpreter pyo3 looks at no PATH, and a change of PATH compiles nothing again.
+CARGO := PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo
 MANIFEST := rust_core/Cargo.toml
+
+# Where cargo builds: outside of the clone with CARGO_TARGET_DIR, which a fresh clone then finds warm.
+TARGET := $(abspath $(or $(CARGO_TARGET_DIR),rust_core/target))
+
+# Of a test run: tests listed in PASSED are skipped, JUNIT is written, SHARD=2/4 is a part, ALL=1 includes the long tests.
+PYTEST = PATH="$(abspath $(CHECKED)):$(abspath $(BIN)):$$PATH" PYTHONPATH=$(abspath $(CHECKED)) $(BIN)/python -m pytest \
+	$(if $(JUNIT),--junitxml=$(JUNIT) -o junit_duration_report=total) $(if $(SHARD),--shard $(SHARD)) \
+	$(if $(PASSED),--resume-from $(PASSED)) $(if $(ALL),,-m "not nightly")
+RUN_TESTS = $(PYTHON) tools/run_tests.py $(if $(RESUME),--resume) $(if $(LINT),--lint) $(if $(SHARD),--shard $(SHARD))
 
 # A stamp lies in the environment it describes: without the environment there is no stamp.
 INSTALLED := $(VENV)/.installed
@@ -20,11 +30,14 @@ CORE := $(VENV)/.persia-core
 BINARIES := $(VENV)/.persia-binaries
 PACKAGE := $(VENV)/.persia
 NVRTC := $(VENV)/nvrtc/.installed
+# What the Python tests run: the build that the Rust tests share, with debug assertions.
+CHECKED := $(VENV)/checked
 PEERS := .venv-peers/.installed
 RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock -o -name '*.ptx' \) -print)
 
-.PHONY: help setup demo up down images third-party test test-rust test-python test-compose test-gpu chaos chaos-all fuzz lint lint-rust lint-python format bench bench-gpu wheels lock clean
+.PHONY: help setup demo up down images third-party test test-all test-build test-images test-rust test-python test-compose test-cold \
+	test-flaky test-gpu chaos chaos-all fuzz lint lint-rust lint-python format bench bench-gpu wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -51,16 +64,49 @@ third-party: ## Build the engine of this clone into third_party/, where it wins 
 	PERSIA_UID=$$(id -u) PERSIA_GID=$$(id -g) BUILD=$$(git describe --always --dirty) PROFILE=$(PROFILE) FEATURES=$(FEATURES) \
 		docker compose -f docker-compose.dev.yaml run --rm dev ../tools/third_party.sh
 
-test: test-rust test-python test-compose ## Run every test
+test: | $(BIN)/python ## Run the tests, images included (RESUME=1 continues a run that was broken off, SHARD=2/4 is a part)
+	$(RUN_TESTS)
 
-test-rust: $(INSTALLED) ## Run the Rust tests
-	$(CARGO) test --manifest-path $(MANIFEST) --workspace --all-features --locked --no-fail-fast
+test-all: | $(BIN)/python ## Run every test: also all faults, storms, the image's whole suite, wheels, fuzzing (RESUME=1, SHARD=2/4)
+	$(RUN_TESTS) --all
 
-test-python: setup ## Run the Python tests
-	$(BIN)/python -m pytest tests --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
+# One compilation for the Rust tests, the extension and the servers.
+test-build: $(INSTALLED) $(NVRTC) $(PACKAGE)
+	$(CARGO) build --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked
+	@mkdir -p $(CHECKED)/persia_core
+	@ln -sf $(CURDIR)/rust_core/core/python/persia_core/* $(CHECKED)/persia_core/
+	@ln -sf $(TARGET)/debug/libpersia_core.so $(CHECKED)/persia_core/persia_core.abi3.so
+	@ln -sf $(TARGET)/debug/persia-embedding-sharded-server $(TARGET)/debug/persia-embedding-sharded-middleware $(CHECKED)/
 
-test-compose: setup ## Run the tests of the stack in containers (skipped where no Docker engine answers)
-	$(BIN)/python -m pytest tests/compose
+# Where no engine answers, the tests in containers say that they are skipped.
+test-images:
+	@! docker version >/dev/null 2>&1 || $(MAKE) --no-print-directory images
+
+test-rust: test-build ## Run the Rust tests (T=name for some)
+	@rm -f rust_core/target/nextest/*/junit.xml
+	@code=0; PATH="$(abspath $(BIN)):$$PATH" $(CARGO) nextest run --manifest-path $(MANIFEST) --workspace --all-targets --all-features \
+		--locked $(if $(ALL),--profile all) $(if $(SHARD),--partition hash:$(SHARD)) $(T) || code=$$?; \
+	$(if $(JUNIT),cp rust_core/target/nextest/$(if $(ALL),all,default)/junit.xml $(JUNIT) || code=1;) exit $$code
+	$(CARGO) test --manifest-path $(MANIFEST) --workspace --all-features --locked --quiet --doc
+
+test-python: test-build ## Run the Python tests (T=path or T="-k name" for some)
+	$(PYTEST) $(or $(T),tests) --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
+
+test-compose: test-build ## Run the tests of the stack in containers (skipped where no Docker engine answers)
+	$(PYTEST) $(or $(T),tests/compose)
+
+# Every row of the checklist that this version claims was shown.
+test-checklist:
+	$(BIN)/python tools/checklist.py S0
+
+# The same tests with trainers that start as a user's do.
+test-cold: test-build
+	PERSIA_TEST_FORK=0 $(PYTEST) tests/integration --numprocesses $(PROCESSES) --dist worksteal
+
+test-flaky: test-build ## Run tests N times with all processors busy (T=tests/unit/test_peers.py, or T=rust:name; N=20)
+	$(BIN)/python tools/busy.py $(if $(filter rust:%,$(T)),\
+		$(CARGO) nextest run --manifest-path $(MANIFEST) --workspace --all-features --locked --stress-count $(or $(N),20) $(T:rust:%=%),\
+		env $(PYTEST) -m "" --repeat $(or $(N),20) $(or $(T),$(error name tests: T=tests/unit/test_peers.py)) --numprocesses $(PROCESSES) --dist worksteal)
 
 test-gpu: setup ## Run the tests that need a CUDA device; refused where there is none
 	tools/test_gpu.sh
@@ -87,7 +133,7 @@ lint-rust: $(INSTALLED) ## Check the Rust half
 		cd rust_core && cargo deny --locked check bans licenses sources; \
 	else $(BIN)/python tools/check_crates.py; fi
 
-lint-python: setup ## Check the Python half
+lint-python: $(INSTALLED) $(PACKAGE) ## Check the Python half
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -154,6 +200,6 @@ $(BINARIES): $(RUST) | $(CORE)
 			ln -sf "$(CURDIR)/rust_core/target/release/persia-embedding-sharded-$$name" $(BIN)/; \
 		done && touch -r "$$start" $@
 
-$(PACKAGE): persia_py/pyproject.toml $(INSTALLED) | $(CORE)
+$(PACKAGE): persia_py/pyproject.toml $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable persia_py
 	@touch $@

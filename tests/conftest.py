@@ -33,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parents[1]
 
+pytest_plugins = ["selection"]
+
 Configure = Callable[..., Path]
 Told = Callable[[], list[str]]
 
@@ -206,6 +208,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"  {count} {reason}")
 
 
+NIGHTLY = "skipped: nightly, make test-all shows it"
+"""The outcome of a checklist row that has a test which only the long run includes."""
 _rows: dict[str, set[str]] = {}
 
 
@@ -224,6 +228,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             _rows.setdefault(str(row), set()).add(outcome)
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Note the checklist rows of tests that only the long run includes."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            for row in (row for marker in item.iter_markers("row") for row in marker.args):
+                _rows.setdefault(str(row), set()).add(NIGHTLY)
+
+
 def why_skipped(report: pytest.TestReport) -> str:
     """Return why a test was skipped, or was expected to fail."""
     return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "expected to fail"
@@ -235,9 +247,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     Rows that only another session ran stay: the tests in containers run by themselves. Where tests run in several
     processes (``pytest -n 2``), this one hears of all.
     """
-    if not _rows or hasattr(session.config, "workerinput"):
-        return
-    path = Path(session.config.rootpath) / "runs" / "checklist.json"
+    config: Any = session.config
+    if hasattr(config, "workerinput"):
+        config.workeroutput["rows"] = {row: sorted(outcomes) for row, outcomes in _rows.items()}
+    elif _rows:
+        write_rows(Path(config.rootpath) / "runs" / "checklist.json")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what only a worker knows: the rows of tests that were deselected there."""
+    for row, outcomes in getattr(node, "workeroutput", {}).get("rows", {}).items():
+        _rows.setdefault(row, set()).update(outcomes)
+
+
+def write_rows(path: Path) -> None:
+    """Add the outcomes of this session's rows to the file."""
     state = json.loads(path.read_text()) if path.exists() else {}
     for row, outcomes in sorted(_rows.items()):
         skipped = sorted(outcome for outcome in outcomes if outcome.startswith("skipped"))

@@ -1,4 +1,8 @@
-"""Faults with a fixed seed, each judged by the ledger; ``make chaos-all`` does the long ones too, with other seeds."""
+"""Faults with a fixed seed, each judged by the ledger.
+
+``make test`` runs those of :data:`ALWAYS`, one of each kind of recovery, ``make test-all`` the others, too, and ``make
+chaos-all`` the long ones, with other seeds.
+"""
 
 import dataclasses
 import json
@@ -12,13 +16,19 @@ from supervisor import STACK, Job, Ledger
 SEED = 1
 LONG = {"F7", "F10l", "F20", "F22", "F24", "F26", "F26d", "F26l", "equal"}
 NAMES = [name for name in faults.FAULTS if name not in LONG]
+ALWAYS = {"F1", "F2l", "F3", "F8"}
+"""A server dies while a checkpoint is saved, a server with a log, a middleware, a data-compose: what each comes back by."""
 TIMEOUT_S = {"F30": 660}
 """Where a test's own waits, which show more than a timeout does, may take longer: it starts the trainers four times."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.timeout(TIMEOUT_S.get(name, 240))) for name in NAMES]
-)
+def marked(name: str) -> Any:
+    """Return the parameter of a fault."""
+    marks = [pytest.mark.timeout(TIMEOUT_S.get(name, 240))]
+    return pytest.param(name, marks=marks if name in ALWAYS else [*marks, pytest.mark.nightly])
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
 def test_every_row_is_right_after(name: str, make_stack: MakeStack) -> None:
     if reason := faults.FAULTS[name].missing():
         pytest.skip(reason)

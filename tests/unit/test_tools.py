@@ -1,10 +1,9 @@
-"""The repository's own tools: what a machine lacks, which way dependencies point, how many tests ran."""
+"""The repository's own tools: what a machine lacks, which way dependencies point."""
 
 import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -22,38 +21,6 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def count(log: str, path: Path) -> tuple[int, str]:
-    path.write_text(log)
-    command = [sys.executable, str(ROOT / "tools" / "count_tests.py"), str(path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    return done.returncode, done.stdout.strip()
-
-
-RUST = "test result: ok. 39 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.35s\n"
-
-
-@pytest.mark.parametrize(
-    ("log", "code", "line"),
-    [
-        (RUST + RUST + "===== 74 passed, 2 skipped in 120.01s (0:02:00) =====", 0, "152 passed, 0 failed"),
-        (RUST + "\x1b[32m=== \x1b[1m5 passed\x1b[0m in 0.50s ===\x1b[0m", 0, "44 passed, 0 failed"),
-        (RUST + "== 3 failed, 12 passed, 1 warning, 2 errors in 0.12s ==", 1, "51 passed, 5 failed"),
-        (
-            RUST.replace("ok. 39", "FAILED. 38").replace("0 f", "1 f", 1) + "== 1 passed in 1s ==",
-            1,
-            "39 passed, 1 failed",
-        ),
-        (RUST + "== no tests ran in 0.01s ==", 1, "39 passed, 0 failed"),
-        ("== 9 passed in 0.01s ==", 1, "9 passed, 0 failed"),
-        ("error: could not compile `persia-store`", 1, "0 passed, 0 failed"),
-    ],
-)
-def test_results_are_summed_and_a_suite_that_did_not_run_is_noticed(
-    tmp_path: Path, log: str, code: int, line: str
-) -> None:
-    assert count(log, tmp_path / "log") == (code, line)
 
 
 def test_an_import_that_points_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

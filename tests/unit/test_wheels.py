@@ -116,7 +116,7 @@ def clean(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_one_wheel_serves_every_python(wheels: list[Path]) -> None:
     assert len(wheels) == 2
@@ -127,7 +127,7 @@ def test_one_wheel_serves_every_python(wheels: list[Path]) -> None:
     assert "-cp310-abi3-" in core
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_wheels_train_outside_the_clone(clean: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
@@ -145,7 +145,7 @@ def test_the_wheels_train_outside_the_clone(clean: Path, tmp_path: Path) -> None
     assert result["saved"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_command_is_installed(clean: Path, tmp_path: Path) -> None:
     version = run(clean / "bin" / "persia", "--version", cwd=tmp_path)

@@ -1,0 +1,185 @@
+"""What runs the tests: a failure names itself, an interrupted run continues, shards are parts of one whole."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import selection
+from conftest import ROOT
+from waiting import wait_until
+
+pytestmark = pytest.mark.clone
+
+MAKEFILE = """
+test-images test-build test-checklist lint:
+\t@echo $@; echo $@ >> order; test "$@" != "$(BROKEN)"
+test-rust test-python test-compose:
+\t@echo $@ >> order; {python} suite.py $@ $(JUNIT) $(PASSED)
+"""
+
+SUITE = """
+import os, pathlib, sys, time
+step, junit, passed = sys.argv[1:]
+names = os.environ.get(step.replace("-", "_"), "one two").split()
+done = pathlib.Path(passed).read_text().split() if os.path.exists(passed) else []
+cases, failed = [], False
+for name in names:
+    if name in done:
+        continue
+    if name == "hangs":
+        pathlib.Path("hanging").touch()
+        time.sleep(100)
+    if name == "dies":
+        print("Segmentation fault")
+        sys.exit(139)
+    bad = name.startswith("bad")
+    failed |= bad
+    text = "<failure>" + "\\n".join(f"line {n} of {name}" for n in range(50)) + "</failure>" if bad else ""
+    cases.append(f'<testcase classname="tests.unit.test_x" name="{name}" time="{len(cases) + 1}">{text}</testcase>')
+    if not bad:
+        with open(passed, "a") as file:
+            file.write(name + "\\n")
+pathlib.Path(junit).write_text("<testsuites><testsuite>" + "".join(cases) + "</testsuite></testsuites>")
+sys.exit(1 if failed else 0)
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose suites are made of the names in variables: test_rust="one bad"."""
+    (tmp_path / "tools").mkdir()
+    for name in ("run_tests.py", "test_report.py"):
+        shutil.copy2(ROOT / "tools" / name, tmp_path / "tools")
+    (tmp_path / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
+    (tmp_path / "suite.py").write_text(SUITE)
+    (tmp_path / ".gitignore").write_text("runs/\norder\nhanging\n")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def start(clone: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "tools/run_tests.py", *arguments]
+    env = {**os.environ, **variables, "MAKEFLAGS": ""}
+    return subprocess.Popen(words, cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(clone: Path, *arguments: str, **variables: str) -> tuple[int, list[str]]:
+    (clone / "order").unlink(missing_ok=True)
+    process = start(clone, *arguments, **variables)
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output.splitlines()
+
+
+def order(clone: Path) -> list[str]:
+    return (clone / "order").read_text().split()
+
+
+def test_all_that_passes_is_counted(clone: Path) -> None:
+    code, lines = run(clone)
+    assert (code, lines[-1]) == (0, "6 passed, 0 failed")
+    assert sorted(order(clone)) == sorted(
+        ["test-images", "test-build", "test-rust", "test-python", "test-compose", "test-checklist"]
+    )
+    slowest = (clone / "runs/tests/slowest.txt").read_text().splitlines()
+    assert len(slowest) == 6 and slowest[0].startswith("    2.0 s")
+
+
+def test_every_failing_test_is_named_in_the_last_lines(clone: Path) -> None:
+    code, lines = run(clone, test_rust="bad-a ok", test_python="ok bad-b bad-c", test_compose="bad-d")
+    assert (code, lines[-1]) == (1, "2 passed, 4 failed")
+    tail = lines[-40:]
+    for suite, name in (("rust", "a"), ("python", "b"), ("python", "c"), ("compose", "d")):
+        place = "tests.unit.test_x" if suite == "rust" else "tests/unit/test_x.py"
+        at = tail.index(f"FAILED {suite} {place}::bad-{name}")
+        assert f"    line 49 of bad-{name}" in tail[at + 1 : at + 10]
+
+
+def test_many_failing_tests_are_named_too(clone: Path) -> None:
+    names = [f"bad{number}" for number in range(100)]
+    _, lines = run(clone, test_python=" ".join(names))
+    assert lines[-1] == "4 passed, 100 failed"
+    tail = " ".join(lines[-40:])
+    assert all(f"::{name} " in tail + " " for name in names)
+
+
+@pytest.mark.parametrize("step", ["test-images", "test-build", "test-checklist", "lint"])
+def test_a_step_that_is_no_suite_is_named(clone: Path, step: str) -> None:
+    code, lines = run(clone, "--lint", BROKEN=step)
+    name = step.removeprefix("test-")
+    assert (code, lines[-1]) == (1, "6 passed, 0 failed")
+    assert any(line.startswith(f"FAILED {name}: exit code 2") for line in lines[-40:])
+
+
+def test_a_suite_that_dies_or_runs_nothing_is_named(clone: Path) -> None:
+    code, lines = run(clone, test_rust="dies", test_python=" ")
+    assert (code, lines[-1]) == (1, "2 passed, 0 failed")
+    assert any(line.startswith("FAILED rust: exit code 2, no failing test") for line in lines)
+    assert any("Segmentation fault" in line for line in lines[-40:])
+    assert "FAILED python: no test ran" in lines
+
+
+def test_an_interrupted_run_says_so_and_continues(clone: Path) -> None:
+    process = start(clone, test_python="one bad hangs two", test_rust="good")
+    wait_until("the test to hang", (clone / "hanging").exists, 30)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "FAILED python: did not end" in output and "make test RESUME=1 continues" in output
+
+    code, lines = run(clone, "--resume", test_python="one bad three two", test_rust="good")
+    assert (code, lines[-1]) == (1, "6 passed, 1 failed")
+    assert "test-rust" not in order(clone), "it had passed"
+    code, lines = run(clone, "--resume", test_python="one three two", test_rust="good")
+    assert (code, lines[-1]) == (0, "6 passed, 0 failed")
+
+
+def test_after_an_edit_everything_runs_again(clone: Path) -> None:
+    run(clone)
+    (clone / "edited").touch()
+    code, lines = run(clone, "--resume")
+    assert (code, lines[-1]) == (0, "6 passed, 0 failed")
+    assert any("nothing to resume" in line for line in lines)
+    assert "test-rust" in order(clone)
+
+
+@pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b"])
+def test_a_shard_that_does_not_exist_is_refused(clone: Path, text: str) -> None:
+    code, lines = run(clone, "--shard", text)
+    assert code == 2 and "--shard" in lines[-1]
+    with pytest.raises(pytest.UsageError):
+        selection.shard(text)
+
+
+def test_each_test_is_in_one_shard() -> None:
+    names = [f"tests/unit/test_x.py::test_{number}" for number in range(1000)]
+    parts = [[name for name in names if selection.belongs(name, (k, 4))] for k in range(1, 5)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert all(200 < len(part) < 300 for part in parts)
+
+
+def test_pytest_continues_where_it_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_one(): pass\ndef test_two(): pass\ndef test_three(): assert THREE\n")
+    passed = tmp_path / "passed"
+
+    def pytest_says(*options: str) -> tuple[int, str]:
+        words = [sys.executable, "-m", "pytest", "-p", "selection", "-p", "no:cacheprovider", "-q", *options]
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
+        words += ["--rootdir", ".", "-c", "/dev/null", "--resume-from", str(passed), "."]
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    code, output = pytest_says("--shard", "1/1")
+    assert (code, len(passed.read_text().split())) == (1, 2)
+    assert "FAILED test_it.py::test_three (call," in output.split("FAILURES")[0], "it is named at once"
+    (tmp_path / "test_it.py").write_text((tmp_path / "test_it.py").read_text() + "THREE = 3\n")
+    code, output = pytest_says("-n", "2")
+    assert code == 0 and "1 passed" in output
+    for workers in ((), ("-n", "2")):
+        assert pytest_says(*workers)[0] == 0, "nothing is left to do"
+    passed.unlink()
+    code, output = pytest_says("--repeat", "3")
+    assert code == 0 and "9 passed" in output
