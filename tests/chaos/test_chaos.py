@@ -17,7 +17,7 @@ SEED = 1
 LONG = {"F7", "F10l", "F20", "F22", "F24", "F26", "F26d", "F26l", "equal"}
 NAMES = [name for name in faults.FAULTS if name not in LONG]
 ALWAYS = {"F1", "F2l", "F3", "F8"}
-"""A server dies while a checkpoint is saved, a server with a log, a middleware, a data-compose: what each comes back by."""
+"""A server in a save, a server with a log, a middleware, a data-compose: one fault for each kind of recovery."""
 TIMEOUT_S = {"F30": 660}
 """Where a test's own waits, which show more than a timeout does, may take longer: it starts the trainers four times."""
 
