@@ -7,16 +7,15 @@ middleware pools them, and fewer bytes than that travel between it and the train
 
 import argparse
 import itertools
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import figures
 import numpy as np
 import psutil
 import raw_tcp
@@ -93,8 +92,7 @@ def cost(step: Callable[[int], None], pids: list[int], seconds: float) -> tuple[
             step(number)
         cpu.append((cpu_seconds(pids) - before) / 4)
         wall.append((time.perf_counter() - start) / 4)
-    low, middle, high = statistics.quantiles(cpu, n=4)
-    return middle, (high - low) / 2 / middle, statistics.median(wall)
+    return statistics.median(cpu), figures.spread(cpu), statistics.median(wall)
 
 
 def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, wire: str) -> None:
@@ -113,13 +111,13 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, w
         with stepper(context, dim, per_sample, zipf=False, rowwise=False) as step:
             loopback, spread, wall = cost(step, pids, seconds)
         context.close(None)
-    record = {
+    record: figures.Record = {
         "id": "B4",
         "case": f"adagrad, dim {dim}, L {per_sample}, {wire}, {'TCP' if tcp else 'Unix sockets'}",
         "value": round(loopback * 1e3, 2),
         "unit": "CPU ms a step",
         "peer": round((embedded + raw) * 1e3, 2),
-        "ratio": round((embedded + raw) / loopback, 3),
+        "ratio": round(figures.ratio(embedded + raw, loopback), 3),
         "target": 0.6,
         "spread": round(spread, 3),
         "embedded_ms": round(embedded * 1e3, 2),
@@ -127,8 +125,7 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, w
         "wall_ms": round(wall * 1e3, 2),
         "embedded_wall_ms": round(embedded_wall * 1e3, 2),
     }
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
+    figures.write(record)
 
 
 def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, float]:
@@ -157,18 +154,18 @@ def measure_servers(seconds: float) -> None:
             slots(Path(folder), 64)
             cpu, spread, wall = scale(Path(folder), servers, seconds)
         first = first or cpu
-        record = {
+        rate = figures.ratio(workload.rows_of(1) / 1e6, wall)
+        record: figures.Record = {
             "id": "servers",
-            "case": f"adagrad, dim 64, L 1, {servers} servers, {workload.rows_of(1) / wall / 1e6:.2f} million rows/s",
+            "case": f"adagrad, dim 64, L 1, {servers} servers, {rate:.2f} million rows/s",
             "value": round(cpu * 1e3, 2),
             "unit": "CPU ms a step",
             "peer": round(first * 1e3, 2),
-            "ratio": round(first / cpu, 3),
+            "ratio": round(figures.ratio(first, cpu), 3),
             "target": 0.8,
             "spread": round(spread, 3),
         }
-        sys.stdout.write(json.dumps(record) + "\n")
-        sys.stdout.flush()
+        figures.write(record)
 
 
 def main() -> None:

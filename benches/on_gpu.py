@@ -6,18 +6,21 @@ Every line on stdout is JSON, and ``runs/bench-gpu.json`` has them all with thei
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import figures
 import numpy as np
 import torch
 import workload
@@ -51,12 +54,12 @@ def refuse() -> str:
     return ""
 
 
-def kernels() -> list[Record]:
+def kernels() -> Iterator[Record]:
     """The kernels alone, and the copy they are compared with."""
     command = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
     command += ["-p", "persia-cuda", "--example", "bench_kernels"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    yield from (json.loads(line) for line in done.stdout.splitlines())
 
 
 @contextmanager
@@ -224,9 +227,36 @@ def training(quick: bool) -> Iterator[Record]:
     }
 
 
+def collect(parts: dict[str, Iterator[Record]]) -> list[Record]:
+    """Print the records of all parts and return them; a part that fails gets one that says so, and the others go on."""
+    records: list[Record] = []
+
+    def add(record: Record) -> None:
+        wrong = [name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)]
+        if wrong:
+            record = {**record, "invalid": f"not finite: {', '.join(wrong)}"}
+        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in record.items()}
+        figures.write(rounded)
+        records.append(figures.plain(rounded))
+
+    for name, part in parts.items():
+        try:
+            for record in part:
+                add(record)
+        except Exception as error:  # whatever it is, the other parts are to be measured
+            traceback.print_exc()
+            add({"id": "B8", "case": name, "failed": f"{type(error).__name__}: {error}"})
+    return records
+
+
 def main() -> int:
     """Measure all, or say why nothing can be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit codes: 0 everything was measured; 2 usage, or nothing can be measured here;\n"
+        f"{figures.UNMEASURED} a record has `invalid` or `failed`; the others were measured",
+    )
     parser.add_argument("--quick", action="store_true", help="a shorter run")
     arguments = parser.parse_args()
     if reason := refuse():
@@ -239,21 +269,15 @@ def main() -> int:
         "cpus": os.cpu_count(),
     }
     print(json.dumps(machine))
-    records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PERSIA_EMBEDDING_CONFIG"] = str(Path(folder) / "embedding_config.yml")
         seconds = 1.0 if arguments.quick else 3.0
-        for part in (iter(kernels()), embedding_steps(seconds), training(arguments.quick)):
-            for record in part:
-                rounded = {
-                    name: round(value, 3) if isinstance(value, float) else value for name, value in record.items()
-                }
-                print(json.dumps(rounded), flush=True)
-                records.append(rounded)
+        steps, loop = embedding_steps(seconds), training(arguments.quick)
+        records = collect({"kernels": kernels(), "embedding step": steps, "training": loop})
     out = ROOT / "runs" / "bench-gpu.json"
     out.parent.mkdir(exist_ok=True)
     out.write_text(json.dumps({"machine": machine, "records": records}, indent=1) + "\n")
-    return 0
+    return figures.UNMEASURED if any(map(figures.problem, records)) else 0
 
 
 if __name__ == "__main__":

@@ -1,35 +1,41 @@
 """Write the tables and plots of docs/performance.md from records of a whole run.
 
 A table stands between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine of its figures; what stands around
-it is written by hand.
+it is written by hand. A table of which a part failed, or all cases are invalid, stays as it was.
 """
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from figures import Record, number, problem
 from matplotlib.figure import Figure
-
-Record = dict[str, object]
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
-def write(records: list[Record], machine: str) -> None:
-    """Replace the tables of docs/performance.md that these records are of, and the plots beside it."""
+def write(records: list[Record], machine: str) -> list[str]:
+    """Replace the tables of docs/performance.md that these records are of, and the plots beside it.
+
+    Returns:
+        The tables that stay as they were although there are records of them.
+    """
     path = DOCS / "performance.md"
     text = path.read_text(encoding="utf-8")
+    names = dict.fromkeys(str(record["id"]) for record in records)
+    left = [name for name in names if not is_whole(of(records, name))]
 
     def table(match: re.Match[str]) -> str:
         name = match.group(1)
-        if not of(records, name):
+        if not of(records, name) or name in left:
             return match.group()
         return f"<!-- table {name} -->\n{markdown(of(records, name))}\n{machine}\n<!-- end -->"
 
     path.write_text(TABLE.sub(table, text), encoding="utf-8")
-    draw_step(of(records, "B3"))
-    draw_scale(of(records, "B7"))
+    draw_step([] if "B3" in left else results(of(records, "B3")))
+    draw_scale([] if "B7" in left else results(of(records, "B7")))
+    return left
 
 
 def of(records: Iterable[Record], name: str) -> list[Record]:
@@ -37,10 +43,23 @@ def of(records: Iterable[Record], name: str) -> list[Record]:
     return [record for record in records if record["id"] == name]
 
 
+def results(records: Iterable[Record]) -> list[Record]:
+    """Return those that are results."""
+    return [record for record in records if problem(record) is None]
+
+
+def is_whole(records: list[Record]) -> bool:
+    """Whether a table can be made of the records of one id."""
+    return bool(results(records)) and not any("failed" in record for record in records)
+
+
 def markdown(records: list[Record]) -> str:
-    """Return one table; a spread is half the quartiles' distance over the median."""
+    """Return one table; a spread is half the quartiles' distance over the median. An invalid case has no numbers."""
     lines = ["| case | value | unit | beside it | ratio | target | spread |", "|---|---|---|---|---|---|---|"]
     for record in records:
+        if problem(record) is not None:
+            lines.append(f"| {record['case']} | | {record['unit']} | | invalid | {number(record, 'target'):g} | |")
+            continue
         ratio, target = number(record, "ratio"), number(record, "target")
         mark = f"{ratio:.2f}" if ratio >= target else f"**{ratio:.2f}**"
         cells = [record["case"], show(record["value"]), record["unit"], show(record["peer"]), mark, f"{target:g}"]
@@ -48,15 +67,10 @@ def markdown(records: list[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def number(record: Record, key: str) -> float:
-    """Return a number of a record."""
-    return float(str(record[key]))
-
-
 def show(value: object) -> str:
     """Return a number with three significant digits, or all digits before the point."""
-    number = float(str(value))
-    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+    shown = float(str(value))
+    return f"{shown:,.0f}" if abs(shown) >= 100 else f"{shown:.3g}"
 
 
 def draw_step(records: list[Record]) -> None:

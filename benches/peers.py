@@ -62,6 +62,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--per-sample", type=int, nargs="+", default=[1, 10])
+    parser.add_argument(
+        "--systems", choices=["fbgemm", "embedding_bag"], nargs="+", default=["fbgemm", "embedding_bag"]
+    )
     parser.add_argument("--zipf", action="store_true")
     parser.add_argument("--seconds", type=float, default=3.0)
     arguments = parser.parse_args()
@@ -70,12 +73,13 @@ def main() -> None:
         for per_sample in arguments.per_sample:
             case: dict[str, object] = {"dim": dim, "L": per_sample, "zipf": arguments.zipf}
             rows = workload.rows_of(per_sample)
-            for rowwise in (False, True):
+            for rowwise in (False, True) if "fbgemm" in arguments.systems else ():
                 named = {**case, "optimizer": "rowwise" if rowwise else "adagrad"}
                 step = fbgemm(dim, per_sample, arguments.zipf, rowwise)
                 workload.measure("fbgemm", named, rows, step, arguments.seconds)
-            step = embedding_bag(dim, per_sample, arguments.zipf)
-            workload.measure("embedding_bag", {**case, "optimizer": "adagrad"}, rows, step, arguments.seconds)
+            if "embedding_bag" in arguments.systems:
+                step = embedding_bag(dim, per_sample, arguments.zipf)
+                workload.measure("embedding_bag", {**case, "optimizer": "adagrad"}, rows, step, arguments.seconds)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,20 @@ Every ratio is higher-is-better and comes from one run on one machine. What each
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import figures
 import page
+from figures import UNMEASURED, Record
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHES = ROOT / "benches"
@@ -27,14 +31,55 @@ TARGETS = {
 }
 """B3 against FBGEMM: (optimizer, ids per sample) to dim to ratio."""
 
-Record = dict[str, object]
+PARTS = {
+    "store": ("B1", "B2", "B6", "B7"),
+    "step": ("B3",),
+    "loopback": ("B4", "servers"),
+    "training": ("B5",),
+    "startup": ("B9",),
+}
+"""What each part measures."""
 
 
-def lines(command: list[str]) -> list[Record]:
-    """Run ``command`` from the root and return the JSON lines it prints; stderr is shown."""
-    sys.stderr.write(f"$ {' '.join(command)}\n")
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=environment())
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+def lines(command: list[str], *ids: str) -> Iterator[Record]:
+    """Run ``command`` from the root and yield the JSON lines it prints; stderr is shown.
+
+    Args:
+        command: A program that measures something, alone in a process: if it dies, the others go on.
+        ids: What it measures. If it dies, each gets a record that says so, after those of the cases before.
+    """
+    shown = " ".join(command).replace(f"{ROOT}/", "")
+    sys.stderr.write(f"$ {shown}\n")
+    problems, found = list[str](), 0
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False, env=environment())
+    except OSError as error:
+        problems.append(f"{error.filename}: {error.strerror}")
+    else:
+        for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                problems.append(f"this line is not JSON: {line}")
+            else:
+                found += 1
+                yield record
+        if done.returncode:
+            problems.append(ended(done.returncode))
+        elif not found:
+            problems.append("printed no record")
+    if problems:
+        yield from (failed(name, shown, "; ".join(problems)) for name in ids)
+
+
+def ended(code: int) -> str:
+    """Return how a process ended, as subprocess says it."""
+    return f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+
+
+def failed(name: str, case: str, reason: str) -> Record:
+    """Return the record of what could not be measured."""
+    return {"id": name, "case": case, "failed": reason}
 
 
 def environment() -> dict[str, str]:
@@ -43,75 +88,73 @@ def environment() -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k not in dropped}, "LOG_LEVEL": "WARNING"}
 
 
-def store(quick: bool) -> list[Record]:
+def store(quick: bool) -> Iterator[Record]:
     """B1, B2, B6, B7: the store alone."""
     example = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
-    example += ["-p", "persia-store", "--example", "bench_store"]
-    return [record for record in lines([*example, "--", *(["--quick"] if quick else [])]) if "id" in record]
+    example += ["-p", "persia-store", "--example", "bench_store", "--", *(["--quick"] if quick else [])]
+    for dim in (16, 64, 128):
+        yield from lines([*example, "B1", "B2", str(dim)], "B1", "B2")
+    for name in ("B6", "B7"):
+        yield from lines([*example, name], name)
 
 
-def embedded_step(quick: bool) -> list[Record]:
+def embedded_step(quick: bool) -> Iterator[Record]:
     """B3: the embedded step beside FBGEMM and ``nn.EmbeddingBag``."""
     if not PEERS.exists():
-        sys.exit("the peers are not installed: make bench does it, or `make .venv-peers/.installed`")
+        yield failed("B3", "the peers", "they are not installed: make bench does it, or `make .venv-peers/.installed`")
+        return
     arguments = ["--seconds", "1" if quick else "2"]
-    records: list[Record] = []
-    for dim in (16, 64, 128):
-        for per_sample in (1, 10):
-            case = [*arguments, "--dims", str(dim), "--per-sample", str(per_sample)]
-            measured = lines([sys.executable, str(BENCHES / "embedded_step.py"), *case])
-            measured += lines([str(PEERS), str(BENCHES / "peers.py"), *case])
-            records += compare(measured, dim, per_sample)
-    return records
+    for dim, per_sample in itertools.product((16, 64, 128), (1, 10)):
+        case = [*arguments, "--dims", str(dim), "--per-sample", str(per_sample)]
+        measured = [*lines([sys.executable, str(BENCHES / "embedded_step.py"), *case], "B3")]
+        for system in ("fbgemm", "embedding_bag"):
+            measured += lines([str(PEERS), str(BENCHES / "peers.py"), *case, "--systems", system], "B3")
+        yield from (record for record in measured if figures.problem(record))
+        yield from compare([record for record in measured if not figures.problem(record)], dim, per_sample)
 
 
-def loopback_step(quick: bool) -> list[Record]:
+def loopback_step(quick: bool) -> Iterator[Record]:
     """B4: the step through a middleware and a server, beside the embedded one and plain sockets."""
-    arguments = ["--seconds", "1" if quick else "3"]
-    script = [sys.executable, str(BENCHES / "loopback_step.py"), *arguments]
-    return lines(script) + lines([*script, "--tcp", "--dims", "16", "--wire", "f32"]) + lines([*script, "--servers"])
+    script = [sys.executable, str(BENCHES / "loopback_step.py"), "--seconds", "1" if quick else "3"]
+    for dim, per_sample, wire in itertools.product(("16", "64"), ("1", "10"), ("f32", "f16")):
+        yield from lines([*script, "--dims", dim, "--per-sample", per_sample, "--wire", wire], "B4")
+    for per_sample in ("1", "10"):
+        yield from lines([*script, "--tcp", "--dims", "16", "--per-sample", per_sample, "--wire", "f32"], "B4")
+    yield from lines([*script, "--servers"], "servers")
 
 
-def training(quick: bool) -> list[Record]:
+def training(quick: bool) -> Iterator[Record]:
     """B5: the whole training loop."""
-    return lines([sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "4"])
+    script = [sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "4"]
+    for case in ("census", "criteo-16", "criteo-64"):
+        yield from lines([*script, "--cases", case], "B5")
 
 
-def startup(quick: bool, containers: bool) -> list[Record]:
+def startup(quick: bool, containers: bool) -> Iterator[Record]:
     """B9: from a start command to the first step."""
-    arguments = ["--repeat", "1" if quick else "3", *(["--compose"] if containers else [])]
-    return lines([sys.executable, str(BENCHES / "startup.py"), *arguments])
+    script = [sys.executable, str(BENCHES / "startup.py"), "--repeat", "1" if quick else "3"]
+    for case in ("up", "help", *(["containers"] if containers else [])):
+        yield from lines([*script, "--cases", case], "B9")
 
 
-def compare(measured: list[Record], dim: int, per_sample: int) -> list[Record]:
-    """Turn the rates of one case into ratios."""
+def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
+    """Turn the rates of one case into ratios; one that was not measured gives none."""
     rates = {(m["system"], m["optimizer"]): m for m in measured}
-    records: list[Record] = []
-    for optimizer in ("adagrad", "rowwise"):
-        own = rates["persia", optimizer]
-        for peer in ("fbgemm", "embedding_bag"):
-            if (peer, optimizer) not in rates:
-                continue
-            value, other = number(own), number(rates[peer, optimizer])
-            target = TARGETS[optimizer, per_sample][dim] if peer == "fbgemm" else 1.0
-            records.append(
-                {
-                    "id": "B3",
-                    "case": f"{optimizer}, dim {dim}, L {per_sample}, against {peer}",
-                    "value": value,
-                    "unit": "million rows per CPU-second",
-                    "peer": other,
-                    "ratio": round(value / other, 3),
-                    "target": target,
-                    "spread": own["spread"],
-                }
-            )
-    return records
-
-
-def number(record: Record) -> float:
-    """Return a record's rate."""
-    return float(str(record["mrows_per_cpu_s"]))
+    for optimizer, peer in itertools.product(("adagrad", "rowwise"), ("fbgemm", "embedding_bag")):
+        own, other = rates.get(("persia", optimizer)), rates.get((peer, optimizer))
+        if own is None or other is None:
+            continue
+        value, beside = (figures.number(rate, "mrows_per_cpu_s") for rate in (own, other))
+        yield {
+            "id": "B3",
+            "case": f"{optimizer}, dim {dim}, L {per_sample}, against {peer}",
+            "value": value,
+            "unit": "million rows per CPU-second",
+            "peer": beside,
+            "ratio": round(figures.ratio(value, beside), 3),
+            "target": TARGETS[optimizer, per_sample][dim] if peer == "fbgemm" else 1.0,
+            "spread": own["spread"],
+        }
 
 
 def machine() -> str:
@@ -124,24 +167,46 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} CPUs, {int(memory) // 2**20} GiB, Linux {platform.release()}"
 
 
+def collect(name: str, part: Iterable[Record]) -> list[Record]:
+    """Return the records of a part; where it fails, those before and one for each of its ids that says so."""
+    begun, records = time.monotonic(), list[Record]()
+    try:
+        for record in part:
+            records.append(figures.checked(record))
+    except Exception as error:  # whatever it is, the other parts are to be measured
+        traceback.print_exc()
+        records += (failed(each, f"--only {name}", f"{type(error).__name__}: {error}") for each in PARTS[name])
+    sys.stderr.write(f"{name}: {time.monotonic() - begun:.0f} s\n")
+    return records
+
+
 def show(records: list[Record]) -> None:
     """Print one line a record."""
     print(f"machine: {machine()}")
     for r in records:
-        mark = "ok  " if float(str(r["ratio"])) >= float(str(r["target"])) else "miss"
+        if problem := figures.problem(r):
+            kind, reason = problem
+            print(f"{kind} {r['id']} {r['case']}: {reason}")
+            continue
+        mark = "ok  " if figures.number(r, "ratio") >= figures.number(r, "target") else "miss"
         print(
             f"{mark} {r['id']} {r['case']}: {r['value']} {r['unit']}, peer {r['peer']}, "
             f"ratio {r['ratio']}, target {r['target']}"
         )
 
 
-def main() -> None:
-    """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse() -> argparse.Namespace:
+    """Return what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit codes: 0 every case was measured, also where some miss their targets; 2 usage;\n"
+        f"{UNMEASURED} a case is invalid or a part failed, which is printed and recorded; the others were measured",
+    )
     parser.add_argument("--quick", action="store_true", help="shorter, with wider spreads")
     parser.add_argument(
         "--only",
-        choices=["store", "step", "loopback", "training", "startup"],
+        choices=PARTS,
         help="the store (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), starting (B9)",
     )
     parser.add_argument(
@@ -150,29 +215,40 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write docs/performance.md after a part or a short run too"
     )
-    arguments = parser.parse_args()
-    parts: dict[str, Callable[[], list[Record]]] = {
-        "store": lambda: store(arguments.quick),
-        "step": lambda: embedded_step(arguments.quick),
-        "loopback": lambda: loopback_step(arguments.quick),
-        "training": lambda: training(arguments.quick),
-        "startup": lambda: startup(arguments.quick, arguments.containers),
+    return parser.parse_args()
+
+
+def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
+    """Return what measures each part, by name; nothing runs before it is iterated."""
+    every: dict[str, Iterable[Record]] = {
+        "store": store(arguments.quick),
+        "step": embedded_step(arguments.quick),
+        "loopback": loopback_step(arguments.quick),
+        "training": training(arguments.quick),
+        "startup": startup(arguments.quick, arguments.containers),
     }
-    records: list[Record] = []
-    for name, part in parts.items():
-        if arguments.only in (None, name):
-            begun = time.monotonic()
-            records += part()
-            sys.stderr.write(f"{name}: {time.monotonic() - begun:.0f} s\n")
+    return {name: part for name, part in every.items() if arguments.only in (None, name)}
+
+
+def main() -> int:
+    """Run what is asked for."""
+    arguments = parse()
+    records = [record for name, part in parts(arguments).items() for record in collect(name, part)]
     show(records)
     path = ROOT / "runs" / "bench.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(records, indent=1) + "\n")
+    path.write_text(json.dumps(records, indent=1, allow_nan=False) + "\n")
     print(path)
     if arguments.write or not (arguments.only or arguments.quick):
-        page.write(records, f"{machine()}{', a short run' if arguments.quick else ''}.")
+        left = page.write(records, f"{machine()}{', a short run' if arguments.quick else ''}.")
         print("docs/performance.md: its tables are those of this run")
+        for name in left:
+            print(f"docs/performance.md: table {name} is that of an earlier run, because a part of it failed")
+    lost = sum(figures.problem(record) is not None for record in records)
+    if lost:
+        print(f"{lost} of {len(records)} records are no results (exit code {UNMEASURED})")
+    return UNMEASURED if lost else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,9 @@
 """B9: from a start command to the first training step of the DLRM example, and how long ``persia --help`` takes.
 
-``--compose`` adds the stack in containers, whose images must be built (`make images`).
+``--cases containers`` is the stack in containers, whose images must be built (`make images`).
 """
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -12,7 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import figures
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -72,30 +74,34 @@ def command_help() -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+CASES: dict[str, tuple[str, Callable[[], float], str, float]] = {
+    "up": ("persia up to the first step", local, "s", 10.0),
+    "help": ("persia --help", command_help, "ms", 300.0),
+    "containers": ("docker compose up to the first step", containers, "s", 10.0),
+}
+"""By name on the command line: case, what measures it, unit and limit."""
+
+
 def main() -> None:
     """Measure, one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compose", action="store_true", help="the stack in containers too")
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=["up", "help"])
     parser.add_argument("--repeat", type=int, default=3)
     arguments = parser.parse_args()
-    cases = [("persia up to the first step", local, "s", 10.0), ("persia --help", command_help, "ms", 300.0)]
-    if arguments.compose:
-        cases.append(("docker compose up to the first step", containers, "s", 10.0))
-    for case, measure, unit, limit in cases:
+    for case, measure, unit, limit in (CASES[name] for name in arguments.cases):
         values = sorted(measure() for _ in range(arguments.repeat))
         middle = statistics.median(values)
-        record = {
+        record: figures.Record = {
             "id": "B9",
             "case": case,
             "value": round(middle, 2),
             "unit": unit,
             "peer": limit,
-            "ratio": round(limit / middle, 3),
+            "ratio": round(figures.ratio(limit, middle), 3),
             "target": 1.0,
-            "spread": round((values[-1] - values[0]) / 2 / middle, 3),
+            "spread": round(figures.ratio((values[-1] - values[0]) / 2, middle), 3),
         }
-        sys.stdout.write(json.dumps(record) + "\n")
-        sys.stdout.flush()
+        figures.write(record)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ measured with one torch thread and with as many as there are cores; its better f
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -19,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import figures
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -170,8 +170,7 @@ def rate(steps: Iterator[None], samples: int, seconds: float) -> tuple[float, fl
         for _ in range(STEPS_A_READING):
             next(steps)
         rates.append(STEPS_A_READING * samples / (time.perf_counter() - start))
-    low, middle, high = statistics.quantiles(rates, n=4)
-    return middle, (high - low) / 2 / middle
+    return statistics.median(rates), figures.spread(rates)
 
 
 def config(folder: Path, case: Case) -> None:
@@ -185,7 +184,7 @@ def config(folder: Path, case: Case) -> None:
 def run(case: Case, seconds: float, threads: int) -> None:
     """Measure one case in all systems, in turns so that all meet the same machine."""
     samples = case.labels.shape[1]
-    figures: dict[str, list[tuple[float, float]]] = {}
+    rates: dict[str, list[tuple[float, float]]] = {}
     systems: dict[str, Callable[[], Iterator[None]]] = {
         "dense": lambda: torch_steps(case, sparse=False),
         "plain": lambda: torch_steps(case, sparse=True),
@@ -203,27 +202,34 @@ def run(case: Case, seconds: float, threads: int) -> None:
                 torch.set_num_threads(torch_threads)
                 running = steps()
                 stack.callback(running.close)  # type: ignore[attr-defined]  # it is a generator
-                figures.setdefault(system, []).append(rate(running, samples, seconds / 2))
-    best = {system: max(pair) for system, pair in figures.items()}
-    embedding_share = 1 - best["plain"][0] / best["dense"][0]
+                rates.setdefault(system, []).append(rate(running, samples, seconds / 2))
+    best = {system: max(pair) for system, pair in rates.items()}
+    embedding_share = 1 - figures.ratio(best["plain"][0], best["dense"][0])
     targets = {
         ("persia", "dense"): 0.85,
         ("persia", "plain"): 2.0 if embedding_share > 0.6 else 1.1,
         ("stack", "persia"): 0.7,
     }
     for (system, peer), target in targets.items():
-        record = {
+        record: figures.Record = {
             "id": "B5",
             "case": f"{case.name}: {system} against {peer}",
             "value": round(best[system][0]),
             "unit": "samples/s",
             "peer": round(best[peer][0]),
-            "ratio": round(best[system][0] / best[peer][0], 3),
+            "ratio": round(figures.ratio(best[system][0], best[peer][0]), 3),
             "target": target,
             "spread": round(best[system][1], 3),
         }
-        sys.stdout.write(json.dumps(record) + "\n")
-        sys.stdout.flush()
+        figures.write(record)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "census": census_case,
+    "criteo-16": lambda: criteo_case(16),
+    "criteo-64": lambda: criteo_case(64),
+}
+"""By name on the command line."""
 
 
 def main() -> None:
@@ -231,10 +237,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=6.0, help="for each system and case")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="torch's, for the peers")
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES))
     arguments = parser.parse_args()
     os.environ["LOG_LEVEL"] = "WARNING"
-    for case in (census_case(), criteo_case(16), criteo_case(64)):
-        run(case, arguments.seconds, arguments.threads)
+    for name in arguments.cases:
+        run(CASES[name](), arguments.seconds, arguments.threads)
 
 
 if __name__ == "__main__":

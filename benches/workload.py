@@ -1,15 +1,14 @@
-"""The workload W of every embedding benchmark, and how a step is timed. Needs numpy only: peers import it too.
+"""The workload W of every embedding benchmark, and how a step is timed. Needs only numpy: peers import it too.
 
 ``W(dim, L)``: 26 features with ids below 100,000, batch 4,096, L ids per sample and feature, uniform or Zipf
 (exponent 1.05, scrambled), float32. Rows are counted as batch x features x L, before deduplication.
 """
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
+import figures
 import numpy as np
 import numpy.typing as npt
 
@@ -53,15 +52,14 @@ def measure(system: str, case: dict[str, object], rows: int, step: Callable[[int
         step(len(cpu))
         cpu.append(time.process_time() - cpu_start)
         wall.append(time.perf_counter() - wall_start)
-    rates = sorted(rows / one / 1e6 for one in cpu)
-    low, middle, high = statistics.quantiles(rates, n=4)
-    record = {
-        "system": system,
-        **case,
-        "mrows_per_cpu_s": round(middle, 3),
-        "mrows_per_s": round(rows / statistics.median(wall) / 1e6, 3),
-        "spread": round((high - low) / 2 / middle, 3),
-        "steps": len(cpu),
-    }
-    sys.stdout.write(json.dumps(record) + "\n")
-    sys.stdout.flush()
+    rates = [figures.ratio(rows / 1e6, one) for one in cpu]
+    figures.write(
+        {
+            "system": system,
+            **case,
+            "mrows_per_cpu_s": round(statistics.median(rates), 3),
+            "mrows_per_s": round(figures.ratio(rows / 1e6, statistics.median(wall)), 3),
+            "spread": round(figures.spread(rates), 3),
+            "steps": len(cpu),
+        }
+    )

@@ -272,7 +272,12 @@ impl Wrapped for Rigged {
         let mut gate = self.gate.lock();
         gate.arrived.push(step);
         self.moved.notify_all();
-        self.moved.wait_while(&mut gate, |gate| gate.closed_after.is_some_and(|last| step > last));
+        let closed = |gate: &mut Gate| gate.closed_after.is_some_and(|last| step > last);
+        // A test that fails opens no gate; without a limit its engine would wait here for ever, and hide why it failed.
+        assert!(
+            !self.moved.wait_while_for(&mut gate, closed, LONG).timed_out(),
+            "push {step} was never let through"
+        );
         if self.fail_push_at == Some(step) {
             return Err(broken());
         }

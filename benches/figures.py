@@ -1,0 +1,69 @@
+"""What a figure is: the record of one case, and when it is no result. Needs nothing but Python.
+
+A record has a ``ratio``, higher-is-better, or says why it is no result: ``invalid`` where what was measured cannot be
+true, ``failed`` where nothing was measured.
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+
+Record = dict[str, object]
+
+UNMEASURED = 3
+"""Exit code of a run: a case is invalid, or a part failed."""
+
+NUMBERS = ("value", "peer", "ratio", "target", "spread")
+"""What every figure has."""
+
+
+def ratio(over: float, under: float) -> float:
+    """Return ``over / under``, NaN where that is no number."""
+    return over / under if under else math.nan
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return half the distance of the quartiles over the median, NaN where the median is 0."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return ratio((high - low) / 2, middle)
+
+
+def number(record: Record, key: str) -> float:
+    """Return a number of a record, NaN where there is none."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def problem(record: Record) -> tuple[str, str] | None:
+    """Return in which way a record is no result, and why; None where it is one."""
+    for kind in ("failed", "invalid"):
+        if kind in record:
+            return kind, str(record[kind])
+    return None
+
+
+def checked(record: Record) -> Record:
+    """Return the record; one with a figure that cannot be true says so."""
+    if problem(record) is not None:
+        return record
+    wrong = [key for key in NUMBERS if not math.isfinite(number(record, key))]
+    wrong += [key for key in ("ratio", "target") if number(record, key) <= 0]
+    wrong += [key for key in ("value", "peer", "spread") if number(record, key) < 0]
+    if not wrong:
+        return record
+    return {**plain(record), "invalid": ", ".join(f"{key} is {record.get(key)}" for key in wrong)}
+
+
+def plain(record: Record) -> Record:
+    """Return the record as JSON can hold it: None in place of a number that is not finite."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
+    }
+
+
+def write(record: Record) -> None:
+    """Print a record as one line of JSON."""
+    sys.stdout.write(json.dumps(plain(record), allow_nan=False) + "\n")
+    sys.stdout.flush()
