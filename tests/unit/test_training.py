@@ -328,11 +328,11 @@ def test_loading_waits_for_pushes_in_flight(configure: Configure, tmp_path: Path
 
 
 def test_a_nonfinite_step_changes_nothing_and_names_the_slot(
-    configure: Configure, caplog: pytest.LogCaptureFixture
+    configure: Configure, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PersiaML's finite check ran once, then never (ARCHITECTURE section 11, defect 6)."""
     configure(SLOTS)
-    logging.getLogger("persia").propagate = True
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
     with make() as ctx:
         for number, batch in enumerate(DataLoader(Batches(30), reproducible=True)):
             output, labels = ctx.forward(batch)
