@@ -154,11 +154,14 @@ wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/ (o
 	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(abspath $(DIST))
 	cd persia_py && $(CURDIR)/$(BIN)/hatchling build --target wheel --directory $(abspath $(DIST))
 
+# The images get the versions that are developed against.
 lock: $(INSTALLED) ## Resolve requirements/*.in again
-	for name in runtime dev peers; do \
+	lock() { \
 		$(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes --upgrade --quiet \
-			--no-header --no-annotate --no-emit-index-url requirements/$$name.in -o requirements/$$name.txt; \
-	done
+			--no-header --no-annotate --no-emit-index-url "requirements/$$1.in" -o "requirements/$$1.txt" "$${@:2}"; \
+	}; \
+	lock dev; lock peers; \
+	for name in runtime test; do lock "$$name" --constraint requirements/dev.txt; done
 
 clean: ## Remove the environment and everything that was built (runs/ stays)
 	rm -rf $(VENV) .venv-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target

@@ -98,12 +98,13 @@ if [ -n "$file" ]; then
     printf 'running %s: %s sha256=%s build=%s\n' "$file" "$kind" "$sum" "${build:-unknown}" >&2
 fi
 
-# The tests lie beside the package, not in the user's folder, and use the stack around them. Their own files go to a
-# volume: nothing can be executed in /tmp.
+# The tests lie beside the package, not in the user's folder, and use the stack around them. pytest names each one when
+# it starts and counts it when it ends. Their own files go to a volume: nothing can be executed in /tmp.
 if [ "$command" = pytest ]; then
+    echo "collecting tests; the first import of PyTorch may take a minute" >&2
     cd /opt/persia
     export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}"
-    export PYTEST_ADDOPTS="-p no:cacheprovider ${PYTEST_ADDOPTS-}"
+    export PYTEST_ADDOPTS="-p no:cacheprovider --verbose -o console_output_style=count ${PYTEST_ADDOPTS-}"
     [ -z "${PERSIA_RUN_DIR-}" ] || export PYTEST_DEBUG_TEMPROOT="$PERSIA_RUN_DIR"
 fi
 

@@ -1,5 +1,6 @@
 """Shared by all tests: a small configuration, small batches, and a record of the checklist rows that passed."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -32,6 +33,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
+IN_IMAGE = not (ROOT / "Makefile").exists()
+"""Whether the tests lie in an image, which has no sources of the engine."""
+CHOSEN = "live or stack"
+"""The tests that `pytest` runs in an image by default."""
+REQUIREMENTS = ("flask", "flask_cors", "moto", "mypy", "xdist")
+"""What `--all` needs beyond the runtime image."""
 
 pytest_plugins = ["selection"]
 
@@ -113,6 +120,7 @@ def any_stack(request: pytest.FixtureRequest) -> Stack | LiveStack:
     """Return the stack around the tests if ``PERSIA_TEST_LIVE=1``, else one made for this test. For ``live`` tests."""
     if LIVE:
         stack = LiveStack()
+        stack.wait_ready()
         if reason := stack.busy():
             pytest.skip(reason)
         return stack
@@ -172,8 +180,34 @@ class TinyModel(torch.nn.Module):
         return result
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--all``."""
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help=f"in an image: run all tests that can run there; without it, a path, -k or -m only '{CHOSEN}'",
+    )
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Refuse ``--all`` where its requirements are missing."""
+    absent = [name for name in REQUIREMENTS if importlib.util.find_spec(name) is None]
+    if not (IN_IMAGE and config.option.all and absent):
+        return None
+    sys.stderr.write(
+        f"error: pytest --all needs {', '.join(absent)}, which the runtime image does not have\n"
+        "  next: COMPOSE_FILE=docker-compose.yaml:docker-compose.test.yaml "
+        "docker compose run --rm trainer pytest --all\n"
+    )
+    return 2
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers."""
+    """Declare the markers; choose the tests of an image unless the command line does."""
+    option = config.option
+    by_path = config.args_source == pytest.Config.ArgsSource.ARGS
+    if IN_IMAGE and not (option.all or option.keyword or option.markexpr or by_path):
+        option.markexpr = CHOSEN
     config.addinivalue_line("markers", "row(*ids): rows of docs/checklist.md that this test shows")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line(
@@ -181,6 +215,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line("markers", "clone: reads what only a clone has; the images have no sources of the engine")
     config.addinivalue_line("markers", "live: also runs against the stack around it (PERSIA_TEST_LIVE=1)")
+    config.addinivalue_line("markers", "stack: proves a part of the image; `pytest` in the trainer runs these and live")
+    config.addinivalue_line("markers", "nightly: long by nature; `make test-all` runs it")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -193,7 +229,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip in an image what needs a clone."""
-    if item.get_closest_marker("clone") and not (ROOT / "Makefile").exists():
+    if item.get_closest_marker("clone") and IN_IMAGE:
         pytest.skip("no clone here")
 
 

@@ -22,6 +22,7 @@ import pytest
 from waiting import wait_until
 
 from persia.auth import role_token, secret
+from persia.errors import UnreachableError
 from persia.launch.local import BINARIES, Command, Kind, LocalJob, free_ports
 from persia.launch.process import Process
 from persia.utils import find_free_port, resolve_binary_execute_path
@@ -30,6 +31,8 @@ START = 30.0
 """Seconds a part has to be ready."""
 END = 30.0
 """Seconds a part has to end after SIGTERM."""
+LIVE_START = 60.0
+"""Seconds that the stack around the tests has to be ready: its containers may have just been started."""
 
 TESTS = str(Path(__file__).parent)
 SLOTS = "a: {dim: 4}\nb: {dim: 4}"
@@ -269,6 +272,23 @@ class LiveStack:
         """Make this process part of the job for the rest of the test."""
         for name, value in self.settings.items():
             monkeypatch.setenv(name, value)
+
+    def wait_ready(self) -> None:
+        """Wait until every server and middleware is ready to serve."""
+        from persia import job, status
+
+        problems: list[str] = []
+
+        def ready() -> bool:
+            try:
+                problems[:] = status.status(self.nats_url, job.job_name()).problems
+            except UnreachableError as error:
+                problems[:] = [str(error)]
+            return not problems
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            self.use(monkeypatch)
+            wait_until("the stack around the tests", ready, LIVE_START, evidence=lambda: "\n".join(problems))
 
     def busy(self) -> str | None:
         """Return why a test may not use the stack now, or None."""

@@ -15,6 +15,8 @@ from waiting import wait_until
 
 Result = subprocess.CompletedProcess[str]
 
+BASE = "debian:trixie-slim"
+TEST_OVERLAY = {"COMPOSE_FILE": "docker-compose.yaml:docker-compose.test.yaml"}
 BUILD = 2400.0
 """Seconds that building all images may take: PyTorch is downloaded, the engine compiled."""
 
@@ -90,25 +92,28 @@ class Project:
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of a service's containers, running or not, in order of their numbers."""
-        ids = self("ps", "--all", "--quiet", service).stdout.split()
-        return sorted(ids, key=lambda one: docker("inspect", "--format", "{{.Name}}", one).stdout)
+        labels = {"project": self.name, "service": service, "oneoff": "False"}
+        wanted = [f"--filter=label=com.docker.compose.{label}={value}" for label, value in labels.items()]
+        listed = docker("ps", "--all", "--no-trunc", *wanted, "--format", "{{.Names}} {{.ID}}").stdout
+        return [line.split()[1] for line in sorted(listed.splitlines())]
+
+    def inspect(self, service: str, form: str) -> list[str]:
+        """Return what ``docker inspect --format`` says of each of a service's containers, in order of their numbers."""
+        containers = self.containers(service)
+        return docker("inspect", "--format", form, *containers).stdout.splitlines() if containers else []
 
     def states(self, service: str) -> list[tuple[str, int]]:
         """Return ``(status, exit code)`` of each of a service's containers."""
-        answers = [
-            docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", container).stdout.split()
-            for container in self.containers(service)
-        ]
+        answers = [line.split() for line in self.inspect(service, "{{.State.Status}} {{.State.ExitCode}}")]
         return [(status, int(code)) for status, code in answers]
 
-    def healthy(self, service: str, *, timeout: float = 180.0) -> None:
-        """Wait until each of a service's containers is ready to serve."""
+    def healthy(self, *services: str, timeout: float = 180.0) -> None:
+        """Wait until each of the services' containers is ready to serve."""
 
         def states() -> set[str]:
-            form = "{{.State.Health.Status}}"
-            return {docker("inspect", "--format", form, one).stdout.strip() for one in self.containers(service)}
+            return {state for service in services for state in self.inspect(service, "{{.State.Health.Status}}")}
 
-        self.wait(f"{service} to be healthy", lambda: states() == {"healthy"}, timeout=timeout)
+        self.wait(f"{', '.join(services)} to be healthy", lambda: states() == {"healthy"}, timeout=timeout)
 
     def logs(self, *services: str) -> str:
         """Return what services wrote."""
@@ -130,15 +135,21 @@ class Project:
         )
         return [code for _, code in self.states(service)]
 
+    def read(self, volume: str, command: str) -> str:
+        """Return what a shell command prints in a folder, which is one of the project's volumes."""
+        mounted = f"{self.name}_{volume}:/{volume}:ro"
+        options = ["--rm", "--network", "none", "--volume", mounted, "--workdir", f"/{volume}"]
+        return docker("run", *options, BASE, "sh", "-euc", command).stdout
+
     def summary(self) -> dict[str, Any] | None:
         """Return ``summary.json`` of the run, if there is one."""
-        result = self.run("sh", "-c", "if [ -e /runs/summary.json ]; then cat /runs/summary.json; fi")
-        return json.loads(result.stdout) if result.stdout else None
+        text = self.read("runs", "if [ -e summary.json ]; then cat summary.json; fi")
+        return json.loads(text) if text else None
 
-    def remove(self, *, volumes: bool = True) -> None:
-        """Stop and remove everything of this project."""
+    def remove(self, *, volumes: bool = True, grace: int = 0) -> None:
+        """Stop and remove everything of this project. Containers have ``grace`` seconds to end by themselves."""
         options = ["--volumes"] if volumes else []
-        self("down", "--timeout", "5", "--remove-orphans", *options, check=False)
+        self("down", "--timeout", str(grace), "--remove-orphans", *options, check=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -159,7 +170,21 @@ def images(engine: None) -> None:
     docker("compose", "build", timeout=BUILD)
 
 
+@pytest.fixture(scope="session")
+def image_of_tests(images: None) -> None:
+    """Build the trainer's image with the requirements of all tests."""
+    docker("compose", "build", "trainer", timeout=BUILD, env=TEST_OVERLAY)
+
+
 Stacks = Callable[..., Project]
+
+
+def make_project(name: str, folder: Path, copy: Path, **variables: str) -> Project:
+    """Return a project of a copy of ``folder`` that any user may read and write: a container's user is not this one."""
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    for path in (copy, *copy.rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    return Project(re.sub(r"[^a-z0-9-]", "-", f"persia-test-{os.getpid()}-{name.lower()}"), copy, **variables)
 
 
 @pytest.fixture
@@ -168,16 +193,9 @@ def stacks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stacks]:
     made: list[Project] = []
 
     def make(folder: Path, **variables: str) -> Project:
-        # A copy that any user may read and write: a container's user is not this one.
-        copy = tmp_path / f"workspace-{len(made)}"
-        shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("__pycache__", "runs"))
-        for path in (copy, *copy.rglob("*")):
-            path.chmod(0o777 if path.is_dir() else 0o666)
-        project = Project(f"persia-test-{os.getpid()}-{request.node.name[:20].lower()}-{len(made)}", copy, **variables)
-        project.name = re.sub(r"[^a-z0-9-]", "-", project.name)
-        project.variables["COMPOSE_PROJECT_NAME"] = project.name
-        made.append(project)
-        return project
+        name = f"{request.node.name[:20]}-{len(made)}"
+        made.append(make_project(name, folder, tmp_path / f"workspace-{len(made)}", **variables))
+        return made[-1]
 
     failed = request.session.testsfailed
     yield make

@@ -13,6 +13,7 @@ from conftest import ROOT
 from compose.conftest import Project, docker
 
 BASE = ROOT / "docker-compose.yaml"
+EXAMPLE = ROOT / "examples" / "dlrm"
 SERVICES = {"persia_nats_service", "emb_server", "middleware", "data_compose", "trainer"}
 REPLICAS = {
     "emb_server": "SERVER_REPLICA",
@@ -24,7 +25,7 @@ REPLICAS = {
 
 @pytest.fixture
 def services() -> dict[str, Any]:
-    result: dict[str, Any] = Project("persia-files", ROOT / "examples" / "dlrm").config()["services"]
+    result: dict[str, Any] = Project("persia-files", EXAMPLE).config()["services"]
     return result
 
 
@@ -117,13 +118,16 @@ def test_services_are_hardened(services: dict[str, Any]) -> None:
 def test_overlays(services: dict[str, Any]) -> None:
     def overlaid(name: str) -> dict[str, Any]:
         files = f"docker-compose.yaml:docker-compose.{name}.yaml"
-        result: dict[str, Any] = Project("persia-files", ROOT, COMPOSE_FILE=files).config()["services"]
+        result: dict[str, Any] = Project("persia-files", EXAMPLE, COMPOSE_FILE=files).config()["services"]
         return result
 
     assert overlaid("debug")["emb_server"]["cap_add"] == ["SYS_PTRACE"]
     gpu = overlaid("gpu")["trainer"]
     assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     assert gpu["image"] == services["trainer"]["image"]  # built for both: tests/compose/test_images.py
+    test = overlaid("test")
+    assert test["trainer"]["image"] == "persia/test:dev" and test["trainer"]["build"]["target"] == "test"
+    assert {name for name in SERVICES if test[name] != services[name]} == {"trainer"}
     for service in overlaid("publish").values():
         for port in service.get("ports", []):
             assert port["host_ip"] == "127.0.0.1"

@@ -13,6 +13,10 @@ from conftest import ROOT
 
 from compose.conftest import docker
 
+BUILDS = ("hatchling", "maturin", "ruff", "uv")
+"""What builds or checks the project, and is in no image that runs it."""
+TESTS = ("flask", "moto", "mypy", "pytest-xdist")
+"""What only the test image has."""
 SERVER_LIMIT = 60_000_000
 """Bytes that the server image may add to its base."""
 
@@ -57,23 +61,33 @@ def test_the_server_image_is_small_and_has_no_python() -> None:
 
 
 @pytest.mark.usefixtures("images")
-def test_the_runtime_image_has_what_the_tests_need() -> None:
-    command = "import torch, pytest, persia, persia_core; print(persia.__file__, persia_core.__file__)"
-    result = docker("run", "--rm", "--read-only", "--user", "4711", "persia/runtime:dev", "python", "-c", command)
+def test_the_runtime_image_runs_as_any_user_on_a_read_only_disk() -> None:
+    command = "nats-server --version; python -c 'import torch, pytest, persia, persia_core; print(persia.__file__)'"
+    result = docker("run", "--rm", "--read-only", "--user", "4711", "persia/runtime:dev", "sh", "-euc", command)
+    assert result.stdout.startswith("nats-server")
     assert "/opt/venv/lib/" in result.stdout
     assert "packaged sha256=" in result.stderr and "build=unknown" not in result.stderr
-    assert docker("run", "--rm", "persia/runtime:dev", "nats-server", "--version").stdout.startswith("nats-server")
 
 
 @pytest.mark.usefixtures("images")
 def test_each_image_says_what_is_in_it() -> None:
     server, runtime = bill("persia/server:dev"), bill("persia/runtime:dev")
     assert {"cargo/tonic", "cargo/persia-store"} <= server.keys() <= runtime.keys()
-    assert "cargo/pyo3" not in server and {"cargo/pyo3", "pypi/torch", "pypi/persia"} <= runtime.keys()
-    locked = (ROOT / "requirements" / "dev.txt").read_text()
+    assert "cargo/pyo3" not in server and {"cargo/pyo3", "pypi/torch", "pypi/pytest", "pypi/persia"} <= runtime.keys()
+    assert not {f"pypi/{name}" for name in (*BUILDS, *TESTS)} & runtime.keys()
+    locked = (ROOT / "requirements" / "runtime.txt").read_text()
     for name in ("torch", "grpcio", "protobuf"):
         assert f"\n{name}=={runtime[f'pypi/{name}']} " in locked, name
     assert 'name = "tonic"\nversion = "{}"'.format(server["cargo/tonic"]) in (ROOT / "rust_core/Cargo.lock").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("image_of_tests")
+def test_the_image_of_the_tests_adds_their_requirements() -> None:
+    runtime, test = bill("persia/runtime:dev"), bill("persia/test:dev")
+    assert runtime.items() <= test.items()
+    assert {f"pypi/{name}" for name in TESTS} <= test.keys() - runtime.keys()
+    assert not {f"pypi/{name}" for name in BUILDS} & test.keys()
 
 
 def bill(image: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from compose.conftest import BUILD, Result, Stacks, docker
 from compose.test_images import docker_context
 from compose.test_stack import EXAMPLE, SHORT, digests, finished
 
-pytestmark = [pytest.mark.usefixtures("images"), pytest.mark.timeout(900, func_only=True)]
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("images"), pytest.mark.timeout(900, func_only=True)]
 
 FILES = {"persia_core.so", "persia-embedding-sharded-server", "persia-embedding-sharded-middleware"}
 SECTIONS = ["Embedding server", "Middleware", "Engine (`persia_core`)", "Python package"]

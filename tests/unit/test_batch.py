@@ -13,6 +13,8 @@ from persia.embedding.data import (
 )
 from persia.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError, PersiaError
 
+pytestmark = pytest.mark.stack
+
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)

@@ -34,6 +34,7 @@ def saved(configure: Configure, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.stack
 def test_a_checkpoint_holds_everything_and_plain_torch_reads_the_dense_part(saved: Path) -> None:
     names = {path.name for path in saved.iterdir()}
     assert {"MANIFEST.json", "dense.pt", "opt.pt", "jit_dense.pt", "rank-0.state"} <= names
@@ -46,6 +47,7 @@ def test_a_checkpoint_holds_everything_and_plain_torch_reads_the_dense_part(save
         assert ctx.step == 10
 
 
+@pytest.mark.stack
 def test_pyarrow_reads_the_rows(saved: Path) -> None:
     total = 0
     for file in sorted(saved.glob("shard-*.arrow")):
@@ -178,6 +180,7 @@ def remove_manifest(path: Path) -> str:
     return r"MANIFEST\.json"
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("damage", [corrupt_dense, truncate_shard, remove_shard, damage_manifest, remove_manifest])
 def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage: Callable[[Path], str]) -> None:
     text = damage(saved)

@@ -45,6 +45,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.stack
 def test_a_run_goes_on_behind_its_newest_save_with_equal_bits(configure: Configure, tmp_path: Path) -> None:
     expected = whole(configure, tmp_path / "undisturbed")
     whole(configure, tmp_path / "run", steps=23)

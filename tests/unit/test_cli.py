@@ -18,6 +18,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.stack
 def test_version_says_what_is_loaded() -> None:
     done = run("--version")
     assert done.returncode == 0
@@ -25,6 +26,7 @@ def test_version_says_what_is_loaded() -> None:
     assert "persia_core" in done.stdout and "profile" in done.stdout
 
 
+@pytest.mark.stack
 def test_a_good_configuration(configure: Configure) -> None:
     configure(SLOTS)
     done = run("config", "check")
@@ -41,6 +43,7 @@ def test_settings_of_tables_are_shown(configure: Configure) -> None:
     assert "  b:" not in done.stdout
 
 
+@pytest.mark.stack
 def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
     embedding = tmp_path / "embedding_config.yml"
     embedding.write_text(

@@ -121,6 +121,7 @@ class Bags(torch.nn.Module):
         }
 
 
+@pytest.mark.stack
 def test_it_equals_torch_embedding_bag() -> None:
     """100 steps of SGD to 1e-5: shared tables, mean, per-sample weights, features the loss ignores now and then."""
     torch.manual_seed(5)
@@ -338,6 +339,7 @@ def test_it_is_made_outside_of_contexts_and_not_copied(configure: Configure) -> 
         tables(arrays(0)[0])
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.01)])
 def test_saving_and_loading_goes_on_bit_for_bit(tmp_path: Path, optimizer: Optimizer) -> None:
     optimizer.update_lr(0.05)

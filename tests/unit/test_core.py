@@ -17,6 +17,7 @@ def loaded_file() -> Path:
     return Path(persia_core.__file__)
 
 
+@pytest.mark.stack
 def test_build_information() -> None:
     assert persia_core.__version__ == persia.__version__
     assert set(persia_core.BUILD_INFO) >= {"profile", "target", "rustc", "features"}
@@ -24,6 +25,7 @@ def test_build_information() -> None:
     assert loaded_file().suffix == ".so"
 
 
+@pytest.mark.stack
 def test_a_misaligned_gradient_is_refused() -> None:
     import numpy as np
 
@@ -34,12 +36,14 @@ def test_a_misaligned_gradient_is_refused() -> None:
         persia_core.backward.first_nonfinite(values)
 
 
+@pytest.mark.stack
 def test_submodules_can_be_imported_by_name() -> None:
     code = "import persia_core.forward, persia_core.backward as b; print(b.first_nonfinite.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "first_nonfinite", done.stderr
 
 
+@pytest.mark.stack
 @pytest.mark.row("S0-21")
 def test_a_lone_library_wins_by_pythonpath(tmp_path: Path) -> None:
     """A developer's persia_core.so shadows the installed package, and nothing is uninstalled."""
@@ -77,6 +81,7 @@ def test_a_stale_library_is_refused_with_both_versions(tmp_path: Path) -> None:
 def test_stubs_equal_the_binary(tmp_path: Path) -> None:
     if Path(persia_core.__file__).name == "persia_core.so":
         pytest.skip("persia_core.so stands alone here, without stubs")
+    pytest.importorskip("mypy", reason="mypy is not installed here")
     done = subprocess.run(
         [
             sys.executable,

@@ -22,6 +22,7 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list
     return dense, [torch.randn(BATCH, DIM, dtype=dtype, requires_grad=True) for _ in range(SLOTS)]
 
 
+@pytest.mark.stack
 def test_logits_follow_the_formula_sample_by_sample() -> None:
     dlrm = model()
     dense, embeddings = inputs()

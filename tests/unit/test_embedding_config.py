@@ -12,6 +12,8 @@ from persia.embedding import EmbeddingConfig, Gamma, InverseSqrtDim, Normal, Poi
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError
 
+pytestmark = pytest.mark.stack
+
 
 def first_rows(config: EmbeddingConfig, *, lr: float = 1.0, steps: int = 1) -> np.ndarray:
     """Return the rows of slot ``a`` after ``steps`` batches of many ids, none of which was pushed (one step) or all."""

@@ -18,6 +18,8 @@ from persia.errors import DataError, FeatureTypeError
 from persia.utils import split_mask
 from persia_core.data import Batch
 
+pytestmark = pytest.mark.stack
+
 IDS = 12
 LISTS = [[1, 2, 2], [], [3], [4, 4, 1, 5], [9]]
 WEIGHTS = [[0.5, -1.0, 2.0], [], [1.5], [0.0, 3.0, -0.25, 1.0], [2.0]]

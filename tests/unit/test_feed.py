@@ -42,6 +42,7 @@ def test_a_rank_without_data_is_told_of_and_waited_for(ranks: MakeRanks, caplog:
         made.result(20).close()
 
 
+@pytest.mark.stack
 def test_batches_come_in_order_and_end(ranks: MakeRanks) -> None:
     run = ranks(2)
     with sending(run, 11) as (thread, ended, _):
@@ -205,6 +206,7 @@ def test_a_sender_of_something_else_is_refused(ranks: MakeRanks, monkeypatch: py
     first.close()
 
 
+@pytest.mark.stack
 def test_a_wrong_token_is_refused(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,8 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 
+pytestmark = pytest.mark.stack
+
 F = npt.NDArray[np.float32]
 Formula = Callable[[F, F, F, int], tuple[F, F]]
 f32 = np.float32

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from conftest import Configure
 from torch.utils.dlpack import from_dlpack
@@ -12,6 +13,8 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig, Uniform
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import SGD
+
+pytestmark = pytest.mark.stack
 
 IDS = np.arange(64, dtype=np.uint64)
 

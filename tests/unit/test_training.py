@@ -65,6 +65,7 @@ def everything(ctx: TrainCtx) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize(("pooling", "mode"), [("sum", "sum"), ("mean", "mean")])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str, mode: str, momentum: float) -> None:
@@ -120,6 +121,7 @@ def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str,
             assert not ours[~exists].any()
 
 
+@pytest.mark.stack
 def test_pushed_gradients_equal_finite_differences(configure: Configure) -> None:
     """Rows set by the test, SGD with lr 1: what a step takes off each row is the loss's derivative."""
     configure("a: {dim: 3}\nb: {dim: 3, sqrt_scaling: true}", groups="shared: [a, b]")
@@ -182,6 +184,7 @@ def shared_rows(ctx: EmbeddingCtx) -> torch.Tensor:
     return a
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize(
     "optimizer", [SGD(0.1, momentum=0.9), Adagrad(0.1), Adagrad(0.1, vectorwise_shared=True), Adam()]
 )
@@ -226,6 +229,7 @@ class Skipping(IterableDataset):
             yield source.batch(number)
 
 
+@pytest.mark.stack
 @pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adagrad(0.1), Adam()])
 @pytest.mark.parametrize("capacity", [1_000_000, 256])
@@ -254,6 +258,7 @@ def test_resuming_equals_never_stopping(
         assert everything(ctx) == expected
 
 
+@pytest.mark.stack
 def test_training_learns_with_overlap(configure: Configure) -> None:
     configure(SLOTS)
     with make(optimizer=Adagrad(0.1)) as ctx:
@@ -327,12 +332,13 @@ def test_loading_waits_for_pushes_in_flight(configure: Configure, tmp_path: Path
             assert all(torch.equal(x, y) for x, y in zip(expected, rows(ctx), strict=True))
 
 
+@pytest.mark.stack
 def test_a_nonfinite_step_changes_nothing_and_names_the_slot(
-    configure: Configure, caplog: pytest.LogCaptureFixture
+    configure: Configure, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PersiaML's finite check ran once, then never (ARCHITECTURE section 11, defect 6)."""
     configure(SLOTS)
-    logging.getLogger("persia").propagate = True
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
     with make() as ctx:
         for number, batch in enumerate(DataLoader(Batches(30), reproducible=True)):
             output, labels = ctx.forward(batch)
