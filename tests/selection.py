@@ -40,8 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the marker and keep track of what passes."""
-    config.addinivalue_line("markers", "nightly: long by nature; make test-all runs it, make test does not")
+    """Keep track of what passes."""
     config.pluginmanager.register(Progress(config), "persia-progress")
 
 

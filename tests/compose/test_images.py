@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -88,6 +89,20 @@ def test_the_image_of_the_tests_adds_their_requirements() -> None:
     assert runtime.items() <= test.items()
     assert {f"pypi/{name}" for name in TESTS} <= test.keys() - runtime.keys()
     assert not {f"pypi/{name}" for name in BUILDS} & test.keys()
+
+
+@pytest.mark.usefixtures("images")
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm here (binutils)")
+@pytest.mark.parametrize(
+    "file", ["/usr/local/bin/persia-embedding-sharded-server", "/opt/venv/lib/*/site-packages/persia_core/*.so"]
+)
+def test_no_vector_instruction_is_a_function_of_its_own(file: str, tmp_path: Path) -> None:
+    """A closure or an iterator's method between a loop and an instruction can make it one: three times slower."""
+    command = ["docker", "run", "--rm", "--entrypoint", "sh", "persia/runtime:dev", "-c", f"cat {file}"]
+    (tmp_path / "binary").write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+    symbols = subprocess.run(["nm", "-C", tmp_path / "binary"], check=True, capture_output=True, text=True).stdout
+    assert re.search(r" [tT] .*persia_store::", symbols), "want the store's functions among the symbols"
+    assert re.findall(r" t (core::core_arch::x86::(?:avx|f16c|fma)\S*)", symbols) == []
 
 
 def bill(image: str) -> dict[str, str]:
