@@ -18,6 +18,9 @@ BUILDS = ("hatchling", "maturin", "ruff", "uv")
 """What builds or checks the project, and is in no image that runs it."""
 TESTS = ("flask", "moto", "mypy", "pytest-xdist")
 """What only the test image has."""
+SERVER = "/usr/local/bin/persia-embedding-sharded-server"
+EXTENSION = "/opt/venv/lib/*/site-packages/persia_core/*.so"
+"""In the runtime image."""
 SERVER_LIMIT = 60_000_000
 """Bytes that the server image may add to its base."""
 
