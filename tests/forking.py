@@ -22,7 +22,8 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 from unittest import mock
 
-from forkserver import PADDING, Work, read_at_start, send, streams, tied_command, with_popen
+from forkserver import PADDING
+from forkwork import Work, read_at_start, send, streams, tied_command, with_popen
 
 from persia.launch import process
 
@@ -65,7 +66,7 @@ class ForkServer:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._read_at_start = read_at_start(env)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         server = str(Path(__file__).with_name("forkserver.py"))
         words = [sys.executable, "-I", "-S", str(process._TIED), str(os.getpid()), sys.executable, server]
         with theirs:

@@ -1,15 +1,19 @@
 """Equal in, equal out: whatever holds the rows, and however many ranks share the batches."""
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import ROOT, Configure
-from stack import MakeStack
+from stack import MakeStack, start
 
 from persia import job
+from persia.launch.local import Command
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
 COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"

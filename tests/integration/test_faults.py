@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
