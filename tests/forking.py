@@ -30,6 +30,8 @@ from persia.launch import process
 WANTED = os.environ.get("PERSIA_TEST_FORK", "") != "0"
 """Whether processes are forked at all."""
 PADDING_BYTES = 100_000
+_ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+"""The server's environment: what tests change later is not in it, so that most of their processes can be forks."""
 _DATA_SPARES = 2
 """Runs of its script that a data-compose starts from a fork: the first, and one for trainers that come back."""
 
@@ -63,8 +65,7 @@ class ForkServer:
     """The process that forks. It and all its children die with this process."""
 
     def __init__(self) -> None:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self._read_at_start = read_at_start(env)
+        self._read_at_start = read_at_start(_ENVIRON)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         server = str(Path(__file__).with_name("forkserver.py"))
@@ -72,7 +73,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(
                 [*words, str(theirs.fileno()), "-" * PADDING_BYTES],
-                env={**env, PADDING: "-" * PADDING_BYTES},
+                env={**_ENVIRON, PADDING: "-" * PADDING_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors,
                 stderr=self._errors,
