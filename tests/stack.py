@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking import forked_children
 from waiting import wait_until
 
 from persia.auth import role_token, secret
@@ -78,6 +79,22 @@ class Part:
             return line
 
         return wait_until(f"{self.process.name} to say {text!r}", said, timeout, evidence=lambda: self.output)
+
+
+def start(command: Command, cwd: Path | None = None) -> Part:
+    """Start a process; a Python process is forked from one that has imported torch."""
+    part: list[Part] = []
+    ready = threading.Event()
+
+    def line(text: str) -> None:
+        ready.wait()
+        part[0].lines.append(text)
+
+    with forked_children():
+        process = Process(command.name, command.words, env=command.env, line=line, ended=lambda _: None, cwd=cwd)
+    part.append(Part(process))
+    ready.set()
+    return part[0]
 
 
 class Stack:
@@ -194,18 +211,8 @@ class Stack:
 
     def run(self, command: Command, cwd: Path | None = None) -> Part:
         """Start a process; it ends with the stack."""
-        part: list[Part] = []
-        ready = threading.Event()
-
-        def line(text: str) -> None:
-            ready.wait()
-            part[0].lines.append(text)
-
-        process = Process(command.name, command.words, env=command.env, line=line, ended=lambda _: None, cwd=cwd)
-        part.append(Part(process))
-        ready.set()
-        self.parts[command.name] = part[0]
-        return part[0]
+        self.parts[command.name] = start(command, cwd)
+        return self.parts[command.name]
 
     def nats_client(self, timeout: float | None = None) -> Any:
         """Return a client of its NATS, to be connected; ``timeout`` is for each message."""

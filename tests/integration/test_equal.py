@@ -1,15 +1,19 @@
 """Equal in, equal out: whatever holds the rows, and however many ranks share the batches."""
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import ROOT, Configure
-from stack import MakeStack
+from stack import MakeStack, start
 
 from persia import job
+from persia.launch.local import Command
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
 COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
@@ -32,15 +36,14 @@ def embedded(
     script: Path = SCRIPT,
 ) -> Result:
     """Train with the rows in the trainer's process."""
-    import os
-    import subprocess
-    import sys
-
     configure(slots, capacity=capacity)
     out = tmp_path / "embedded.npz"
     words = [sys.executable, str(script), json.dumps({**plan, "out": str(out)})]
-    done = subprocess.run(words, env=dict(os.environ), check=False, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    part = start(Command("embedded", words, dict(os.environ)))
+    try:
+        assert part.wait(100) == 0, part.output
+    finally:
+        part.process.signal(signal.SIGKILL)
     return dict(np.load(out))
 
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -60,14 +59,10 @@ def start(binary: str, *arguments: object, env: Mapping[str, str] | None = None)
 
 def train(stack: Stack, script: Path, **env: str) -> "subprocess.CompletedProcess[str]":
     """Run one rank of a script that is to end by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", "persia.launch.cli", "nn-worker", str(script)],
-        env={**stack.python_env, "PERSIA_START_TIMEOUT": "5", **env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    words = ["-m", "persia.launch.cli", "nn-worker", str(script)]
+    part = stack.python("trainer", *words, env={"PERSIA_START_TIMEOUT": "5", **env})
+    code = part.wait()
+    return subprocess.CompletedProcess(words, code, stderr=part.output)
 
 
 def one_line(text: str) -> str:

@@ -25,8 +25,9 @@ SLOTS = {"slots_config": {"a": {"dim": 4}, "b": {"dim": 4}}}
 def binaries(no_job: None) -> Iterator[None]:
     if reason := missing():
         pytest.skip(reason)
+    before = psutil.Process().children()
     yield
-    assert not [child for child in psutil.Process().children() if is_running(child.pid)]
+    assert not [child for child in psutil.Process().children() if child not in before and is_running(child.pid)]
 
 
 def send(count: int = 4) -> None:

@@ -1,4 +1,7 @@
-"""``persia up``: a whole job on this host."""
+"""``persia up``: a whole job on this host.
+
+Everything here starts as it does for a user: launchers and ranks are new processes, never forks of ``forking.py``.
+"""
 
 import contextlib
 import json
