@@ -43,7 +43,8 @@ def embedded(
     try:
         assert part.wait(100) == 0, part.output
     finally:
-        part.process.signal(signal.SIGKILL)
+        if part.process.running:
+            part.process.signal(signal.SIGKILL)
     return dict(np.load(out))
 
 
