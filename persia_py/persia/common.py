@@ -160,6 +160,17 @@ class CommonContext(ABC):
         if self.engine.iterating:
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
+    def settle_between_loops(self) -> None:
+        """Return when rows are as the last training loop left them: a rank's last push may still be on its way.
+
+        Inside a loop it returns at once.
+
+        Raises:
+            UnreachableError: A rank has not left its loop in time; it is named.
+        """
+        if not self.engine.iterating:
+            self.settle()
+
     def wait_writing(self) -> None:
         """Return when no save is being written in the background any more, however it ended."""
         if self.writing is not None:

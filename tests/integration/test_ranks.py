@@ -57,8 +57,14 @@ with TrainCtx(SGD(0.1).scheduled(slow), dense, mixed_precision=False, model=mode
         ctx.dump_checkpoint(FOLDER)
         saved = rows()
     distributed.agree(True)
-    train(5)
+    train(5)  # rank 1 pushes step 5 late
     if env.get_rank() == 0:
+        ctx.dump_checkpoint(LATE)
+    distributed.agree(True)
+    if env.get_rank() == 0:
+        pushed = rows()
+        ctx.load_checkpoint(LATE)
+        assert all(map(torch.equal, rows(), pushed)), "a push came after the dump"
         ctx.load_checkpoint(FOLDER)
     distributed.agree(True)
     if env.get_rank() == 0:
@@ -263,10 +269,10 @@ def test_ranks_count_alike_behind_loops_that_were_left_with_a_batch(make_stack: 
         assert "trained 1 2 3 5 6 7 9 10 11" in part.output, part.output
 
 
-def test_a_load_waits_for_pushes_of_loops_that_were_left(make_stack: MakeStack, tmp_path: Path) -> None:
+def test_a_dump_and_a_load_wait_for_pushes_of_loops_that_were_left(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack()
     script = tmp_path / "train.py"
-    script.write_text(f"FOLDER = {str(Path(stack.settings['PERSIA_CKPT_DIR']) / 'first')!r}\n{LEAVES}")
+    script.write_text(f"FOLDER, LATE = 'first', 'late'  # below PERSIA_CKPT_DIR\n{LEAVES}")
     trainer = stack.trainer(script, ranks=2)
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")

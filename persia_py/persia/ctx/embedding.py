@@ -257,10 +257,12 @@ class EmbeddingCtx(BaseCtx):
 
         Raises:
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
             UsageError: With servers, this process only evaluates.
         """
         if self._common.writes:
             self._common.wait_written()
+            self._common.settle_between_loops()
             self._write(self._begin_save(self._common.checkpoint_dir(dst_dir)), blocking=blocking)
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:

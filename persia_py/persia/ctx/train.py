@@ -356,8 +356,9 @@ class TrainCtx(EmbeddingCtx):
         Rows with their optimizer state, the model, the dense optimizer, the random state and the data loader's
         position go into one checkpoint, which replaces what ``dst_dir`` held as a whole or not at all.
 
-        With several ranks, rank 0 saves and the others return; it does not matter whether they call this. The rows are
-        cut where rank 0 stands, after its own pushes; those that other ranks have on their way may be in it or not.
+        With several ranks, rank 0 saves and the others return; it does not matter whether they call this. Between two
+        training loops rank 0 waits until every rank has left the last one, so that the pushes of all ranks are in it.
+        Inside a loop the rows are cut where rank 0 stands, after its own pushes; those of other ranks may be missing.
 
         Args:
             dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set; with
@@ -372,10 +373,12 @@ class TrainCtx(EmbeddingCtx):
 
         Raises:
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
         """
         if not self._common.writes:
             return
         self._common.wait_written()
+        self._common.settle_between_loops()
         names = (dense_model_filename, opt_filename, jit_dense_model_filename if with_jit_model else None)
         self._write(self.begin_checkpoint(self._common.checkpoint_dir(dst_dir), {}, *names), blocking=blocking)
 
