@@ -11,6 +11,8 @@ TAIL = 36
 """Lines within which the end of a failed run names every failing test; with what make adds, the log's last 40 do."""
 SLOWEST = 30
 WIDTH = 160
+_BACKTRACE = re.compile(r"^stack backtrace:\n(?:\s+.*\n)*(?:note: .*)?", re.MULTILINE)
+"""Of a Rust panic; its message stands before it."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -60,7 +62,8 @@ def _test(suite: str, case: ElementTree.Element) -> Test:
     texts = [(child.text or "").strip() or child.get("message", "") for child in failures]
     if not any("\n" in text for text in texts):  # nextest: one line; the panic is in what the test wrote
         texts += [(child.text or "").strip() for child in case if child.tag in {"system-out", "system-err"}]
-    return Test(suite, name, float(case.get("time", 0)), outcome, _COLOURS.sub("", "\n".join(filter(None, texts))))
+    output = _BACKTRACE.sub("", _COLOURS.sub("", "\n".join(filter(None, texts))))
+    return Test(suite, name, float(case.get("time", 0)), outcome, output)
 
 
 def slowest(results: Mapping[str, list[Test]]) -> list[str]:
