@@ -83,10 +83,10 @@ test-images:
 	@! docker version >/dev/null 2>&1 || $(MAKE) --no-print-directory images
 
 test-rust: test-build ## Run the Rust tests (T=name for some)
-	@rm -f rust_core/target/nextest/*/junit.xml
+	@rm -f rust_core/target/nextest/default/junit.xml
 	@code=0; PATH="$(abspath $(BIN)):$$PATH" $(CARGO) nextest run --manifest-path $(MANIFEST) --workspace --all-targets --all-features \
-		--locked $(if $(ALL),--profile all) $(if $(SHARD),--partition hash:$(SHARD)) $(T) || code=$$?; \
-	$(if $(JUNIT),cp rust_core/target/nextest/$(if $(ALL),all,default)/junit.xml $(JUNIT) || code=1;) exit $$code
+		--locked $(if $(SHARD),--partition hash:$(SHARD)) $(T) || code=$$?; \
+	$(if $(JUNIT),cp rust_core/target/nextest/default/junit.xml $(JUNIT) || code=1;) exit $$code
 	$(CARGO) test --manifest-path $(MANIFEST) --workspace --all-features --locked --quiet --doc
 
 test-python: test-build ## Run the Python tests (T=path or T="-k name" for some)
