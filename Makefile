@@ -70,13 +70,13 @@ test: | $(BIN)/python ## Run the tests, images included (RESUME=1 continues a ru
 test-all: | $(BIN)/python ## Run every test: also all faults, storms, the image's whole suite, wheels, fuzzing (RESUME=1, SHARD=2/4)
 	$(RUN_TESTS) --all
 
-# One compilation for the Rust tests, the extension and the servers.
+# One compilation for the Rust tests, the extension and the servers. Copies, because another clone may build into TARGET.
 test-build: $(INSTALLED) $(NVRTC) $(PACKAGE)
 	$(CARGO) build --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked
 	@mkdir -p $(CHECKED)/persia_core
 	@ln -sf $(CURDIR)/rust_core/core/python/persia_core/* $(CHECKED)/persia_core/
-	@ln -sf $(TARGET)/debug/libpersia_core.so $(CHECKED)/persia_core/persia_core.abi3.so
-	@ln -sf $(TARGET)/debug/persia-embedding-sharded-server $(TARGET)/debug/persia-embedding-sharded-middleware $(CHECKED)/
+	@cp --remove-destination $(TARGET)/debug/libpersia_core.so $(CHECKED)/persia_core/persia_core.abi3.so
+	@cp --remove-destination $(TARGET)/debug/persia-embedding-sharded-server $(TARGET)/debug/persia-embedding-sharded-middleware $(CHECKED)/
 
 # Where no engine answers, the tests in containers say that they are skipped.
 test-images:

@@ -6,9 +6,12 @@ tests. The last lines name every failing test with the end of its output.
 
 ``--resume`` continues a run that was interrupted: what passed on the same sources does not run again.
 ``--shard 2/4`` runs the second quarter of each suite.
+
+One run at a time uses a ``CARGO_TARGET_DIR``: another clone that builds into it would replace the binaries under test.
 """
 
 import argparse
+import fcntl
 import os
 import re
 import signal
@@ -19,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 import test_report
 
@@ -192,6 +195,18 @@ def fingerprint() -> str:
     return done.stdout.strip()
 
 
+def claim(target: Path) -> IO[bytes]:
+    """Return the lock of a target directory, held; wait while another run holds it."""
+    target.mkdir(parents=True, exist_ok=True)
+    lock = (target / ".test-run.lock").open("ab")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        tell(f"another test run uses {target}; waiting for its end")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
 def minutes(seconds: float) -> str:
     """Return a duration as ``3 min 20 s``."""
     return f"{int(seconds) // 60} min {int(seconds) % 60} s"
@@ -222,11 +237,12 @@ def main() -> int:
         steps = [s for s in steps if s.name not in alone or alone.index(s.name) % parts == part - 1]
         steps = [s for s in steps if s.name != "checklist"]  # no part shows every row
     run = Run(steps, everything=arguments.all, shard=arguments.shard, resume=arguments.resume)
-    run.prepare()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, run.interrupt)
-    run.all()
-    return run.report()
+    with claim(Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "rust_core" / "target")):
+        run.prepare()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, run.interrupt)
+        run.all()
+        return run.report()
 
 
 if __name__ == "__main__":

@@ -56,14 +56,14 @@ def clone(tmp_path: Path) -> Path:
         shutil.copy2(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
     (tmp_path / "suite.py").write_text(SUITE)
-    (tmp_path / ".gitignore").write_text("runs/\norder\nhanging\n")
+    (tmp_path / ".gitignore").write_text("runs/\ntarget/\norder\nhanging\n")
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     return tmp_path
 
 
 def start(clone: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     words = [sys.executable, "tools/run_tests.py", *arguments]
-    env = {**os.environ, **variables, "MAKEFLAGS": ""}
+    env = {**os.environ, "CARGO_TARGET_DIR": "target", **variables, "MAKEFLAGS": ""}
     return subprocess.Popen(words, cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -144,6 +144,22 @@ def test_after_an_edit_everything_runs_again(clone: Path) -> None:
     assert (code, lines[-1]) == (0, "6 passed, 0 failed")
     assert any("nothing to resume" in line for line in lines)
     assert "test-rust" in order(clone)
+
+
+def test_a_run_waits_for_another_clone_that_builds_into_the_same_directory(clone: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(clone, other, ignore=shutil.ignore_patterns("other"))
+    target = str(tmp_path / "shared")
+    first = start(clone, test_python="hangs", CARGO_TARGET_DIR=target)
+    wait_until("the test to hang", (clone / "hanging").exists, 30)
+    second = start(other, CARGO_TARGET_DIR=target)
+    assert second.stdout is not None
+    assert second.stdout.readline() == f"== another test run uses {target}; waiting for its end\n"
+    assert not (other / "order").exists()
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=30)
+    output, _ = second.communicate(timeout=60)
+    assert output.splitlines()[-1] == "6 passed, 0 failed"
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "2", "a/b"])
