@@ -208,7 +208,7 @@ def pytest_configure(config: pytest.Config) -> None:
     by_path = config.args_source == pytest.Config.ArgsSource.ARGS
     if IN_IMAGE and not (option.all or option.keyword or option.markexpr or by_path):
         option.markexpr = CHOSEN
-    config.addinivalue_line("markers", "row(*ids): rows of docs/checklist.md that this test shows")
+    config.addinivalue_line("markers", "row(*ids): rows of tests/checklist.md that this test shows")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line(
         "markers", "integration: real processes on loopback; all of tests/integration and tests/chaos"

@@ -1,4 +1,4 @@
-"""Print which rows of docs/checklist.md no test has shown: ``tools/checklist.py [SOURCE ...]``, for example ``S0``.
+"""Print which rows of tests/checklist.md no test has shown: ``tools/checklist.py [SOURCE ...]``, for example ``S0``.
 
 Reads runs/checklist.json, which a run of all tests writes. Exits with 1 when a row of the sources asked for (all, if
 none is given) has no test, or one that failed. A row that was skipped counts, with its reason.
@@ -25,7 +25,7 @@ def report(rows: list[str], outcomes: dict[str, str]) -> tuple[list[str], bool]:
 
 def main(sources: list[str]) -> int:
     """Print the report and return the exit code."""
-    rows = ROW.findall((ROOT / "docs" / "checklist.md").read_text(encoding="utf-8"))
+    rows = ROW.findall((ROOT / "tests" / "checklist.md").read_text(encoding="utf-8"))
     wanted = [row for row in rows if not sources or row.split("-")[0] in sources]
     found = ROOT / "runs" / "checklist.json"
     if not wanted or not found.exists():
