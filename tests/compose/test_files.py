@@ -63,7 +63,7 @@ def test_server(services: dict[str, Any]) -> None:
 def test_data_compose(services: dict[str, Any]) -> None:
     assert set(services["data_compose"]["depends_on"]) == {"trainer", "middleware", "persia_nats_service"}
     assert services["data_compose"]["command"] == ["launch_compose.sh", "data_compose.py"]
-    assert {"/workspace", "/third_party", "/data", "/persia"} <= targets(services["data_compose"])
+    assert {"/workspace", "/third_party", "/data"} <= targets(services["data_compose"])
 
 
 @pytest.mark.row("S0-18")
@@ -76,7 +76,8 @@ def test_trainer(services: dict[str, Any]) -> None:
 @pytest.mark.row("S0-14")
 def test_what_is_chosen_reaches_the_services() -> None:
     folders = {"CUR_DIR": "/one", "DATA_DIR": "/two", "THIRD_PARTY": "/three", "PERSIA_DIR": "/four"}
-    project = Project("persia-files", ROOT, **dict.fromkeys(REPLICAS.values(), "5"), **folders)
+    files = {"COMPOSE_FILE": "docker-compose.yaml:docker-compose.source.yaml"}
+    project = Project("persia-files", ROOT, **dict.fromkeys(REPLICAS.values(), "5"), **folders, **files)
     services = project.config()["services"]
     for name in REPLICAS:
         assert services[name]["deploy"]["replicas"] == 5
@@ -128,6 +129,12 @@ def test_overlays(services: dict[str, Any]) -> None:
     test = overlaid("test")
     assert test["trainer"]["image"] == "persia/test:dev" and test["trainer"]["build"]["target"] == "test"
     assert {name for name in SERVICES if test[name] != services[name]} == {"trainer"}
+    source = overlaid("source")
+    for name in ("data_compose", "trainer"):
+        assert targets(source[name]) == targets(services[name]) | {"/persia"}
+        assert source[name]["environment"]["PYTHONPATH"] == "/persia"
+        assert "PYTHONPATH" not in services[name]["environment"]  # the packaged wheel runs
+    assert {name for name in SERVICES if source[name] != services[name]} == {"data_compose", "trainer"}
     for service in overlaid("publish").values():
         for port in service.get("ports", []):
             assert port["host_ip"] == "127.0.0.1"

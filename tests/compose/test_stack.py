@@ -152,6 +152,8 @@ def test_an_edit_of_the_python_sources_counts_at_the_next_start(stacks: Stacks) 
     project = stacks(ROOT / "persia_py")
     project.variables |= {"CUR_DIR": str(EXAMPLE), "PERSIA_DIR": str(project.folder)}
     command = ("python", "-c", "import persia.env; print(persia.__file__)")
+    assert re.fullmatch(r"/opt/venv/lib/\S+/persia/__init__\.py\n", project.run(*command).stdout)
+    project.variables["COMPOSE_FILE"] = "docker-compose.yaml:docker-compose.source.yaml"
     assert project.run(*command).stdout == "/persia/persia/__init__.py\n"
     with (project.folder / "persia" / "env.py").open("a") as file:
         file.write('print("edited")\n')

@@ -43,7 +43,7 @@ def packaged(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, packaged: Path) -> Run:
-    """Run a command through env.sh. ``dns`` is the container's name as Docker's DNS would tell it."""
+    """Run a command through entrypoint.sh. ``dns`` is the container's name as Docker's DNS would tell it."""
 
     def call(*command: str, dns: str = "", check: bool = True, **variables: str) -> "subprocess.CompletedProcess[str]":
         own = f'"-s dns hosts 10.0.0.7") [ -z "{dns}" ] || echo "10.0.0.7  {dns}"'
@@ -56,7 +56,7 @@ def run(tmp_path: Path, packaged: Path) -> Run:
             **variables,
         }
         result = subprocess.run(
-            [str(LAUNCH / "env.sh"), *command], env=environment, capture_output=True, text=True, timeout=20
+            [str(LAUNCH / "entrypoint.sh"), *command], env=environment, capture_output=True, text=True, timeout=20
         )
         assert not check or result.returncode == 0, result.stderr
         return result
@@ -221,7 +221,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
     (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')
-    # What env.sh asks for the file's hash stands for any moment of the start.
+    # What asks for the file's hash stands for any moment of the start.
     script(packaged / "sha256sum", 'kill -TERM "$PPID"')
     script(packaged / "persia-launcher", "exit 42")
     result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB="one", check=False)
@@ -233,8 +233,15 @@ def test_no_command_is_refused(run: Run) -> None:
     assert result.returncode == 2 and "no command" in result.stderr
 
 
+def test_pytest_runs_in_the_folder_of_the_tests(run: Run, packaged: Path) -> None:
+    script(packaged / "pytest", "exit 0")
+    result = run("pytest", "-k", "a name", PERSIA_RUN_DIR="/runs", check=False)
+    assert "collecting tests" in result.stderr
+    assert "/opt/persia" in result.stdout + result.stderr  # which only the image has
+
+
 def test_launch_scripts_are_short() -> None:
-    scripts = sorted(LAUNCH.glob("launch_*.sh"))
-    assert len(scripts) == 5
+    scripts = sorted(LAUNCH.glob("*.sh"))
+    assert len([path for path in scripts if path.name.startswith("launch_")]) == 5
     for path in scripts:
-        assert len(path.read_text().splitlines()) <= 30, path
+        assert len(path.read_text().splitlines()) <= 50, path

@@ -1,0 +1,9 @@
+#!/bin/sh -eu
+# The tests of the image, against the stack around it: run_pytest.sh [ARGUMENT...]. pytest names each test when it starts and
+# counts it when it ends. Temporary files go to a volume, because nothing can be executed in /tmp.
+echo "collecting tests; the first import of PyTorch may take a minute" >&2
+cd /opt/persia
+export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}"
+export PYTEST_ADDOPTS="-p no:cacheprovider --verbose -o console_output_style=count ${PYTEST_ADDOPTS-}"
+[ -z "${PERSIA_RUN_DIR-}" ] || export PYTEST_DEBUG_TEMPROOT="$PERSIA_RUN_DIR"
+exec pytest "$@"
