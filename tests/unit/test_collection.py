@@ -424,6 +424,7 @@ def test_a_staleness_that_reproducible_contradicts_is_refused(monkeypatch: pytes
 
 def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it cannot begin, and when it is closed in a run that has failed."""
+    gc.collect()  # collections of other tests, which must not be closed in between
     ends: list[BaseException | None] = []
     close = EmbeddedContext.close
 
