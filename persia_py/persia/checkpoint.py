@@ -194,7 +194,7 @@ class Load:
     Attributes:
         path: The directory.
         names: Its files.
-        epoch: The run's epoch when it was saved.
+        generation: The run's generation when it was saved.
         seed: The run's seed.
         step: The step it was cut at.
         cursor: Where the data loader stood.
@@ -208,7 +208,7 @@ class Load:
         self._opened = _core.Checkpoint(os.fspath(directory))
         self._opened.verify()
         self.names: list[str] = [file["name"] for file in self._opened.files]
-        self.epoch: int = self._opened.epoch
+        self.generation: int = self._opened.generation
         self.seed: int = self._opened.seed
         self.step: int = self._opened.step
         self.cursor: dict[str, Any] | None = json.loads(self._opened.cursor)

@@ -87,7 +87,7 @@ class CommonContext(ABC):
     Attributes:
         engine: The engine.
         configuration: Slots and general settings; read from the two files where none is given.
-        settings: What the run's epoch began with.
+        settings: What the run's generation began with.
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or given up.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
@@ -114,12 +114,12 @@ class CommonContext(ABC):
         config: EmbeddingConfig | None = None,
         resume: tuple[int, int, int] | None = None,
     ) -> None:
-        """Start a new epoch of the run.
+        """Start a new generation of the run.
 
         Args:
             optimizer: None keeps the one in force.
             config: None keeps the one in force.
-            resume: Epoch, step and seed of the checkpoint whose rows were just loaded.
+            resume: Generation, step and seed of the checkpoint whose rows were just loaded.
 
         Raises:
             UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
@@ -129,16 +129,16 @@ class CommonContext(ABC):
 
     def apply(self, settings: Settings, resume: tuple[int, int, int] | None = None) -> None:
         """As :meth:`begin`, with exactly these settings."""
-        after_epoch, step, seed = resume or (0, self.trained_step, self._seed)
+        after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
-        self._begin(settings, after_epoch, step, seed)
+        self._begin(settings, after_generation, step, seed)
         self.settings, self._seed, self.trained_step = settings, seed, step
 
     @abstractmethod
-    def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
-        """Have the rows' holders begin an epoch."""
+    def _begin(self, settings: Settings, after_generation: int, step: int, seed: int) -> None:
+        """Have the rows' holders begin a generation."""
 
-    def _begin_rows(self, settings: Settings, after_epoch: int, step: int, seed: int, *, fresh: bool = False) -> int:
+    def _begin_rows(self, settings: Settings, after_generation: int, step: int, seed: int, *, fresh: bool = False) -> int:
         return self.engine.begin(
             seed=seed,
             optimizer=None if settings.optimizer is None else settings.optimizer.spec,
@@ -146,7 +146,7 @@ class CommonContext(ABC):
             admit_probability=settings.config.admit_probability,
             admit_min_count=settings.config.admit_min_count,
             weight_bound=settings.config.weight_bound,
-            after_epoch=after_epoch,
+            after_generation=after_generation,
             step=step,
             fresh=fresh,
         )
@@ -227,7 +227,7 @@ class CommonContext(ABC):
 
     @abstractmethod
     def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
-        """Start a training loop, in an epoch of its own. Every rank calls this, with the same arguments."""
+        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
 
     def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
@@ -257,11 +257,11 @@ class CommonContext(ABC):
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
         """Inside, this rank has nothing under way: its pushes are applied and no look-up begins."""
-        self.engine.hold()
+        self.engine.pause()
         try:
             yield
         finally:
-            self.engine.go_on()
+            self.engine.resume()
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:

@@ -47,7 +47,7 @@ class Copy:
 
     Attributes:
         name: Below the URL.
-        age: Epoch and step it was cut at: the larger, the newer.
+        age: Generation and step it was cut at: the larger, the newer.
         rows: Of all tables.
         size: Bytes of all files.
         created_at: When it was saved.
@@ -188,7 +188,7 @@ class Copies:
             raise CheckpointError(str(error).replace(folder, f"{self.url}/{name}")) from error
         head = json.loads(opened.manifest)["head"]
         size = sum(file["bytes"] for file in opened.files)
-        return Copy(name, (opened.epoch, opened.step), sum(head["rows"].values()), size, head["created_at"])
+        return Copy(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
 
     def prune(self, keep_last: int) -> list[str]:
         """Delete all but the newest copies, and what copies of saves before them left that were broken off.

@@ -100,7 +100,7 @@ class _Process:
         self.announced: dict[str, str] = {}
         self.result: dict[str, Any] = {}
         self.started = time.monotonic()
-        self.epoch = 0
+        self.generation = 0
         self.steps = 0
         self.failed = ""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -140,11 +140,11 @@ def holds_session() -> bool:
     return bool(_process.sessions)
 
 
-def trained(steps: int, *, epoch: int | None = None) -> None:
-    """Note how far the run is, for its summary; with an ``epoch``, that one has just begun."""
+def trained(steps: int, *, generation: int | None = None) -> None:
+    """Note how far the run is, for its summary; with an ``generation``, that one has just begun."""
     _process.steps = steps
-    if epoch is not None:
-        _process.epoch = epoch
+    if generation is not None:
+        _process.generation = generation
         _process.failed = ""
 
 
@@ -232,7 +232,7 @@ def _write_summary(folder: Path) -> None:
     summary = {
         "status": "finished",
         "job": job.job_name(),
-        "epoch": _process.epoch,
+        "generation": _process.generation,
         "world_size": env.get_world_size(),
         "steps": _process.steps,
         "seconds": round(time.monotonic() - _process.started, 3),

@@ -26,11 +26,11 @@ class EmbeddedContext(CommonContext):
         if device is not None:
             device.serve(self.engine)
 
-    def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
-        self._begin_rows(settings, after_epoch, step, seed)
+    def _begin(self, settings: Settings, after_generation: int, step: int, seed: int) -> None:
+        self._begin_rows(settings, after_generation, step, seed)
 
     def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
-        """Start a training loop, in an epoch of its own."""
+        """Start a training loop, in a generation of its own."""
         self.engine.renew(reproducible)
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 

@@ -12,7 +12,7 @@ from torch import distributed as torch_distributed
 from persia import auth, distributed, env, errors, interfaces, job, peers, service, watchdog
 from persia.common import CommonContext, Device, Offender, Settings
 from persia.configs import Configuration
-from persia.errors import ConfigError, PersiaError, StaleEpochError, UnreachableError, UsageError
+from persia.errors import ConfigError, PersiaError, StaleGenerationError, UnreachableError, UsageError
 from persia.logger import get_logger
 from persia.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia_core.data import Batch
@@ -35,8 +35,8 @@ _TOLD = 4096
 class RemoteContext(CommonContext):
     """An engine over embedding servers.
 
-    A training process is one rank of the run: rank 0 begins epochs, the others join them. Any other process joins the
-    epoch that is current, for evaluation.
+    A training process is one rank of the run: rank 0 begins generations, the others join them. Any other process joins the
+    generation that is current, for evaluation.
 
     Args:
         trains: This process is a rank.
@@ -141,16 +141,16 @@ class RemoteContext(CommonContext):
                 f"torch's process group of {self.world_size} ranks did not start: {str(error).splitlines()[0]}"
             ) from error
 
-    def _begin(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
+    def _begin(self, settings: Settings, after_generation: int, step: int, seed: int) -> None:
         first, self._begun = not self._begun, True
         if not self._trains:
             self._observe(step)
         elif first:
-            self._begin_run(settings, after_epoch, step, seed)
+            self._begin_run(settings, after_generation, step, seed)
         else:
             self.settle()
             if self.rank == 0:
-                self._begin_rows(settings, after_epoch, step, seed)
+                self._begin_rows(settings, after_generation, step, seed)
                 self._restored = True
 
     def settle(self) -> None:
@@ -198,7 +198,7 @@ class RemoteContext(CommonContext):
         if failed is not None:
             raise failed
 
-    def _begin_run(self, settings: Settings, after_epoch: int, step: int, seed: int) -> None:
+    def _begin_run(self, settings: Settings, after_generation: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops what an earlier one left; the others join."""
         if self._peers is not None:
             digests = self._peers.share("begin", self.configuration.digest)
@@ -208,42 +208,42 @@ class RemoteContext(CommonContext):
                     f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; give every "
                     f"rank the same {Path(self.configuration.source).name}"
                 )
-        epoch = 0
+        generation = 0
         if self.rank == 0:
-            epoch = self._begin_rows(settings, after_epoch, step, seed, fresh=True)
+            generation = self._begin_rows(settings, after_generation, step, seed, fresh=True)
         if self._peers is not None:
-            epoch = self._peers.share("epoch", epoch)[0]
+            generation = self._peers.share("generation", generation)[0]
             if self.rank != 0:
-                self.engine.join(epoch, step)
-        distributed.trained(step, epoch=epoch)
+                self.engine.join(generation, step)
+        distributed.trained(step, generation=generation)
         if self.feed is not None:
-            self.feed.welcome(epoch, self.rank, self.world_size)
-        _logger.info("epoch %d of job %s, rank %d of %d", epoch, self._job, self.rank, self.world_size)
+            self.feed.welcome(generation, self.rank, self.world_size)
+        _logger.info("generation %d of job %s, rank %d of %d", generation, self._job, self.rank, self.world_size)
 
     def _observe(self, step: int) -> None:
-        """Join the epoch that is current."""
-        epoch = self.engine.highest_epoch()
-        if epoch == 0:
+        """Join the generation that is current."""
+        generation = self.engine.highest_generation()
+        if generation == 0:
             raise UsageError(
                 f"no training run of job {self._job!r} has begun on its servers: evaluation needs rows that a TrainCtx "
                 "made or loaded"
             )
-        self.engine.observe(epoch, step)
+        self.engine.observe(generation, step)
 
     def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
-        """Start a training loop, in an epoch of its own. Every rank calls this, with the same arguments."""
+        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
         if self._peers is None:
             self.engine.renew(reproducible)
         else:
             wire_dtype = self.configuration.general.wire_dtype
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
             self._agree_on_loop({**own, **self._rate()})
-            epoch = self.engine.renew(reproducible) if self.rank == 0 else 0
+            generation = self.engine.renew(reproducible) if self.rank == 0 else 0
             # A loop that was left may have taken a batch that was not trained on.
-            given = [epoch, self.engine.step, self.trained_step, self._restored]
-            epoch, taken, trained, self._restored = self._peers.share("epoch", given)[0]
+            given = [generation, self.engine.step, self.trained_step, self._restored]
+            generation, taken, trained, self._restored = self._peers.share("generation", given)[0]
             if self.rank != 0:
-                self.engine.join(epoch, taken)
+                self.engine.join(generation, taken)
                 self.trained_step = trained
             self._peers.loops += 1
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
@@ -258,7 +258,7 @@ class RemoteContext(CommonContext):
     def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
         """Wait until every rank is at the start of a loop, each with its pushes acknowledged."""
         assert self._peers is not None  # noqa: S101
-        if self._begun and self.engine.epoch:
+        if self._begun and self.engine.generation:
             self.engine.drain()
         check_same(self._peers.share("start of a loop", arguments))
 
@@ -300,15 +300,15 @@ class RemoteContext(CommonContext):
         return None if self.rank == 0 else box[0]
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
-        """Look a batch up for evaluation, in the epoch that is current by now."""
+        """Look a batch up for evaluation, in the generation that is current by now."""
         try:
             return self.engine.lookup(batch, device_id)
-        except StaleEpochError:
-            epoch = self.engine.highest_epoch()
+        except StaleGenerationError:
+            generation = self.engine.highest_generation()
             begins = self._trains and self.rank == 0
-            if begins or self.engine.iterating or epoch == self.engine.epoch:
+            if begins or self.engine.iterating or generation == self.engine.generation:
                 raise
-            self.engine.join(epoch, self.trained_step)
+            self.engine.join(generation, self.trained_step)
             return self.engine.lookup(batch, device_id)
 
     def first_offender(self, mine: Offender | None) -> str | None:
@@ -405,7 +405,7 @@ class RemoteContext(CommonContext):
             PersiaError: A push is not acknowledged: the run has not come to its end.
         """
         engine: Engine | None = getattr(self, "engine", None)
-        if error is None and engine is not None and engine.epoch:
+        if error is None and engine is not None and engine.generation:
             try:
                 engine.drain()
             except BaseException as failed:

@@ -41,7 +41,7 @@ class Process:
         protocol: The number of the protocol.
         started: When.
         health: ``serving``, ``not serving``, a reason, or ``announced`` for what has no address.
-        epoch: The epoch its rows belong to; None for everything but servers that answer.
+        generation: The generation its rows belong to; None for everything but servers that answer.
         rows: Embedding rows it holds; None alike.
     """
 
@@ -56,7 +56,7 @@ class Process:
     protocol: str
     started: str
     health: str
-    epoch: int | None
+    generation: int | None
     rows: int | None
 
     @property
@@ -113,11 +113,11 @@ def show(found: Status) -> None:
     if found.processes:
         console.print(table)
     for job in sorted(jobs):
-        servers = [one for one in found.processes if one.job == job and one.epoch is not None]
+        servers = [one for one in found.processes if one.job == job and one.generation is not None]
         if servers:
             rows = sum(one.rows or 0 for one in servers)
-            epoch = max(one.epoch or 0 for one in servers)
-            run = f"epoch {epoch}, {rows:,} rows on {len(servers)} server(s)" if epoch else "no run has begun"
+            generation = max(one.generation or 0 for one in servers)
+            run = f"generation {generation}, {rows:,} rows on {len(servers)} server(s)" if generation else "no run has begun"
             console.print(f"{job}: {run}")
     for problem in found.problems:
         console.print(f"problem: {problem}")
@@ -141,7 +141,7 @@ def _asked(services: Iterable[nats.Service]) -> list[Process]:
                 protocol=service.text("protocol"),
                 started=service.text("started"),
                 health=_health(health),
-                epoch=None if rows is None else int(rows.get("epoch", 0)),
+                generation=None if rows is None else int(rows.get("generation", 0)),
                 rows=None if rows is None else sum(rows["rows"]),
             )
         )
@@ -192,7 +192,7 @@ def _problems(processes: list[Process]) -> list[str]:
         found += _gaps(service, _of(processes, service))
     for attribute in ("version", "protocol"):
         found += _disagreement(attribute, processes)
-    found += _disagreement("epoch", [one for one in processes if one.epoch is not None])
+    found += _disagreement("generation", [one for one in processes if one.generation is not None])
     found += [
         f"{one.name} at {one.address}: {one.health}" for one in processes if one.health not in {"serving", "announced"}
     ]

@@ -72,7 +72,7 @@ class Fault:
     Attributes:
         what: What it is, for the table.
         inject: Does it.
-        goes_on: Training must go on: the trainers are not started again, and the epoch is the first one.
+        goes_on: Training must go on: the trainers are not started again, and the generation is the first one.
         plan: What the ledger's plan has besides :data:`PLAN`.
         job: What :class:`supervisor.Job` gets.
         stack: What its :class:`stack.Stack` gets.
@@ -391,7 +391,7 @@ def check(job: Run, fault: Fault, ledger: Ledger) -> None:
     if fault.goes_on:
         assert isinstance(job, Job)
         assert job.trainer_starts == 1, f"the trainers were started {job.trainer_starts} times\n{job.logs()}"
-        assert job.epoch == 1, f"epoch {job.epoch}, want 1"
+        assert job.generation == 1, f"generation {job.generation}, want 1"
 
 
 def compare_bits(job: Run, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:

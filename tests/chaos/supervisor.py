@@ -419,11 +419,11 @@ class Job(Run):
         return self._folder / "ledger.json"
 
     @property
-    def epoch(self) -> int:
-        """The epoch in which the run came to its end."""
+    def generation(self) -> int:
+        """The generation in which the run came to its end."""
         summary = job_files.finished_summary(self.stack.folder / "run")
         assert summary is not None, "no summary"
-        return int(summary["epoch"])
+        return int(summary["generation"])
 
     @property
     def checkpoints(self) -> Path:

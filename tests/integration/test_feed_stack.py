@@ -115,13 +115,13 @@ def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> N
     assert again.wait(180) == 0, again.output
     sender.says("running the script again")
     assert summary(pair)["steps"] == 30
-    assert int(str(summary(pair)["epoch"])) > 1
+    assert int(str(summary(pair)["generation"])) > 1
     sender.says("the trainers want no more batches")
 
 
 SENDS = (
     f"import os, sys\nsys.path.insert(0, {str(PAIR)!r})\nfrom people import batches\nfrom persia.ctx import DataCtx\n"
-    "with DataCtx() as ctx:\n    print('serving epoch', ctx.epoch, flush=True)\n"
+    "with DataCtx() as ctx:\n    print('serving generation', ctx.generation, flush=True)\n"
     "    for batch in batches(40, 64, seed=1):\n        ctx.send_data(batch)\n"
 )
 
@@ -145,10 +145,10 @@ def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: St
     """The script lingers behind its context until the next run waits."""
     go = tmp_path / "go"
     linger = (
-        "if ctx_epoch == 1:\n    from waiting import wait_until\n"
+        "if ctx_generation == 1:\n    from waiting import wait_until\n"
         f"    wait_until('the test', lambda: os.path.exists({str(go)!r}), 60)\n"
     )
-    text = SENDS.replace("    for batch", "    ctx_epoch = ctx.epoch\n    for batch") + linger
+    text = SENDS.replace("    for batch", "    ctx_generation = ctx.generation\n    for batch") + linger
     (tmp_path / "data.py").write_text(text)
     sender, trainer = pair.data(tmp_path / "data.py"), train(pair, STOP_AT=10)
     assert trainer.wait(180) == 0, trainer.output
@@ -209,7 +209,7 @@ def test_data_for_another_job_or_with_another_token_is_kept_out(pair: Stack, tmp
     secret = tmp_path / "secret"
     secret.write_text("x" * 40)
     trainer = train(pair, STOP_AT=5)
-    trainer.says("epoch 1 of job")
+    trainer.says("generation 1 of job")
     wrong = send(pair, PERSIA_TOKEN_FILE=secret, BATCHES=100)
     assert wrong.wait(30) == 5, wrong.output
     other = send(pair, PERSIA_JOB="another", BATCHES=100)

@@ -183,7 +183,7 @@ def test_a_collection_that_is_never_closed_is_closed_before_the_end(
     trainer = stack.trainer(COLLECTION, plan, ranks=ranks)
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
-    assert summary is not None and (summary["steps"], summary["epoch"]) == (20, 1)
+    assert summary is not None and (summary["steps"], summary["generation"]) == (20, 1)
 
 
 def test_a_collection_whose_last_push_cannot_be_applied_does_not_finish(make_stack: MakeStack, tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_killed_server_is_named_and_the_run_starts_again(up: StartUp, tmp_path
     one.says(r"trainer ended with exit code 75")
     assert one.wait() == 0, one.output
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
-    assert summary["epoch"] > 2 and summary["steps"] == 30, "every start and every loop begins an epoch"
+    assert summary["generation"] > 2 and summary["steps"] == 30, "every start and every loop begins a generation"
 
 
 @pytest.mark.usefixtures("binaries")
@@ -297,13 +297,13 @@ def test_scripts_in_persiaml_style(up: StartUp, tmp_path: Path) -> None:
     assert one.wait() == 0, one.output
     summary = json.loads((tmp_path / "runs" / "style" / "summary.json").read_text())
     assert summary["steps"] == 40 and summary["world_size"] == 2, "two replicas send 40 batches each to two ranks"
-    assert one.output.count("every batch is sent; waiting for the next epoch") == 2
+    assert one.output.count("every batch is sent; waiting for the next generation") == 2
 
 
 @pytest.mark.usefixtures("binaries")
 def test_a_killed_rank_starts_again_with_all_data(up: StartUp, tmp_path: Path) -> None:
     one = up(STYLE_JOB, BATCHES="400")
-    one.says("epoch .* of job style, rank 1 of 2")
+    one.says("generation .* of job style, rank 1 of 2")
     one.child("launch.rank.*train.py", RANK="1").kill()
     one.says("rank 1 was killed by SIGKILL")
     one.says("trainer ended with exit code 75")

@@ -39,18 +39,18 @@ def number(batch: Batch) -> int:
 class Ranks:
     """Trainer ranks of one run, without training."""
 
-    def __init__(self, count: int, *, epoch: int = 1, buffer: int = 3, job: str = JOB) -> None:
+    def __init__(self, count: int, *, generation: int = 1, buffer: int = 3, job: str = JOB) -> None:
         self.count, self.buffer = count, buffer
         self.servers: list[FeedServer] = []
         self.stop = threading.Event()
-        self.begin(epoch, job)
+        self.begin(generation, job)
 
-    def begin(self, epoch: int, job: str = JOB) -> None:
+    def begin(self, generation: int, job: str = JOB) -> None:
         """Be a new run; the ranks of the last one are gone without a word."""
         self.kill()
         self.servers = [feed.serve(job, host="127.0.0.1") for _ in range(self.count)]
         for rank, server in enumerate(self.servers):
-            server.welcome(epoch, rank, self.count)
+            server.welcome(generation, rank, self.count)
             server.inbox.open(self.buffer)
 
     def kill(self) -> None:

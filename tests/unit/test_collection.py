@@ -391,12 +391,12 @@ def test_a_learning_rate_that_does_not_fit_changes_nothing(tmp_path: Path) -> No
     assert other.step == 1
 
 
-def test_a_batch_that_is_refused_ends_no_epoch() -> None:
+def test_a_batch_that_is_refused_ends_no_generation() -> None:
     """More ids than a look-up may carry is found out by the engine, before the look-up."""
     tables = collection(SGD(1.0), staleness=2)
     ids = torch.arange(6)
     tables({"a": ids, "b": ids})["a"].sum().backward()
-    before, epoch = rows(tables, 6), tables._session.engine.epoch
+    before, generation = rows(tables, 6), tables._session.engine.generation
     waiting = tables({"a": ids, "b": ids})
     many = torch.arange(1_100_000)
     with pytest.raises(DataError, match="unique ids of the batch"):
@@ -412,7 +412,7 @@ def test_a_batch_that_is_refused_ends_no_epoch() -> None:
     with pytest.raises(UsageError, match="no gradients can be pushed"):
         left["a"].sum().backward()
     torch.testing.assert_close(rows(tables, 6)["a"], before["a"] - 2)
-    assert (tables.step, tables._session.engine.epoch) == (4, epoch)
+    assert (tables.step, tables._session.engine.generation) == (4, generation)
 
 
 def test_a_staleness_that_reproducible_contradicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,15 +152,15 @@ def test_a_lost_connection_is_mended(ranks: MakeRanks, others_told: Told) -> Non
     assert not others_told()
 
 
-def test_a_new_epoch_starts_the_script_again(ranks: MakeRanks) -> None:
+def test_a_new_generation_starts_the_script_again(ranks: MakeRanks) -> None:
     run = ranks(2)
     with sending(run, 1000) as (thread, ended, _):
         assert [run.take(0), run.take(1), run.take(0)] == [0, 1, 2]
-        run.begin(epoch=2)
+        run.begin(generation=2)
         thread.join(20)
         assert isinstance(ended[0], RunRestarted)
-        assert "epoch 2" in str(ended[0])
-    run.begin(epoch=3)
+        assert "generation 2" in str(ended[0])
+    run.begin(generation=3)
     with sending(run, 3) as (thread, ended, _):
         assert run.rest(0) == [0, 2]
 
@@ -177,7 +177,7 @@ def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
     run.servers[0].stop("training is over")
     with sending(run, 4):
         wait_until("a refused sender", lambda: "the run has not begun" in caplog.text, 20, evidence=lambda: caplog.text)
-        run.begin(epoch=1)
+        run.begin(generation=1)
         assert run.rest(0) == [0, 2]
         assert run.rest(1) == [1, 3]
 
@@ -251,12 +251,12 @@ def test_batches_travel_by_tls(ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
     run = ranks(1)
     with sending(run, 3):
         assert run.rest() == [0, 1, 2]
-    run.begin(epoch=2)
+    run.begin(generation=2)
     monkeypatch.setenv("PERSIA_TLS_CA", certificate(tmp_path, "wrong")[0])
     with pytest.raises(AuthError, match=r"no TLS connection: .*CERTIFICATE_VERIFY_FAILED.*wrong.pem"):
         connect(run)
     for name in ("PERSIA_TLS_CERT", "PERSIA_TLS_KEY"):
         monkeypatch.delenv(name)
-    run.begin(epoch=3)
+    run.begin(generation=3)
     with pytest.raises(AuthError, match="no TLS connection: .*WRONG_VERSION_NUMBER"):
         connect(run)

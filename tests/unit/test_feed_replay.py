@@ -142,11 +142,11 @@ def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
     assert len(others_told()) == (changed is not None)
 
 
-def streaming(run: Ranks, epoch: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
-    """A data set over rank 0 of a new epoch, without training."""
+def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
+    """A data set over rank 0 of a new generation, without training."""
     run.kill()
     run.servers = [feed.serve(JOB, host="127.0.0.1")]
-    run.servers[0].welcome(epoch, 0, 1)
+    run.servers[0].welcome(generation, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
     monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
     return StreamingDataset()

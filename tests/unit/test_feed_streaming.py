@@ -46,7 +46,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure
 
 SENDS = """
 with DataCtx() as ctx:
-    assert (ctx.world_size, ctx.epoch) == (1, 1)
+    assert (ctx.world_size, ctx.generation) == (1, 1)
     for batch in Batches(30):
         ctx.send_data(batch)
 """

@@ -17,7 +17,7 @@ from waiting import is_running, wait_until
 
 from persia import auth
 from persia.errors import AuthError
-from persia.launch.epochs import wait_for_new_trainers
+from persia.launch.generations import wait_for_new_trainers
 from persia.launch.logs import Logs
 from persia.launch.private import private_folder
 from persia.launch.process import Process

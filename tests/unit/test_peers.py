@@ -582,7 +582,7 @@ def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PERSIA_JOB", "j")
     monkeypatch.setattr(distributed, "_process", distributed._Process())
-    distributed.trained(7, epoch=3)
+    distributed.trained(7, generation=3)
     distributed.report({"auc": 0.5})
     distributed.report({"rows": [1, 2]})
     assert finished_summary(tmp_path / "run") is None
@@ -590,7 +590,7 @@ def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest
     summary = finished_summary(tmp_path / "run")
     assert summary is not None
     assert summary["result"] == {"auc": 0.5, "rows": [1, 2]}
-    assert (summary["job"], summary["epoch"], summary["steps"], summary["world_size"]) == ("j", 3, 7, 1)
+    assert (summary["job"], summary["generation"], summary["steps"], summary["world_size"]) == ("j", 3, 7, 1)
     with pytest.raises(UsageError, match="want numbers"):
         distributed.report({"auc": float("nan")})
 

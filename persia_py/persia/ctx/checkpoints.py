@@ -183,7 +183,7 @@ class Checkpoints:
             return newest
         if newest is not None:
             opened = _core.Checkpoint(newest)
-            if newer is None or newer.age <= (opened.epoch, opened.step):
+            if newer is None or newer.age <= (opened.generation, opened.step):
                 return newest
         elif newer is None:
             return None

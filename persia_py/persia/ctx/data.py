@@ -141,9 +141,9 @@ class DataCtx:
         return self._entered().world_size
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the run that the batches are for."""
-        return self._entered().epoch
+    def generation(self) -> int:
+        """The generation of the run that the batches are for."""
+        return self._entered().generation
 
     def _entered(self) -> "Sender | ScriptSender":
         if self._sender is None:

@@ -248,7 +248,7 @@ class EmbeddingCtx(BaseCtx):
         common.wait_written()
         common.settle()  # what another rank pushed after this would reach the restored rows
         loaded.restore(common.engine)
-        common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
+        common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.

@@ -225,7 +225,7 @@ class Session:
             if self._common.writes:
                 self._common.settle()
                 loaded.restore(self.engine)
-                self._common.begin(resume=(loaded.epoch, loaded.step, loaded.seed))
+                self._common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
         self._common.trained_step = loaded.step
         if lr is not None:
             self._optimizer.update_lr(lr)
@@ -260,8 +260,8 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         """Decide what a failed forward means for those that come after it.
 
-        A batch that was refused before its look-up has no step: the next forward goes on in the same epoch. After
-        anything else the next loop has an epoch of its own, which all ranks begin together. The others do not know of
+        A batch that was refused before its look-up has no step: the next forward goes on in the same generation. After
+        anything else the next loop has a generation of its own, which all ranks begin together. The others do not know of
         it, so that the run ends where there are others.
         """
         if isinstance(error, DataError) and self._pipeline is not None and self._is_sound():

@@ -33,7 +33,7 @@ class Stopped(BaseException):
 
 
 class RunRestarted(BaseException):
-    """The trainers began a new epoch of the run: the data script has to start again.
+    """The trainers began a new generation of the run: the data script has to start again.
 
     The launcher catches it and runs the script once more.
     """
@@ -43,7 +43,7 @@ def serve(job: str, *, host: str) -> "FeedServer":
     """Listen for the batches of data-compose, on a free port.
 
     The server is made before the rank is announced, so that its address is known; senders wait until
-    :meth:`~persia.feed.server.FeedServer.welcome` says which epoch began, and until the rank's data loader asks for
+    :meth:`~persia.feed.server.FeedServer.welcome` says which generation began, and until the rank's data loader asks for
     its first batch.
 
     Args:

@@ -207,7 +207,7 @@ class Inbox:
             Where it goes on; None if it is gone.
 
         Raises:
-            Stopped: No batch is wanted: training is over, or the replica has sent everything in this epoch.
+            Stopped: No batch is wanted: training is over, or the replica has sent everything in this generation.
             TakenPlaceError: Another process is connected as this replica.
             ConfigError: Index or number of replicas contradict those of others, or of the checkpoint.
         """
@@ -221,7 +221,7 @@ class Inbox:
             self._check_place(index, replicas)
             line = self._line(index)
             if line.ended:
-                raise Stopped(f"replica {index} has sent all its batches of this epoch")
+                raise Stopped(f"replica {index} has sent all its batches of this generation")
             if line.sender not in (None, sender):
                 raise TakenPlaceError(
                     f"another process is connected as data-compose replica {index} of {replicas}; give each replica "

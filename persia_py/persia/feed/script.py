@@ -124,11 +124,11 @@ class ScriptSender:
 
     Attributes:
         world_size: One rank.
-        epoch: Of a run that has no other.
+        generation: Of a run that has no other.
     """
 
     world_size = 1
-    epoch = 1
+    generation = 1
 
     def __init__(self, feed: ScriptFeed) -> None:
         self._feed = feed

@@ -33,7 +33,7 @@ class Sender:
 
     Attributes:
         world_size: Number of trainer ranks.
-        epoch: Of the run the batches are for; 0 if the ranks want none.
+        generation: Of the run the batches are for; 0 if the ranks want none.
 
     Raises:
         AuthError: A rank refuses the token.
@@ -56,9 +56,9 @@ class Sender:
             raise
 
     @property
-    def epoch(self) -> int:
-        """The run's epoch."""
-        return self._shared.epoch or 0
+    def generation(self) -> int:
+        """The run's generation."""
+        return self._shared.generation or 0
 
     @property
     def rank_0(self) -> str:
@@ -104,7 +104,7 @@ class Sender:
 
         Raises:
             Stopped: No rank wants batches any more.
-            RunRestarted: A new epoch of the run began.
+            RunRestarted: A new generation of the run began.
             DataError: The batch is too large.
             PersiaError: As when the sender was made.
         """
@@ -134,7 +134,7 @@ class Sender:
 
         Raises:
             Stopped: No rank wants batches any more.
-            RunRestarted: A new epoch of the run began.
+            RunRestarted: A new generation of the run began.
             PersiaError: As when the sender was made.
         """
         self._end("")

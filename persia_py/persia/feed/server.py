@@ -65,12 +65,12 @@ class FeedServer:
 
     @property
     def place(self) -> tuple[int, int, int] | None:
-        """Epoch, rank and world size; None before :meth:`welcome`."""
+        """Generation, rank and world size; None before :meth:`welcome`."""
         return self._place
 
-    def welcome(self, epoch: int, rank: int, world_size: int) -> None:
-        """Let senders in: the run's epoch has begun."""
-        self._place = epoch, rank, world_size
+    def welcome(self, generation: int, rank: int, world_size: int) -> None:
+        """Let senders in: the run's generation has begun."""
+        self._place = generation, rank, world_size
 
     def stop(self, reason: str) -> None:
         """Tell every sender that no batch is wanted any more."""
@@ -80,7 +80,7 @@ class FeedServer:
         """End the server.
 
         Args:
-            error: What ends this run. Senders are not told that training is over then, but wait for its next epoch.
+            error: What ends this run. Senders are not told that training is over then, but wait for its next generation.
         """
         if not self._closed:
             self._closed = True
@@ -124,8 +124,8 @@ class _Feed(services.TrainerServicer):
             place = self._inbox.connect(index, hello.replica_size, hello.sender, events, is_gone)
         except Stopped as stopped:
             # Said only within a run: to a sender of the next one, an attempt that never began would look finished.
-            epoch, rank, world_size = self._begun(context)
-            yield pb.FeedReply(welcome=pb.FeedWelcome(epoch=epoch, rank=rank, world_size=world_size))
+            generation, rank, world_size = self._begun(context)
+            yield pb.FeedReply(welcome=pb.FeedWelcome(generation=generation, rank=rank, world_size=world_size))
             yield _stop(str(stopped))
             return
         except TakenPlaceError as error:
@@ -135,11 +135,11 @@ class _Feed(services.TrainerServicer):
         if place is None:
             return
         try:
-            epoch, rank, world_size = self._begun(context)
+            generation, rank, world_size = self._begun(context)
             _logger.info("%s of %d connected", name, hello.replica_size)
             yield pb.FeedReply(
                 welcome=pb.FeedWelcome(
-                    epoch=epoch, rank=rank, world_size=world_size,
+                    generation=generation, rank=rank, world_size=world_size,
                     skip=place.received, buffer=place.buffer, queued=place.queued, digest=place.digest,
                 )
             )  # fmt: skip
@@ -156,7 +156,7 @@ class _Feed(services.TrainerServicer):
                 _logger.warning("%s: connection lost before its end; waiting for it to come back", name)
 
     def _begun(self, context: grpc.ServicerContext) -> tuple[int, int, int]:
-        """Return the run's epoch and this rank's place in it; without one the sender has to come again."""
+        """Return the run's generation and this rank's place in it; without one the sender has to come again."""
         place = self._server.place
         if place is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the run has not begun")

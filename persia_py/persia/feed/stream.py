@@ -36,7 +36,7 @@ class Shared:
         sender: This process, as long as it lives.
         start_timeout: Seconds in which the place of a replica that died has to become free.
         changed: Notified whenever something below, or a stream, has changed.
-        epoch: Of the run the batches are for; None before the first welcome.
+        generation: Of the run the batches are for; None before the first welcome.
         world_size: How many ranks there are.
         restarted: Why the script has to start again; empty while it need not.
         error: What ends the sender.
@@ -53,7 +53,7 @@ class Shared:
     start_timeout: float
     world_size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
-    epoch: int | None = None
+    generation: int | None = None
     restarted: str = ""
     error: PersiaError | None = None
     batches: int = 0
@@ -222,14 +222,14 @@ class Stream:
 
     def _be_welcome(self, welcome: pb.FeedWelcome, link: "_Link") -> None:
         shared = self._shared
-        if shared.epoch is None:
-            shared.epoch = welcome.epoch
-        if (welcome.rank, welcome.world_size) != (self.rank, shared.world_size) or welcome.epoch > shared.epoch:
+        if shared.generation is None:
+            shared.generation = welcome.generation
+        if (welcome.rank, welcome.world_size) != (self.rank, shared.world_size) or welcome.generation > shared.generation:
             shared.restarted = (
-                f"the trainers began epoch {welcome.epoch} with {welcome.world_size} ranks after epoch {shared.epoch}"
+                f"the trainers began generation {welcome.generation} with {welcome.world_size} ranks after generation {shared.generation}"
             )
-        elif welcome.epoch < shared.epoch:
-            link.broken = True  # a rank of the epoch before that has not noticed yet
+        elif welcome.generation < shared.generation:
+            link.broken = True  # a rank of the generation before that has not noticed yet
         else:
             if self.skip is None:  # a later welcome counts batches of this process, which come once
                 digest = welcome.digest if welcome.HasField("digest") else None

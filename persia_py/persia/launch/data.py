@@ -9,7 +9,7 @@ from persia.feed import SERVED, RunRestarted
 from persia.launch.script import guarded, run_script
 
 AGAIN = 75
-"""Exit code: a new epoch of the run began, the script has to run again."""
+"""Exit code: a new generation of the run began, the script has to run again."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""One data-compose replica: its script, run once for each epoch of the run."""
+"""One data-compose replica: its script, run once for each generation of the run."""
 
 import os
 import sys
@@ -11,13 +11,13 @@ from persia.errors import UsageError
 from persia.feed import SERVED
 from persia.launch.data import AGAIN
 from persia.launch.entry import check_replica
-from persia.launch.epochs import wait_for_new_trainers
+from persia.launch.generations import wait_for_new_trainers
 from persia.launch.process import Process
 from persia.launch.watch import Events, stop
 
 
 def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int:
-    """Run the script, and again for every new epoch, until SIGTERM.
+    """Run the script, and again for every new generation, until SIGTERM.
 
     Args:
         script: What sends the batches.
@@ -50,7 +50,7 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
                 stop([process], events, say=_say)
                 return 0
             if process.code == 0:
-                _say("every batch is sent; waiting for the next epoch of the run")
+                _say("every batch is sent; waiting for the next generation of the run")
                 if not wait_for_new_trainers(events, served=served.read_text(encoding="utf-8")):
                     return 0
             elif process.code != AGAIN:

@@ -50,7 +50,7 @@ class LocalJob:
         embedding_config: The slots.
         global_config: Capacity and more; None for the defaults.
         private: A folder only its owner can read, with a short path: sockets, the token, NATS's configuration.
-        state: Where servers keep their epochs, and checkpoints go.
+        state: Where servers keep their generations, and checkpoints go.
         env: More for the environment of every part.
         ports: The first server's and the first middleware's port on loopback; None means Unix sockets.
         metrics: Where each of them serves its metrics.

@@ -242,10 +242,10 @@ impl Checkpoint {
         self.manifest.head.step
     }
 
-    /// The run's epoch.
+    /// The run's generation.
     #[getter]
-    fn epoch(&self) -> u64 {
-        self.manifest.head.run.epoch
+    fn generation(&self) -> u64 {
+        self.manifest.head.run.generation
     }
 
     /// The run's seed.
@@ -341,7 +341,7 @@ fn describe<'py>(
         Err(error) => Some(error.to_string()),
         Ok(manifest) => {
             entry.set_item("step", manifest.head.step)?;
-            entry.set_item("epoch", manifest.head.run.epoch)?;
+            entry.set_item("generation", manifest.head.run.generation)?;
             entry.set_item("rows", manifest.head.rows.values().sum::<u64>())?;
             entry.set_item("bytes", manifest.bytes())?;
             entry.set_item("created_at", &manifest.head.created_at)?;

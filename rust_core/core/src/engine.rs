@@ -23,7 +23,7 @@ use crate::{device, errors, logs, stats, wait};
 
 /// The run in force, and the rank engine that works on it.
 struct Current {
-    epoch: u64,
+    generation: u64,
     /// `None` where another process began it.
     run: Option<Run>,
     engine: RankEngine,
@@ -103,18 +103,18 @@ impl Engine {
         Ok(Self::over(Rows::There(remote), schema, job, (rank, world_size), wire_dtype))
     }
 
-    /// Pool look-ups on a CUDA device from the next epoch or loop on, and sum gradients there; vectors are `dtype`.
+    /// Pool look-ups on a CUDA device from the next generation or loop on, and sum gradients there; vectors are `dtype`.
     #[pyo3(signature = (device_id, dtype="f32"))]
     fn use_device(&self, py: Python<'_>, device_id: i32, dtype: &str) -> PyResult<()> {
         *self.device.lock() = Some(device::open(py, device_id, vectors(py, dtype)?, self.wire)?);
         Ok(())
     }
 
-    /// Start an epoch after `after_epoch` and every one before it; the next step is `step` + 1. `fresh` drops the rows
-    /// that are held. Returns the epoch.
+    /// Start a generation after `after_generation` and every one before it; the next step is `step` + 1. `fresh` drops the rows
+    /// that are held. Returns the generation.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
-        *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_epoch, step, fresh=false
+        *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_generation, step, fresh=false
     ))]
     fn begin(
         &self,
@@ -125,14 +125,14 @@ impl Engine {
         admit_probability: f32,
         admit_min_count: u32,
         weight_bound: f32,
-        after_epoch: u64,
+        after_generation: u64,
         step: u64,
         fresh: bool,
     ) -> PyResult<u64> {
         self.settle(py)?;
         let run = Run {
             job: self.job.clone(),
-            epoch: after_epoch,
+            generation: after_generation,
             schema: self.schema.clone(),
             seed,
             optimizer: optimizer.map(|spec| spec.0),
@@ -144,28 +144,28 @@ impl Engine {
             world_size: self.world_size,
             reproducible: false,
         };
-        self.next_epoch(py, run, step)
+        self.next_generation(py, run, step)
     }
 
-    /// Start another epoch of the same run, so that no token of look-ups that were left unused is met again. Returns it.
+    /// Start another generation of the same run, so that no token of look-ups that were left unused is met again. Returns it.
     fn renew(&self, py: Python<'_>, reproducible: bool) -> PyResult<u64> {
         self.settle(py)?;
         let (run, step) = self.running(py)?;
-        self.next_epoch(py, Run { fresh: false, reproducible, ..run }, step)
+        self.next_generation(py, Run { fresh: false, reproducible, ..run }, step)
     }
 
-    /// Take part in an epoch that another process began; the next step is `step` + 1.
-    fn join(&self, py: Python<'_>, epoch: u64, step: u64) -> PyResult<()> {
+    /// Take part in a generation that another process began; the next step is `step` + 1.
+    fn join(&self, py: Python<'_>, generation: u64, step: u64) -> PyResult<()> {
         self.settle(py)?;
-        self.remote(py)?.join(&self.job, epoch);
-        self.adopt(py, epoch, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
+        self.remote(py)?.join(&self.job, generation);
+        self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Look up rows of an epoch that another process trains; the next step is `step` + 1.
-    fn observe(&self, py: Python<'_>, epoch: u64, step: u64) -> PyResult<()> {
+    /// Look up rows of a generation that another process trains; the next step is `step` + 1.
+    fn observe(&self, py: Python<'_>, generation: u64, step: u64) -> PyResult<()> {
         self.settle(py)?;
-        self.remote(py)?.observe(&self.job, epoch);
-        self.adopt(py, epoch, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
+        self.remote(py)?.observe(&self.job, generation);
+        self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
     /// Wait until every server of the job answers, at most `timeout_s`; what is missing is named.
@@ -185,18 +185,18 @@ impl Engine {
         py.detach(|| probe(&directory, others)).map_err(|error| errors::tables(py, &error))
     }
 
-    /// The highest epoch that any holder of rows knows; 0 before the first.
-    fn highest_epoch(&self, py: Python<'_>) -> PyResult<u64> {
+    /// The highest generation that any holder of rows knows; 0 before the first.
+    fn highest_generation(&self, py: Python<'_>) -> PyResult<u64> {
         match &self.rows {
-            Rows::Here(_) => Ok(self.epoch()),
-            Rows::There(remote) => remote.highest_epoch(py),
+            Rows::Here(_) => Ok(self.generation()),
+            Rows::There(remote) => remote.highest_generation(py),
         }
     }
 
-    /// The epoch this engine works in; 0 before any.
+    /// The generation this engine works in; 0 before any.
     #[getter]
-    fn epoch(&self) -> u64 {
-        self.current.lock().as_ref().map_or(0, |current| current.epoch)
+    fn generation(&self) -> u64 {
+        self.current.lock().as_ref().map_or(0, |current| current.generation)
     }
 
     /// Whether a data loader's training loop is under way.
@@ -211,7 +211,7 @@ impl Engine {
         self.current.lock().as_ref().map_or(0, |current| current.engine.step())
     }
 
-    /// Open a pipeline in the current epoch, its first since that began: batches fed to it are looked up ahead, at most
+    /// Open a pipeline in the current generation, its first since that began: batches fed to it are looked up ahead, at most
     /// `buffer` of them waiting. Every summed gradient is multiplied by `gradient_scale`.
     fn open(
         &self,
@@ -222,10 +222,10 @@ impl Engine {
         gradient_scale: f32,
     ) -> PyResult<Pipeline> {
         self.settle(py)?;
-        let (epoch, run, step) = {
+        let (generation, run, step) = {
             let current = self.current.lock();
             let current = current.as_ref().ok_or_else(|| not_begun(py))?;
-            (current.epoch, current.run.clone(), current.engine.step())
+            (current.generation, current.run.clone(), current.engine.step())
         };
         let options = EngineOptions {
             staleness,
@@ -235,7 +235,7 @@ impl Engine {
             gradient_scale,
             ..EngineOptions::default()
         };
-        self.adopt(py, epoch, run, options)?;
+        self.adopt(py, generation, run, options)?;
         let pipeline = self.rank_engine(py)?.pipeline().map_err(|error| errors::engine(py, &error))?;
         let pipeline = Pipeline::new(pipeline);
         *self.open.lock() = Arc::downgrade(pipeline.open());
@@ -268,19 +268,19 @@ impl Engine {
         })
     }
 
-    /// Begin no look-up until `go_on`, and wait until nothing is under way: the rows are of one step, and stay so.
-    fn hold(&self, py: Python<'_>) -> PyResult<()> {
-        self.rank_engine(py)?.hold();
+    /// Begin no look-up until `resume`, and wait until nothing is under way: the rows are of one step, and stay so.
+    fn pause(&self, py: Python<'_>) -> PyResult<()> {
+        self.rank_engine(py)?.pause();
         let held = self.drain(py);
         if held.is_err() {
-            self.go_on(py)?;
+            self.resume(py)?;
         }
         held
     }
 
-    /// End what `hold` began.
-    fn go_on(&self, py: Python<'_>) -> PyResult<()> {
-        self.rank_engine(py)?.go_on();
+    /// End what `pause` began.
+    fn resume(&self, py: Python<'_>) -> PyResult<()> {
+        self.rank_engine(py)?.resume();
         Ok(())
     }
 
@@ -362,13 +362,13 @@ impl Engine {
         let current = self.current.lock();
         let current = current.as_ref().ok_or_else(|| not_begun(py))?;
         let run = current.run.clone().ok_or_else(|| {
-            let text = format!("epoch {} was begun by rank 0 of the training: do this there", current.epoch);
+            let text = format!("generation {} was begun by rank 0 of the training: do this there", current.generation);
             errors::raise(py, "UsageError", text)
         })?;
         Ok((run, current.engine.step()))
     }
 
-    /// Wait for pushes in flight, and refuse to go on inside a training loop: what follows changes the epoch.
+    /// Wait for pushes in flight, and refuse to go on inside a training loop: what follows changes the generation.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
         if self.iterating() {
             let text = "a data loader is being iterated for training: leave its loop first";
@@ -383,22 +383,22 @@ impl Engine {
         engine.ok_or_else(|| not_begun(py))
     }
 
-    /// Begin `run` as the epoch after its own and every one that is known.
-    fn next_epoch(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
-        run.epoch = run.epoch.max(self.epoch()).max(self.highest_epoch(py)?) + 1;
+    /// Begin `run` as the generation after its own and every one that is known.
+    fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
+        run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
         let tables = self.tables();
         py.detach(|| tables.begin(&run)).map_err(|error| errors::tables(py, &error))?;
-        let epoch = run.epoch;
+        let generation = run.generation;
         let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
-        self.adopt(py, epoch, Some(run), options)?;
-        Ok(epoch)
+        self.adopt(py, generation, Some(run), options)?;
+        Ok(generation)
     }
 
-    /// Work in `epoch` from now on; the engine before ends its threads without the GIL.
-    fn adopt(&self, py: Python<'_>, epoch: u64, run: Option<Run>, options: EngineOptions) -> PyResult<()> {
+    /// Work in `generation` from now on; the engine before ends its threads without the GIL.
+    fn adopt(&self, py: Python<'_>, generation: u64, run: Option<Run>, options: EngineOptions) -> PyResult<()> {
         let options = EngineOptions {
             job: self.job.clone(),
-            epoch,
+            generation,
             rank: self.rank,
             world_size: self.world_size,
             ..options
@@ -406,7 +406,7 @@ impl Engine {
         let device = self.device.lock().clone();
         let engine = RankEngine::with_device(self.tables(), self.schema.clone(), options, device);
         let engine = engine.map_err(|error| errors::engine(py, &error))?;
-        let before = self.current.lock().replace(Current { epoch, run, engine });
+        let before = self.current.lock().replace(Current { generation, run, engine });
         py.detach(move || drop(before));
         Ok(())
     }

@@ -40,7 +40,7 @@ pub(crate) fn tables(py: Python<'_>, error: &TablesError) -> PyErr {
 
 pub(crate) fn tables_class(error: &TablesError) -> &'static str {
     match error {
-        TablesError::StaleEpoch { .. } => "StaleEpochError",
+        TablesError::StaleGeneration { .. } => "StaleGenerationError",
         TablesError::NotBegun | TablesError::NoOptimizer | TablesError::BadRun { .. } => "UsageError",
         TablesError::BadShape { .. } | TablesError::TooManyIds { .. } | TablesError::BadTable { .. } => {
             "DataError"

@@ -56,14 +56,14 @@ impl Remote {
         Arc::clone(&self.tables) as Arc<dyn Tables>
     }
 
-    /// Use the epoch that rank 0 began.
-    pub(crate) fn join(&self, job: &str, epoch: u64) {
-        self.tables.join(job, epoch);
+    /// Use the generation that rank 0 began.
+    pub(crate) fn join(&self, job: &str, generation: u64) {
+        self.tables.join(job, generation);
     }
 
-    /// Read rows of an epoch that another process trains.
-    pub(crate) fn observe(&self, job: &str, epoch: u64) {
-        self.tables.observe(job, epoch);
+    /// Read rows of a generation that another process trains.
+    pub(crate) fn observe(&self, job: &str, generation: u64) {
+        self.tables.observe(job, generation);
     }
 
     pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
@@ -81,8 +81,8 @@ impl Remote {
         })
     }
 
-    pub(crate) fn highest_epoch(&self, py: Python<'_>) -> PyResult<u64> {
-        py.detach(|| self.tables.highest_epoch()).map_err(|error| errors::tables(py, &error))
+    pub(crate) fn highest_generation(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.tables.highest_generation()).map_err(|error| errors::tables(py, &error))
     }
 
     pub(crate) fn check_storage(&self, directory: &Path) -> Result<(), TablesError> {

@@ -286,7 +286,7 @@ fn tables(pooled_dim: usize) -> Arc<dyn Tables> {
     let store = Store::new(schema(), StoreOptions { capacity: 10_000, ..StoreOptions::default() }).unwrap();
     let run = Run {
         job: "persia".into(),
-        epoch: 1,
+        generation: 1,
         schema: schema(),
         seed: 1,
         optimizer: Some(Optimizer::Sgd { lr: 0.5, momentum: 0.9, weight_decay: 0.01 }),

@@ -168,7 +168,7 @@ fn begun_store(dim: usize, vectorwise_shared: bool) -> Arc<Store> {
     };
     let run = Run {
         job: "persia".into(),
-        epoch: 1,
+        generation: 1,
         schema: schema(dim),
         seed: 1,
         optimizer: Some(optimizer),

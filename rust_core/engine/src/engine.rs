@@ -25,8 +25,8 @@ use crate::step::plan::Plan;
 pub struct EngineOptions {
     /// The job's name, part of every token.
     pub job: String,
-    /// The run's epoch, part of every token.
-    pub epoch: u64,
+    /// The run's generation, part of every token.
+    pub generation: u64,
     /// This trainer's rank, below `world_size`.
     pub rank: u32,
     /// Trainer ranks of the run.
@@ -47,7 +47,7 @@ impl Default for EngineOptions {
     fn default() -> Self {
         Self {
             job: "persia".into(),
-            epoch: 1,
+            generation: 1,
             rank: 0,
             world_size: 1,
             staleness: 8,
@@ -148,7 +148,7 @@ impl Engine {
             schema,
             buffers: BufferPool::new(buffers),
             job: JobId::from_name(&options.job),
-            epoch: options.epoch,
+            generation: options.generation,
             rank: options.rank,
             gradient_scale: options.gradient_scale,
             device,
@@ -221,15 +221,15 @@ impl Engine {
         }
     }
 
-    /// Begin no more look-ups until [`Engine::go_on`], so that a drain leaves nothing under way: the rows are of one step
+    /// Begin no more look-ups until [`Engine::resume`], so that a drain leaves nothing under way: the rows are of one step
     /// then, and stay so.
-    pub fn hold(&self) {
-        self.inner.shared.lock().held = true;
+    pub fn pause(&self) {
+        self.inner.shared.lock().paused = true;
     }
 
-    /// End what [`Engine::hold`] began.
-    pub fn go_on(&self) {
-        self.inner.shared.lock().held = false;
+    /// End what [`Engine::pause`] began.
+    pub fn resume(&self) {
+        self.inner.shared.lock().paused = false;
         self.inner.shared.wake_workers();
     }
 

@@ -69,7 +69,7 @@ fn check_schema(schema: &Schema) {
 fn run(schema: Schema) -> Run {
     Run {
         job: "job".into(),
-        epoch: 1,
+        generation: 1,
         schema,
         seed: 7,
         optimizer: Some(Optimizer::Sgd { lr: 0.1, momentum: 0.0, weight_decay: 0.0 }),

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use persia_server::node::{CheckpointRoot, EpochFile, Fence, Node, NodeOptions};
+use persia_server::node::{CheckpointRoot, GenerationFile, Fence, Node, NodeOptions};
 use persia_types::config::LogSync;
 use persia_types::kernels::Gradients;
 use persia_types::tables::{FileEntry, LookupRequest, PushRequest, Run, Stats, TableGradients, TableIds};
@@ -18,7 +18,7 @@ use persia_types::{
 use super::scratch;
 
 const JOB: &str = "fuzz";
-const EPOCH: u64 = 3;
+const GENERATION: u64 = 3;
 const MAGIC: &[u8] = b"persia journal 2";
 const FRAME_BYTES: usize = 12;
 /// What a record ends with; inputs are without it.
@@ -49,16 +49,16 @@ fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
 }
 
 fn fence() -> Fence {
-    Fence { job: JobId::from_name(JOB), epoch: EPOCH }
+    Fence { job: JobId::from_name(JOB), generation: GENERATION }
 }
 
 fn node(dir: &Path) -> Node {
-    let epoch = EpochFile::open(None).expect("in memory");
-    epoch.set(EPOCH).expect("in memory");
-    started(dir, epoch)
+    let generation = GenerationFile::open(None).expect("in memory");
+    generation.set(GENERATION).expect("in memory");
+    started(dir, generation)
 }
 
-fn started(dir: &Path, epoch: EpochFile) -> Node {
+fn started(dir: &Path, generation: GenerationFile) -> Node {
     let options = NodeOptions {
         job: JOB.into(),
         index: 0,
@@ -72,7 +72,7 @@ fn started(dir: &Path, epoch: EpochFile) -> Node {
         address: "here".into(),
         journal: Some((dir.join("journal"), LogSync::EverySecond)),
     };
-    Node::new(options, epoch).expect("a server starts whatever its journal says")
+    Node::new(options, generation).expect("a server starts whatever its journal says")
 }
 
 fn run() -> Run {
@@ -82,7 +82,7 @@ fn run() -> Run {
     half.settings.ttl = Some(2);
     Run {
         job: JOB.into(),
-        epoch: EPOCH,
+        generation: GENERATION,
         schema: Schema { slots: vec![], tables: vec![Table::new("user", 2), half] },
         seed: 7,
         optimizer: Some(Optimizer::Sgd { lr: 0.5, momentum: 0.9, weight_decay: 0.0 }),
@@ -163,7 +163,7 @@ fn input_of(dir: &Path) -> Vec<u8> {
 pub fn seeds() -> Vec<Vec<u8>> {
     let grouped = |ids: &[Id]| ShardedIds::group(ids).expect("some ids");
     let train = |node: &Node, seq: u64, table: usize, ids: &[Id]| {
-        let (token, ids) = (Token { job: JobId::from_name(JOB), epoch: EPOCH, rank: 0, seq }, grouped(ids));
+        let (token, ids) = (Token { job: JobId::from_name(JOB), generation: GENERATION, rank: 0, seq }, grouped(ids));
         let mut rows = vec![0.0; ids.len() * run().schema.tables[table].dim];
         let tables = [TableIds { table, ids: &ids, uses: None }];
         let request = LookupRequest { token, step: seq, mode: Mode::Train, tables: &tables };
@@ -173,7 +173,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     let left_by = |work: &dyn Fn(&Node)| {
         let dir = scratch();
-        let node = started(dir.path(), EpochFile::open(None).expect("in memory"));
+        let node = started(dir.path(), GenerationFile::open(None).expect("in memory"));
         node.begin(1, &run(), false).expect("a run");
         work(&node);
         drop(node);

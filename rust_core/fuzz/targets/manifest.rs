@@ -68,7 +68,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         world_size: 1,
         run: Run {
             job: "job".into(),
-            epoch: 1,
+            generation: 1,
             schema: Schema { slots: vec![], tables: vec![Table::new("user", 4)] },
             seed: u64::MAX,
             optimizer: None,

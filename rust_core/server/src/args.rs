@@ -86,7 +86,7 @@ pub struct ServerArgs {
     /// What both binaries are told
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Where the epoch is kept, and the log of `durability: log`; without it a restarted server forgets which runs were
+    /// Where the generation is kept, and the log of `durability: log`; without it a restarted server forgets which runs were
     /// before
     #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,

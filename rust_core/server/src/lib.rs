@@ -1,6 +1,6 @@
 //! Embedding servers, and the middleware in front of them.
 //!
-//! * [`node`]: what one server holds and refuses: the store, the run's epoch, the order of reproducible runs
+//! * [`node`]: what one server holds and refuses: the store, the run's generation, the order of reproducible runs
 //! * [`service`]: a node as gRPC service
 //! * [`middleware`]: requests divided among servers, and their answers put together
 //! * [`serve`]: connections, from the first to the last; health and reflection

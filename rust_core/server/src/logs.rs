@@ -156,7 +156,7 @@ mod tests {
         let lines = Lines { format, service: "persia-server", replica: 3 };
         let writer = sink.clone();
         let logs = tracing_subscriber::fmt().event_format(lines).with_writer(move || writer.clone()).finish();
-        tracing::subscriber::with_default(logs, || tracing::info!(epoch = 7, name = "a\nb", "begun"));
+        tracing::subscriber::with_default(logs, || tracing::info!(generation = 7, name = "a\nb", "begun"));
         String::from_utf8(sink.0.lock().clone()).unwrap()
     }
 
@@ -165,7 +165,7 @@ mod tests {
         let value: Value = serde_json::from_str(&line(LogFormat::Json)).unwrap();
         let text = |name: &str| value[name].as_str().unwrap().to_owned();
         assert_eq!([text("service"), text("message"), text("level")], ["persia-server", "begun", "info"]);
-        assert_eq!((value["replica"].as_u64(), value["epoch"].as_u64()), (Some(3), Some(7)));
+        assert_eq!((value["replica"].as_u64(), value["generation"].as_u64()), (Some(3), Some(7)));
         assert!(text("time").ends_with('Z'), "{value}");
     }
 
@@ -173,6 +173,6 @@ mod tests {
     fn an_event_is_one_line_of_text() {
         let line = line(LogFormat::Text);
         assert_eq!(line.lines().count(), 1, "{line}");
-        assert!(line.contains("info  persia-server 3: begun epoch=7"), "{line}");
+        assert!(line.contains("info  persia-server 3: begun generation=7"), "{line}");
     }
 }

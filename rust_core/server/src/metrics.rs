@@ -28,7 +28,7 @@ const REFUSED_CALLS: &str = "persia_refused_calls_total";
 const LOOKUP_ROWS: &str = "persia_lookup_rows_total";
 const PUSH_ROWS: &str = "persia_push_rows_total";
 const CONNECTIONS: &str = "persia_connections";
-const EPOCH: &str = "persia_epoch";
+const GENERATION: &str = "persia_generation";
 const ROWS: &str = "persia_rows";
 const PAYLOAD: &str = "persia_payload_bytes";
 const MEMORY: &str = "persia_memory_bytes";
@@ -60,7 +60,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
     metrics::describe_gauge!(CONNECTIONS, "Connections open now");
-    metrics::describe_gauge!(EPOCH, "Epoch of the run that began last");
+    metrics::describe_gauge!(GENERATION, "Generation of the run that began last");
     metrics::describe_gauge!(ROWS, "Rows held now, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state held now");
     metrics::describe_gauge!(JOURNAL, metrics::Unit::Bytes, "Log of what came behind the last checkpoint");
@@ -166,7 +166,7 @@ impl Drop for Connected {
 /// Set the gauges of a server.
 pub fn set_gauges(node: &Node) {
     let Ok(stats) = node.stats() else { return };
-    gauge!(EPOCH).set(stats.epoch as f64);
+    gauge!(GENERATION).set(stats.generation as f64);
     gauge!(PAYLOAD).set(stats.payload_bytes as f64);
     gauge!(MEMORY).set(stats.memory_bytes as f64);
     if let Some(bytes) = node.journal_bytes() {

@@ -56,8 +56,8 @@ fn admin(extensions: &Extensions, verb: &str) -> Result<(), Status> {
 
 /// Whoever names no run has not begun one.
 fn fence(fence: Option<proto::Fence>) -> Result<Fence, Status> {
-    let proto::Fence { job, epoch } = fence.ok_or_else(|| to_status(&TablesError::NotBegun))?;
-    Ok(Fence { job: JobId(job), epoch })
+    let proto::Fence { job, generation } = fence.ok_or_else(|| to_status(&TablesError::NotBegun))?;
+    Ok(Fence { job: JobId(job), generation })
 }
 
 impl EmbeddingService {

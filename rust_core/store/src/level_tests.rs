@@ -27,7 +27,7 @@ fn begun(level: Level, optimizer: Optimizer) -> Store {
     store.level = level;
     let run = Run {
         job: "levels".into(),
-        epoch: 1,
+        generation: 1,
         schema,
         seed: 5,
         optimizer: Some(optimizer),
@@ -67,7 +67,7 @@ fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
     let store = begun(level, optimizer);
     let mut bits = Vec::new();
     for step in 1..=3 {
-        let token = Token { job: JobId::from_name("levels"), epoch: 1, rank: 0, seq: step };
+        let token = Token { job: JobId::from_name("levels"), generation: 1, rank: 0, seq: step };
         let (ids, starts, samples) = used(step);
         let uses = Uses { starts: &starts, samples: &samples };
 

@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     fn token(rank: u32, seq: u64) -> Token {
-        Token { job: JobId(1), epoch: 1, rank, seq }
+        Token { job: JobId(1), generation: 1, rank, seq }
     }
 
     #[test]

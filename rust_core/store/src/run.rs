@@ -12,7 +12,7 @@ use crate::simd::Portable;
 
 /// See the module's documentation.
 pub(crate) struct ActiveRun {
-    pub(crate) epoch: u64,
+    pub(crate) generation: u64,
     /// Whether there is an optimizer: without, nothing is trained.
     pub(crate) trains: bool,
     pub(crate) weight_bound: f32,
@@ -51,7 +51,7 @@ impl ActiveRun {
         }
         check_initializer(&run.initializer)?;
         Ok(Self {
-            epoch: run.epoch,
+            generation: run.generation,
             trains: run.optimizer.is_some(),
             weight_bound: run.weight_bound,
             seed: run.seed,
@@ -239,7 +239,7 @@ mod tests {
     fn run() -> Run {
         Run {
             job: "job".into(),
-            epoch: 1,
+            generation: 1,
             schema: Schema::default(),
             seed: 0,
             optimizer: None,

@@ -79,7 +79,7 @@ pub struct Store {
     memos: Memos,
     counters: Mutex<Counters>,
     /// That of `run`, for whoever must not wait for a snapshot.
-    epoch: AtomicU64,
+    generation: AtomicU64,
     /// Locked while a snapshot is written, and before `run`.
     cut: Mutex<LastCut>,
     copies: Arc<Copies>,
@@ -105,8 +105,8 @@ impl Counters {
 /// The cut that was made last.
 #[derive(Default)]
 struct LastCut {
-    /// Of the run with this epoch.
-    epoch: u64,
+    /// Of the run with this generation.
+    generation: u64,
     number: u64,
     /// Whether its rows are kept.
     held: bool,
@@ -152,7 +152,7 @@ impl Store {
             claims: Claims::default(),
             memos: Memos::default(),
             counters: Mutex::default(),
-            epoch: AtomicU64::new(0),
+            generation: AtomicU64::new(0),
             cut: Mutex::default(),
             copies,
         })
@@ -409,9 +409,9 @@ impl Store {
 
 /// Check every number of `run`, and that it comes after the `active` one.
 fn check_run(active: Option<&ActiveRun>, run: &Run, schema: &Schema) -> Result<ActiveRun, TablesError> {
-    let current = active.map_or(0, |active| active.epoch);
-    if run.epoch <= current {
-        return bad(format!("epoch {} is not above the current epoch {current}", run.epoch));
+    let current = active.map_or(0, |active| active.generation);
+    if run.generation <= current {
+        return bad(format!("generation {} is not above the current generation {current}", run.generation));
     }
     ActiveRun::new(run, schema)
 }
@@ -436,10 +436,10 @@ impl Tables for Store {
             self.thaw(); // nobody can ask for it any more
         }
         self.shards.iter().for_each(|shard| shard.lock().adopt(&layouts));
-        self.claims.begin(ActiveRun::job(run), run.epoch);
+        self.claims.begin(ActiveRun::job(run), run.generation);
         self.memos.clear();
         *self.counters.lock() = Counters::default();
-        self.epoch.store(run.epoch, Ordering::Relaxed);
+        self.generation.store(run.generation, Ordering::Relaxed);
         *active = Some(checked);
         Ok(())
     }
@@ -462,10 +462,10 @@ impl Tables for Store {
 
     fn cut(&self, number: u64) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
-        let epoch = self.epoch.load(Ordering::Relaxed);
-        if cut.epoch != epoch {
+        let generation = self.generation.load(Ordering::Relaxed);
+        if cut.generation != generation {
             // Numbers begin anew.
-            *cut = LastCut { epoch, number: 0, held: false };
+            *cut = LastCut { generation, number: 0, held: false };
         }
         if number < cut.number || number == cut.number && !cut.held {
             return malformed(format!(
@@ -475,7 +475,7 @@ impl Tables for Store {
         }
         if number > cut.number {
             self.freeze();
-            *cut = LastCut { epoch, number, held: true };
+            *cut = LastCut { generation, number, held: true };
         }
         Ok(())
     }
@@ -495,7 +495,7 @@ impl Tables for Store {
         match number {
             None => self.freeze(),
             Some(number)
-                if held && (cut.epoch, cut.number) == (self.epoch.load(Ordering::Relaxed), number) => {}
+                if held && (cut.generation, cut.number) == (self.generation.load(Ordering::Relaxed), number) => {}
             Some(number) => {
                 self.thaw();
                 let last = cut.number;
@@ -534,13 +534,13 @@ impl Tables for Store {
             (counters.lookups, counters.pushes)
         };
         let tokens = self.claims.highest_pushes();
-        let epoch = self.epoch.load(Ordering::Relaxed);
+        let generation = self.generation.load(Ordering::Relaxed);
         let mut stats = Stats {
             rows: vec![0; self.schema.tables.len()],
             lookups,
             pushes,
             tokens,
-            epoch,
+            generation,
             ..Stats::default()
         };
         for shard in &self.shards {
@@ -597,10 +597,10 @@ mod tests {
         let _as_a_snapshot_does = store.run.write();
         let (answer, answered) = std::sync::mpsc::channel();
         std::thread::scope(|threads| {
-            threads.spawn(|| answer.send(store.stats().unwrap().epoch).unwrap());
-            let epoch = answered.recv_timeout(std::time::Duration::from_secs(20));
+            threads.spawn(|| answer.send(store.stats().unwrap().generation).unwrap());
+            let generation = answered.recv_timeout(std::time::Duration::from_secs(20));
             drop(_as_a_snapshot_does);
-            assert_eq!(epoch, Ok(0));
+            assert_eq!(generation, Ok(0));
         });
     }
 }

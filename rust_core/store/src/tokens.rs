@@ -37,12 +37,12 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Forget everything and accept only `job` and `epoch` from now on. Nothing is in flight.
-    pub(crate) fn begin(&self, job: JobId, epoch: u64) {
+    /// Forget everything and accept only `job` and `generation` from now on. Nothing is in flight.
+    pub(crate) fn begin(&self, job: JobId, generation: u64) {
         let mut state = self.state.lock();
         debug_assert!(state.in_flight.is_empty());
-        state.lookups = SeenTokens::begin(job, epoch);
-        state.pushes = SeenTokens::begin(job, epoch);
+        state.lookups = SeenTokens::begin(job, generation);
+        state.pushes = SeenTokens::begin(job, generation);
     }
 
     /// The right to apply `token`, or None when it was applied before. A duplicate that arrives while the first
@@ -100,7 +100,7 @@ impl Drop for Claim<'_> {
         state.in_flight.retain(|claimed| *claimed != (self.verb, self.token));
         if self.applied {
             let inserted = state.seen(self.verb).insert(self.token);
-            debug_assert!(matches!(inserted, Ok(true)), "claimed tokens are of this epoch and new");
+            debug_assert!(matches!(inserted, Ok(true)), "claimed tokens are of this generation and new");
         }
         drop(state);
         self.claims.ended.notify_all();
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    const TOKEN: Token = Token { job: JobId(1), epoch: 1, rank: 0, seq: 5 };
+    const TOKEN: Token = Token { job: JobId(1), generation: 1, rank: 0, seq: 5 };
 
     fn claims() -> Claims {
         let claims = Claims::default();

@@ -105,7 +105,7 @@ fn only_staging_directories_with_our_marker_are_swept() {
     assert_eq!(found.head.step, 1);
     assert!(!ours.exists() && !empty.exists());
     assert_eq!(fs::read(foreign.join("shard-003.arrow")).unwrap(), b"someone's");
-    assert_eq!(save(dir.path(), 2).unwrap().generation, 10);
+    assert_eq!(save(dir.path(), 2).unwrap().revision, 10);
     assert_eq!(load(dir.path()).unwrap(), 2);
     assert!(foreign.exists());
 }

@@ -135,12 +135,12 @@ fn training_waits_when_more_is_copied_than_is_allowed() {
         });
         assert!(start.elapsed() < Duration::from_secs(10), "cut {cut}");
     }
-    // Nor for a cut of the epoch before, which nobody will write.
+    // Nor for a cut of the generation before, which nobody will write.
     store.cut(3).unwrap();
     let (start, parts) = (Instant::now(), [(0, grouped(&[1, 2, 3]))]);
     try_lookup(&store, token(0, 8), 8, Mode::Train, &parts).unwrap();
-    store.begin(&Run { epoch: 2, fresh: false, ..settings }).unwrap();
-    let token = Token { epoch: 2, ..token(0, 9) };
+    store.begin(&Run { generation: 2, fresh: false, ..settings }).unwrap();
+    let token = Token { generation: 2, ..token(0, 9) };
     try_lookup(&store, token, 9, Mode::Train, &parts).unwrap();
     assert!(start.elapsed() < Duration::from_secs(10), "a cut that is forgotten");
 }
@@ -173,7 +173,7 @@ fn a_snapshot_is_of_the_cut_it_names_or_of_none() {
     late(save(Some(7)));
     save(None).unwrap();
     // The numbers of another run begin anew.
-    store.begin(&Run { epoch: 2, ..settings() }).unwrap();
+    store.begin(&Run { generation: 2, ..settings() }).unwrap();
     store.cut(1).unwrap();
     save(Some(1)).unwrap();
 }

@@ -106,13 +106,13 @@ fn ids_of_a_shard_that_is_not_held_are_refused_and_change_nothing() {
 fn a_fresh_run_starts_from_nothing_and_may_have_another_optimizer() {
     let store = store_of(&settings(), CAPACITY);
     train(&store, 1, 0, &[1, 2, 3]);
-    let other = Run { epoch: 2, optimizer: run(&DIMS).optimizer, ..settings() };
+    let other = Run { generation: 2, optimizer: run(&DIMS).optimizer, ..settings() };
     assert!(matches!(store.begin(&other), Err(TablesError::BadRun { .. })));
     assert_ne!(read(&store, 0, 1), [0.0; 4]);
     store.begin(&Run { fresh: true, ..other }).unwrap();
     assert!(all_rows(&store).is_empty());
-    assert_eq!(store.stats().unwrap().epoch, 2);
-    let too_many = Run { epoch: 3, world_size: 0, ..settings() };
+    assert_eq!(store.stats().unwrap().generation, 2);
+    let too_many = Run { generation: 3, world_size: 0, ..settings() };
     assert!(store.begin(&too_many).unwrap_err().to_string().contains("world_size is 0"));
 }
 

@@ -49,36 +49,36 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_goes_on() {
     let store = store_of(&run(&[2]), 1 << 20);
     train(&store, 1, 0, &[1, 2, 3]);
     let begin = |run: Run| refused(store.begin(&run));
-    assert!(begin(run(&[2])).contains("epoch 1 is not above the current epoch 1"));
+    assert!(begin(run(&[2])).contains("generation 1 is not above the current generation 1"));
     assert!(
-        begin(Run { epoch: 2, ..run(&[3]) })
+        begin(Run { generation: 2, ..run(&[3]) })
             .contains("dim 2 was configured, the run has table table_0 of dim 3")
     );
-    assert!(begin(Run { epoch: 2, ..run(&[2, 2]) }).contains("1 tables"));
+    assert!(begin(Run { generation: 2, ..run(&[2, 2]) }).contains("1 tables"));
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.9, weight_decay: 0.0, eps: 1e-8 };
-    let message = begin(Run { epoch: 2, optimizer: Some(adam), ..run(&[2]) });
+    let message = begin(Run { generation: 2, optimizer: Some(adam), ..run(&[2]) });
     assert!(
         message.contains("3 rows of table table_0 have 0 floats") && message.contains("has 4"),
         "{message}"
     );
     assert_eq!(push(&store, 1, 0, &[1, 2, 3], 1.0).rows_applied, 3);
     store.clear().unwrap();
-    store.begin(&Run { epoch: 2, optimizer: Some(adam), ..run(&[2]) }).unwrap();
+    store.begin(&Run { generation: 2, optimizer: Some(adam), ..run(&[2]) }).unwrap();
 }
 
 #[test]
-fn rows_outlive_a_new_epoch_and_tokens_do_not() {
+fn rows_outlive_a_new_generation_and_tokens_do_not() {
     let store = store_of(&run(&[2]), 1 << 20);
     train(&store, 1, 0, &[1]);
     push(&store, 1, 0, &[1], 1.0);
-    store.begin(&Run { epoch: 5, ..run(&[2]) }).unwrap();
+    store.begin(&Run { generation: 5, ..run(&[2]) }).unwrap();
     assert_eq!(store.stats().unwrap().pushes.rows_pushed, 0);
     let stale = try_push(&store, token(0, 2), 2, &[(0, grouped(&[1]))], &[vec![1.0; 2]]);
-    assert!(matches!(stale, Err(TablesError::StaleEpoch { current: 5, .. })));
+    assert!(matches!(stale, Err(TablesError::StaleGeneration { current: 5, .. })));
     let parts = [(0, grouped(&[1]))];
     let stale = try_lookup(&store, token(0, 2), 2, Mode::Train, &parts);
-    assert!(matches!(stale, Err(TablesError::StaleEpoch { current: 5, .. })));
-    let new = Token { epoch: 5, ..token(0, 1) };
+    assert!(matches!(stale, Err(TablesError::StaleGeneration { current: 5, .. })));
+    let new = Token { generation: 5, ..token(0, 1) };
     assert_eq!(try_push(&store, new, 1, &parts, &[vec![1.0; 2]]).unwrap().rows_applied, 1);
     assert_eq!(read(&store, 0, 1), [-2.0; 2]);
 }

@@ -125,7 +125,7 @@ fn without_optimizer_state_is_dropped() {
     let floats: u64 = kept.values().map(|row| row.1.len() as u64).sum();
     assert_eq!(evaluation.stats().unwrap().payload_bytes, 4 * floats);
     // Those rows cannot be trained on: their state is gone.
-    let begun = evaluation.begin(&Run { epoch: 2, ..settings(&[4, 7]) });
+    let begun = evaluation.begin(&Run { generation: 2, ..settings(&[4, 7]) });
     assert!(matches!(begun, Err(TablesError::BadRun { .. })));
 }
 
@@ -133,9 +133,9 @@ fn without_optimizer_state_is_dropped() {
 fn evaluation_of_rows_that_are_held_keeps_their_state_for_later() {
     let store = trained();
     let before = export(&store);
-    store.begin(&Run { epoch: 2, optimizer: None, ..settings(&[4, 7]) }).unwrap();
+    store.begin(&Run { generation: 2, optimizer: None, ..settings(&[4, 7]) }).unwrap();
     assert_eq!(read(&store, 0, 350).len(), 4);
-    store.begin(&Run { epoch: 3, ..settings(&[4, 7]) }).unwrap();
+    store.begin(&Run { generation: 3, ..settings(&[4, 7]) }).unwrap();
     assert_eq!(export(&store), before);
 }
 

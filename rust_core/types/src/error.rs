@@ -8,8 +8,8 @@ use crate::token::Token;
 #[derive(Debug, thiserror::Error)]
 pub enum TablesError {
     /// Another run began since.
-    #[error("request {token} is of another run: epoch {current} is current; start the trainer again")]
-    StaleEpoch {
+    #[error("request {token} is of another run: generation {current} is current; start the trainer again")]
+    StaleGeneration {
         /// The request's.
         token: Token,
         /// What would be accepted.

@@ -30,8 +30,9 @@ pub enum Mode {
 pub struct Run {
     /// The job's name.
     pub job: String,
-    /// 1 + the highest epoch known.
-    pub epoch: u64,
+    /// 1 + the highest generation known.
+    #[serde(alias = "epoch")]
+    pub generation: u64,
     /// Slots and tables; must equal what the holder was configured with.
     pub schema: Schema,
     /// Seed of initialisers and admission.
@@ -249,20 +250,20 @@ pub struct Stats {
     pub pushes: PushReport,
     /// The highest push of every rank, for a checkpoint's token table.
     pub tokens: BTreeMap<u32, u64>,
-    /// The epoch of the run that began last; 0 before any.
+    /// The generation of the run that began last; 0 before any.
     #[serde(default)]
-    pub epoch: u64,
+    pub generation: u64,
 }
 
 /// Wherever rows live: the in-process store, or the network client.
 ///
 /// Every method may be called from any thread. A failed call has changed nothing unless its documentation says so.
 pub trait Tables: Send + Sync {
-    /// Start a run: forget older tokens, accept only this epoch, use this optimizer and initialiser.
+    /// Start a run: forget older tokens, accept only this generation, use this optimizer and initialiser.
     /// Rows stay unless the run is [`Run::fresh`].
     ///
     /// # Errors
-    /// `BadRun` when the schema differs, the epoch is not above the current one, a number is out of range, or
+    /// `BadRun` when the schema differs, the generation is not above the current one, a number is out of range, or
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
@@ -277,7 +278,7 @@ pub trait Tables: Send + Sync {
     /// [`uses`](TableIds::uses), `[samples, dim]`: what each sample gets.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.
+    /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.
     fn lookup(
         &self,
         request: &LookupRequest<'_>,
@@ -288,7 +289,7 @@ pub trait Tables: Send + Sync {
     /// A token that was applied before changes nothing and counts as `rows_duplicate`.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
+    /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
     /// Keep the rows as they are now, for a [`snapshot`](Self::snapshot) of this `cut`: a number above that of every cut

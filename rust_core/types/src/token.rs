@@ -20,13 +20,13 @@ impl JobId {
     }
 }
 
-/// Names one look-up and the push that answers it: `(job, epoch, rank, seq)`.
+/// Names one look-up and the push that answers it: `(job, generation, rank, seq)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Token {
     /// The job; two jobs never share rows.
     pub job: JobId,
-    /// The run's epoch; a request of another epoch is refused.
-    pub epoch: u64,
+    /// The run's generation; a request of another generation is refused.
+    pub generation: u64,
     /// The trainer rank that sends it.
     pub rank: u32,
     /// The rank's step, from 1.
@@ -35,7 +35,7 @@ pub struct Token {
 
 impl std::fmt::Display for Token {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:016x}/{}/{}/{}", self.job.0, self.epoch, self.rank, self.seq)
+        write!(f, "{:016x}/{}/{}/{}", self.job.0, self.generation, self.rank, self.seq)
     }
 }
 
@@ -47,32 +47,33 @@ struct Window {
     seen: u128,
 }
 
-/// Which tokens of one epoch were already applied. Anything that fell out of the window counts as seen.
+/// Which tokens of one generation were already applied. Anything that fell out of the window counts as seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
-    epoch: u64,
+    #[serde(alias = "epoch")]
+    generation: u64,
     ranks: BTreeMap<u32, Window>,
 }
 
 impl SeenTokens {
-    /// Forget everything and accept only `job` and `epoch` from now on.
-    pub fn begin(job: JobId, epoch: u64) -> Self {
-        Self { job: Some(job), epoch, ranks: BTreeMap::new() }
+    /// Forget everything and accept only `job` and `generation` from now on.
+    pub fn begin(job: JobId, generation: u64) -> Self {
+        Self { job: Some(job), generation, ranks: BTreeMap::new() }
     }
 
-    /// The epoch that is accepted.
-    pub fn epoch(&self) -> u64 {
-        self.epoch
+    /// The generation that is accepted.
+    pub fn generation(&self) -> u64 {
+        self.generation
     }
 
     /// Whether `token` was inserted before.
     ///
     /// # Errors
-    /// [`TablesError::StaleEpoch`] for another job or epoch than the current one.
+    /// [`TablesError::StaleGeneration`] for another job or generation than the current one.
     pub fn contains(&self, token: Token) -> Result<bool, TablesError> {
-        if self.job != Some(token.job) || self.epoch != token.epoch {
-            return Err(TablesError::StaleEpoch { token, current: self.epoch });
+        if self.job != Some(token.job) || self.generation != token.generation {
+            return Err(TablesError::StaleGeneration { token, current: self.generation });
         }
         let Some(window) = self.ranks.get(&token.rank) else { return Ok(false) };
         if token.seq > window.highest {
@@ -85,7 +86,7 @@ impl SeenTokens {
     /// Remember `token`; true when it was new.
     ///
     /// # Errors
-    /// [`TablesError::StaleEpoch`] for another job or epoch than the current one.
+    /// [`TablesError::StaleGeneration`] for another job or generation than the current one.
     pub fn insert(&mut self, token: Token) -> Result<bool, TablesError> {
         if self.contains(token)? {
             return Ok(false);
@@ -117,19 +118,19 @@ mod tests {
     use super::*;
 
     fn token(rank: u32, seq: u64) -> Token {
-        Token { job: JobId(7), epoch: 3, rank, seq }
+        Token { job: JobId(7), generation: 3, rank, seq }
     }
 
     #[test]
-    fn another_epoch_or_job_is_refused() {
+    fn another_generation_or_job_is_refused() {
         let mut seen = SeenTokens::begin(JobId(7), 3);
         assert!(matches!(
-            seen.insert(Token { epoch: 2, ..token(0, 1) }),
-            Err(TablesError::StaleEpoch { .. })
+            seen.insert(Token { generation: 2, ..token(0, 1) }),
+            Err(TablesError::StaleGeneration { .. })
         ));
         assert!(matches!(
             seen.insert(Token { job: JobId(8), ..token(0, 1) }),
-            Err(TablesError::StaleEpoch { .. })
+            Err(TablesError::StaleGeneration { .. })
         ));
         assert!(seen.insert(token(0, 1)).unwrap());
     }

@@ -7,13 +7,13 @@ use crate::proto;
 
 impl From<Token> for proto::Token {
     fn from(token: Token) -> Self {
-        Self { job: token.job.0, epoch: token.epoch, rank: token.rank, seq: token.seq }
+        Self { job: token.job.0, generation: token.generation, rank: token.rank, seq: token.seq }
     }
 }
 
 impl From<proto::Token> for Token {
     fn from(token: proto::Token) -> Self {
-        Self { job: JobId(token.job), epoch: token.epoch, rank: token.rank, seq: token.seq }
+        Self { job: JobId(token.job), generation: token.generation, rank: token.rank, seq: token.seq }
     }
 }
 
@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn what_is_converted_comes_back() {
-        let sent = Token { job: JobId(9), epoch: 2, rank: 3, seq: 4 };
+        let sent = Token { job: JobId(9), generation: 2, rank: 3, seq: 4 };
         assert_eq!(token(Some(sent.into())).unwrap(), sent);
         assert!(token(None).is_err());
         for sent in [Mode::Train, Mode::Eval, Mode::Infer] {

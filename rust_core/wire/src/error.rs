@@ -21,7 +21,7 @@ pub const FORGOTTEN: &str = "it was started again and knows nothing of the run";
 /// Fields of every variant as JSON, in [`Failure::fields`]; the tag is [`Failure::kind`].
 #[derive(Serialize, Deserialize)]
 enum Fields {
-    StaleEpoch { job: JobId, epoch: u64, rank: u32, seq: u64, current: u64 },
+    StaleGeneration { job: JobId, generation: u64, rank: u32, seq: u64, current: u64 },
     NotBegun,
     BadRun { what: String },
     BadShape { what: String },
@@ -57,8 +57,8 @@ impl From<&TablesError> for Fields {
         use TablesError as E;
         let with = |peer: &str, what: &str| (peer.to_owned(), short(what));
         match error {
-            E::StaleEpoch { token: Token { job, epoch, rank, seq }, current } => {
-                Self::StaleEpoch { job: *job, epoch: *epoch, rank: *rank, seq: *seq, current: *current }
+            E::StaleGeneration { token: Token { job, generation, rank, seq }, current } => {
+                Self::StaleGeneration { job: *job, generation: *generation, rank: *rank, seq: *seq, current: *current }
             }
             E::NotBegun => Self::NotBegun,
             E::BadRun { what } => Self::BadRun { what: short(what) },
@@ -104,8 +104,8 @@ impl From<&TablesError> for Fields {
 impl From<Fields> for TablesError {
     fn from(fields: Fields) -> Self {
         match fields {
-            Fields::StaleEpoch { job, epoch, rank, seq, current } => {
-                Self::StaleEpoch { token: Token { job, epoch, rank, seq }, current }
+            Fields::StaleGeneration { job, generation, rank, seq, current } => {
+                Self::StaleGeneration { token: Token { job, generation, rank, seq }, current }
             }
             Fields::NotBegun => Self::NotBegun,
             Fields::BadRun { what } => Self::BadRun { what },
@@ -161,7 +161,7 @@ pub fn from_failure(peer: &str, failure: &Failure) -> TablesError {
 pub fn to_status(error: &TablesError) -> Status {
     use TablesError as E;
     let code = match error {
-        E::StaleEpoch { .. } | E::NotBegun | E::NoOptimizer => Code::FailedPrecondition,
+        E::StaleGeneration { .. } | E::NotBegun | E::NoOptimizer => Code::FailedPrecondition,
         E::Foreign { .. } | E::WrongShard { .. } | E::Incompatible { .. } => Code::FailedPrecondition,
         E::BadRun { .. } | E::BadShape { .. } | E::TooManyIds { .. } | E::BadTable { .. } => {
             Code::InvalidArgument
@@ -248,10 +248,10 @@ mod tests {
 
     fn every_variant() -> Vec<TablesError> {
         use TablesError as E;
-        let token = Token { job: JobId::from_name("job"), epoch: 3, rank: 1, seq: u64::MAX };
+        let token = Token { job: JobId::from_name("job"), generation: 3, rank: 1, seq: u64::MAX };
         let (peer, what) = (|| "server 1 of 2 at host:8888".to_owned(), || "what \"it\" is".to_owned());
         vec![
-            E::StaleEpoch { token, current: 4 },
+            E::StaleGeneration { token, current: 4 },
             E::NotBegun,
             E::BadRun { what: what() },
             E::BadShape { what: what() },

@@ -13,7 +13,7 @@ fn sent_ids() -> ShardedIds {
 }
 
 fn sent_token() -> Token {
-    Token { job: JobId(1), epoch: 2, rank: 3, seq: 4 }
+    Token { job: JobId(1), generation: 2, rank: 3, seq: 4 }
 }
 
 fn lookup_messages() -> Vec<proto::LookupRequest> {

@@ -27,19 +27,19 @@ struct Occurrence {
     sample: u32,
 }
 
-/// One place of the table; valid while its epoch is the current one, so nothing is ever cleared.
+/// One place of the table; valid while its generation is the current one, so nothing is ever cleared.
 #[derive(Clone, Copy, Default)]
 struct Entry {
     id: Id,
     unique: u32,
-    epoch: u32,
+    generation: u32,
 }
 
 /// Memory that is used again for every batch.
 #[derive(Default)]
 pub(crate) struct Deduplicator {
     table: Vec<Entry>,
-    epoch: u32,
+    generation: u32,
     partition: Vec<Occurrence>,
     /// The first `count` are this batch's.
     unique: Vec<Id>,
@@ -109,7 +109,7 @@ impl Deduplicator {
                 for &id in &list.ids()[list.range(shard)] {
                     let unique = find_or_insert(
                         &mut self.table,
-                        self.epoch,
+                        self.generation,
                         mask,
                         &mut self.unique,
                         &mut self.count,
@@ -179,7 +179,7 @@ impl Deduplicator {
             let range = shard[0] as usize..shard[1] as usize;
             for (occurrence, place) in self.partition[range.clone()].iter().zip(&mut self.local[range]) {
                 let (unique, count) = (&mut self.unique, &mut self.count);
-                let unique = find_or_insert(&mut self.table, self.epoch, mask, unique, count, occurrence.id);
+                let unique = find_or_insert(&mut self.table, self.generation, mask, unique, count, occurrence.id);
                 inverse[occurrence.position as usize] = unique;
                 self.starts[unique as usize + 1] += 1;
                 *place = unique;
@@ -205,11 +205,11 @@ impl Deduplicator {
         if self.table.len() < places {
             self.table.resize(places, Entry::default());
         }
-        if self.epoch == u32::MAX {
+        if self.generation == u32::MAX {
             self.table.fill(Entry::default());
-            self.epoch = 0;
+            self.generation = 0;
         }
-        self.epoch += 1;
+        self.generation += 1;
         places - 1
     }
 }
@@ -221,7 +221,7 @@ impl Deduplicator {
 #[inline(always)]
 fn find_or_insert(
     table: &mut [Entry],
-    epoch: u32,
+    generation: u32,
     mask: usize,
     unique: &mut [Id],
     count: &mut usize,
@@ -230,10 +230,10 @@ fn find_or_insert(
     let mut place = hash_id(id) as usize & mask;
     loop {
         let entry = &mut table[place];
-        let new = entry.epoch != epoch;
+        let new = entry.generation != generation;
         if new | (entry.id == id) {
             let number = if new { *count as u32 } else { entry.unique };
-            *entry = Entry { id, unique: number, epoch };
+            *entry = Entry { id, unique: number, generation };
             unique[*count] = id; // overwritten by the next new one where this is none
             *count += usize::from(new);
             return number;
@@ -321,13 +321,13 @@ mod tests {
     }
 
     #[test]
-    fn the_epoch_may_wrap() {
-        let mut deduplicator = Deduplicator { epoch: u32::MAX - 10, ..Default::default() };
+    fn the_generation_may_wrap() {
+        let mut deduplicator = Deduplicator { generation: u32::MAX - 10, ..Default::default() };
         let ids: Vec<Id> = (0..5000).map(|i| i % 700).collect();
         for _ in 0..3 {
             check(&mut deduplicator, &ids, None);
         }
-        assert!(deduplicator.epoch < 100);
+        assert!(deduplicator.generation < 100);
     }
 
     #[test]

@@ -4,14 +4,14 @@ use persia_types::schema::Optimizer;
 use persia_types::tables::{Mode, Run, TablesError};
 use persia_types::token::{JobId, Token};
 
-use super::fixture::{EPOCH, LEDGER, begun, begun_with, ids, run, telling, token, told};
+use super::fixture::{GENERATION, LEDGER, begun, begun_with, ids, run, telling, token, told};
 use super::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("nothing works before begin", nothing_works_before_begin),
-    ("an epoch must be above the current one", an_epoch_must_be_above),
-    ("another epoch or job is stale", another_epoch_or_job_is_stale),
-    ("a new epoch keeps rows and forgets tokens", a_new_epoch_keeps_rows),
+    ("a generation must be above the current one", an_generation_must_be_above),
+    ("another generation or job is stale", another_generation_or_job_is_stale),
+    ("a new generation keeps rows and forgets tokens", a_new_generation_keeps_rows),
     ("a foreign schema or a bad number is refused", bad_runs_are_refused),
     ("without an optimizer only evaluation works", no_optimizer),
     ("rows with other optimizer state are not taken over", other_state_is_refused),
@@ -27,41 +27,41 @@ fn nothing_works_before_begin(make: Make<'_>) {
     assert!(matches!(error, TablesError::NotBegun), "{error}");
 }
 
-fn an_epoch_must_be_above(make: Make<'_>) {
+fn an_generation_must_be_above(make: Make<'_>) {
     let fixture = begun(make);
-    for epoch in [EPOCH, EPOCH - 1] {
-        let error = fixture.0.begin(&Run { epoch, ..run() }).unwrap_err();
+    for generation in [GENERATION, GENERATION - 1] {
+        let error = fixture.0.begin(&Run { generation, ..run() }).unwrap_err();
         assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
     }
     fixture.train(1, 0, &[1]); // the refused ones changed nothing
-    fixture.0.begin(&Run { epoch: EPOCH + 1, ..run() }).unwrap();
+    fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
 }
 
-fn another_epoch_or_job_is_stale(make: Make<'_>) {
+fn another_generation_or_job_is_stale(make: Make<'_>) {
     let fixture = begun(make);
     fixture.train(1, 0, &[1]);
     let strangers = [
-        Token { epoch: EPOCH - 1, ..token(0, 1) },
-        Token { epoch: EPOCH + 1, ..token(0, 1) },
+        Token { generation: GENERATION - 1, ..token(0, 1) },
+        Token { generation: GENERATION + 1, ..token(0, 1) },
         Token { job: JobId::from_name("another"), ..token(0, 1) },
     ];
     for stranger in strangers {
         let error = fixture.try_lookup(stranger, Mode::Train, 0, &[2]).unwrap_err();
-        assert!(matches!(error, TablesError::StaleEpoch { .. }), "{error}");
+        assert!(matches!(error, TablesError::StaleGeneration { .. }), "{error}");
         let error = fixture.try_push(stranger, 0, &[1], &telling(0, &[1]), 1.0).unwrap_err();
-        assert!(matches!(error, TablesError::StaleEpoch { .. }), "{error}");
+        assert!(matches!(error, TablesError::StaleGeneration { .. }), "{error}");
     }
     assert_eq!(fixture.rows_held(), [1, 0]);
     assert_eq!(fixture.read(0, &[1]), [vec![0.0; 4]]);
 }
 
-fn a_new_epoch_keeps_rows(make: Make<'_>) {
+fn a_new_generation_keeps_rows(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(40);
     fixture.train(1, 0, &ids);
     fixture.push(1, 0, &ids, &telling(0, &ids));
-    fixture.0.begin(&Run { epoch: EPOCH + 1, ..run() }).unwrap();
-    let again = Token { epoch: EPOCH + 1, ..token(0, 1) };
+    fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
+    let again = Token { generation: GENERATION + 1, ..token(0, 1) };
     let read = || fixture.try_lookup(again, Mode::Eval, 0, &ids).expect("an eval look-up").0;
     assert_eq!(read(), told(0, &ids, 1.0));
     let report = fixture.try_push(again, 0, &ids, &telling(0, &ids), 1.0).unwrap();
@@ -103,7 +103,7 @@ fn other_state_is_refused(make: Make<'_>) {
     let momentum = Optimizer::Sgd { lr: 1.0, momentum: 0.5, weight_decay: 0.0 };
     let fixture = begun_with(make, &Run { optimizer: Some(momentum), ..run() });
     fixture.train(1, 0, &[1]);
-    let next = Run { epoch: EPOCH + 1, optimizer: Some(LEDGER), ..run() };
+    let next = Run { generation: GENERATION + 1, optimizer: Some(LEDGER), ..run() };
     let error = fixture.0.begin(&next).unwrap_err();
     assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
     fixture.0.clear().unwrap();

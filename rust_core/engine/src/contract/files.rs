@@ -6,7 +6,7 @@ use persia_types::schema::{Initializer, Optimizer};
 use persia_types::tables::{FileEntry, Run, TablesError};
 use persia_types::token::Token;
 
-use super::fixture::{EPOCH, Fixture, begun, begun_with, ids, run, telling, token, told};
+use super::fixture::{GENERATION, Fixture, begun, begun_with, ids, run, telling, token, told};
 use super::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
@@ -103,8 +103,8 @@ fn restore_replaces(make: Make<'_>) {
     fixture.0.restore(dir.path(), &files).unwrap();
     assert_eq!(fixture.rows_held(), [50, 0]);
     assert_eq!(fixture.read(0, &early), told(0, &early, 1.0));
-    fixture.0.begin(&Run { epoch: EPOCH + 1, ..run() }).unwrap();
-    let next = Token { epoch: EPOCH + 1, ..token(0, 1) };
+    fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
+    let next = Token { generation: GENERATION + 1, ..token(0, 1) };
     let report = fixture.try_push(next, 0, &early, &telling(0, &early), 1.0).unwrap();
     assert_eq!(report.rows_applied, 50);
 }

@@ -14,7 +14,7 @@ use persia_types::token::{JobId, Token};
 use super::{Make, schema};
 
 pub(super) const JOB: &str = "contract";
-pub(super) const EPOCH: u64 = 3;
+pub(super) const GENERATION: u64 = 3;
 
 /// `w -= g`: every push can be counted in the rows.
 pub(super) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
@@ -23,7 +23,7 @@ pub(super) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, we
 pub(super) fn run() -> Run {
     Run {
         job: JOB.into(),
-        epoch: EPOCH,
+        generation: GENERATION,
         schema: schema(),
         seed: 7,
         optimizer: Some(LEDGER),
@@ -38,7 +38,7 @@ pub(super) fn run() -> Run {
 }
 
 pub(super) fn token(rank: u32, seq: u64) -> Token {
-    Token { job: JobId::from_name(JOB), epoch: EPOCH, rank, seq }
+    Token { job: JobId::from_name(JOB), generation: GENERATION, rank, seq }
 }
 
 /// Fresh tables on which [`run`] has begun.

@@ -101,7 +101,7 @@ fn admit(shared: &Shared, line: u64, trains: bool) -> Option<u64> {
         } else {
             !shared.options.reproducible || state.permits.oldest_at(Stage::Pushing).is_none()
         };
-        let free = free && !state.held;
+        let free = free && !state.paused;
         let step = state.next_seq;
         let queue = state.lines.get_mut(&line)?;
         if free {

@@ -31,7 +31,7 @@ pub(crate) struct Context {
     pub(crate) schema: Schema,
     pub(crate) buffers: Arc<BufferPool>,
     pub(crate) job: JobId,
-    pub(crate) epoch: u64,
+    pub(crate) generation: u64,
     pub(crate) rank: u32,
     pub(crate) gradient_scale: f32,
     /// Pools in the place of the CPU.
@@ -41,7 +41,7 @@ pub(crate) struct Context {
 impl Context {
     /// The name of this rank's step.
     pub(crate) fn token(&self, seq: u64) -> Token {
-        Token { job: self.job, epoch: self.epoch, rank: self.rank, seq }
+        Token { job: self.job, generation: self.generation, rank: self.rank, seq }
     }
 }
 
@@ -68,7 +68,7 @@ pub(crate) struct State {
     /// The first failure of a worker; everybody is told from then on.
     pub(crate) failed: Option<Error>,
     /// No look-up begins.
-    pub(crate) held: bool,
+    pub(crate) paused: bool,
     /// The engine is gone: what is queued is still pushed, nothing is accepted.
     pub(crate) stopping: bool,
     pub(crate) stats: EngineStats,
@@ -121,7 +121,7 @@ impl Shared {
             lines: BTreeMap::new(),
             next_line: 0,
             failed: None,
-            held: false,
+            paused: false,
             stopping: false,
             stats: EngineStats {
                 slots: vec![Default::default(); context.schema.slots.len()],
@@ -177,7 +177,7 @@ impl State {
     /// What a drain waits for: a push, and a look-up where none is to follow.
     pub(crate) fn on_its_way(&self) -> Option<Wait> {
         let push = self.permits.oldest_at(Stage::Pushing).map(|step| Wait::Push { step });
-        let looking = || self.permits.oldest_at(Stage::LookingUp).filter(|_| self.held);
+        let looking = || self.permits.oldest_at(Stage::LookingUp).filter(|_| self.paused);
         push.or_else(|| looking().map(|step| Wait::Lookup { step }))
     }
 

@@ -112,14 +112,14 @@ fn steps_go_on_over_pipelines_and_resume_where_they_are_told() {
     let options = EngineOptions { first_seq: 41, ..with_staleness(2) };
     let engine = engine(Arc::new(plain(&one_slot())), &one_slot(), options);
     assert_eq!(engine.step(), 40);
-    for epoch in 0..3 {
+    for generation in 0..3 {
         let pipeline = engine.pipeline().unwrap();
         feed(&pipeline, batch(&[1], true));
         feed(&pipeline, batch(&[2], true));
         pipeline.end_of_data();
         for step in 1..=2 {
             let looked = ready(&pipeline);
-            assert_eq!(looked.step, 40 + epoch * 2 + step);
+            assert_eq!(looked.step, 40 + generation * 2 + step);
             push(looked, 1.0);
         }
         assert!(matches!(pipeline.next(LONG).unwrap(), Next::End));

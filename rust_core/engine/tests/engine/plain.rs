@@ -138,8 +138,8 @@ impl Tables for PlainTables {
         if run.schema != self.schema {
             return bad("another schema");
         }
-        if state.run.as_ref().is_some_and(|current| run.epoch <= current.epoch) {
-            return bad("the epoch is not above the current one");
+        if state.run.as_ref().is_some_and(|current| run.generation <= current.generation) {
+            return bad("the generation is not above the current one");
         }
         if !(0.0..=1.0).contains(&run.admit_probability) || !(0.0..f32::INFINITY).contains(&run.weight_bound)
         {
@@ -157,8 +157,8 @@ impl Tables for PlainTables {
             }
         }
         let job = JobId::from_name(&run.job);
-        state.looked_up = SeenTokens::begin(job, run.epoch);
-        state.pushed = SeenTokens::begin(job, run.epoch);
+        state.looked_up = SeenTokens::begin(job, run.generation);
+        state.pushed = SeenTokens::begin(job, run.generation);
         state.run = Some(run.clone());
         Ok(())
     }

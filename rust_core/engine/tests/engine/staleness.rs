@@ -137,11 +137,11 @@ fn held_nothing_is_looked_up_and_a_drain_leaves_nothing_under_way() {
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&[1], true));
     push(ready(&pipeline), 1.0);
-    engine.hold();
+    engine.pause();
     assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
     feed(&pipeline, batch(&[2], true));
     assert!(matches!(pipeline.next(SHORT).unwrap(), Next::Pending(_)));
     assert_eq!(tables.looked_up(), [1]);
-    engine.go_on();
+    engine.resume();
     assert_eq!(ready(&pipeline).step, 2);
 }

@@ -40,7 +40,7 @@ pub(crate) fn one_slot() -> Schema {
 pub(crate) fn run(schema: &Schema) -> Run {
     Run {
         job: "persia".into(),
-        epoch: 1,
+        generation: 1,
         schema: schema.clone(),
         seed: 1,
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),

@@ -43,7 +43,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
 }
 
 fn token() -> Option<proto::Token> {
-    Some(Token { job: JobId::from_name("job"), epoch: 1, rank: 0, seq: 1 }.into())
+    Some(Token { job: JobId::from_name("job"), generation: 1, rank: 0, seq: 1 }.into())
 }
 
 fn bits(floats: Option<&[f32]>) -> Vec<u32> {

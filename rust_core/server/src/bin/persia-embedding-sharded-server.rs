@@ -8,7 +8,7 @@ use std::time::Duration;
 use persia_server::args::ServerArgs;
 use persia_server::exit::Exit;
 use persia_server::metrics;
-use persia_server::node::{CheckpointRoot, EpochFile, Node, NodeOptions};
+use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::process::{self, Kind, Process};
 use persia_server::serve::{HealthService, serve};
 use persia_server::service::EmbeddingService;
@@ -51,9 +51,9 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         address: process.listener.endpoint().to_string(),
         journal: journal(process.global.log, args.data_dir.as_deref())?,
     };
-    let epoch = EpochFile::open(args.data_dir.as_deref())?;
+    let generation = GenerationFile::open(args.data_dir.as_deref())?;
     // It may read a long journal.
-    let node = tokio::task::spawn_blocking(|| Node::new(options, epoch)).await;
+    let node = tokio::task::spawn_blocking(|| Node::new(options, generation)).await;
     let node = Arc::new(node.map_err(|error| Exit::Again(format!("the start failed: {error}")))??);
     let gauges = Arc::clone(&node);
     let metrics = process.serve_metrics(move || metrics::set_gauges(&gauges)).await?;

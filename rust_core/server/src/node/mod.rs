@@ -1,6 +1,6 @@
 //! [`Node`]: what one embedding server holds, and what it refuses.
 
-mod epoch;
+mod generation;
 mod journal;
 mod order;
 mod record;
@@ -27,7 +27,7 @@ use self::journal::{Journal, Mark, Owner, Rows};
 use self::record::Record;
 use crate::exit::Exit;
 
-pub use epoch::EpochFile;
+pub use generation::GenerationFile;
 pub use order::{Order, Phase, Turn};
 pub use root::CheckpointRoot;
 
@@ -67,7 +67,7 @@ pub struct Node {
     options: NodeOptions,
     peer: String,
     store: Store,
-    epoch: EpochFile,
+    generation: GenerationFile,
     order: Arc<Order>,
     journal: Option<Journal>,
     /// The run in progress.
@@ -81,8 +81,8 @@ pub struct Node {
 pub struct Fence {
     /// Its job.
     pub job: JobId,
-    /// Its epoch.
-    pub epoch: u64,
+    /// Its generation.
+    pub generation: u64,
 }
 
 fn empty_store(options: &NodeOptions) -> Result<Store, Exit> {
@@ -101,7 +101,7 @@ impl Node {
     /// # Errors
     /// `Usage` for an index that is not below the number of servers, what [`Store::new`] refuses, and a journal that cannot
     /// be kept where it is to be.
-    pub fn new(options: NodeOptions, epoch: EpochFile) -> Result<Self, Exit> {
+    pub fn new(options: NodeOptions, generation: GenerationFile) -> Result<Self, Exit> {
         let (index, servers) = (options.index, options.servers);
         if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
             return Err(Exit::Usage(format!("no server {index} of {servers}")));
@@ -113,7 +113,7 @@ impl Node {
             peer: format!("server {index} of {servers} ({})", options.address),
             store: empty_store(&options)?,
             options,
-            epoch,
+            generation,
             order: Arc::default(),
             journal,
             begun: RwLock::new(None),
@@ -132,7 +132,7 @@ impl Node {
     fn start(&self, run: &Run) -> Result<(), TablesError> {
         self.store.begin(run)?;
         let ordered = run.reproducible && run.optimizer.is_some();
-        self.order.begin(run.epoch, if ordered { run.world_size } else { 1 });
+        self.order.begin(run.generation, if ordered { run.world_size } else { 1 });
         *self.begun.write() = Some(run.clone());
         Ok(())
     }
@@ -152,14 +152,14 @@ impl Node {
         &self.peer
     }
 
-    /// Begin a run, or with `check_only` say why not. The epoch is durable before this returns.
+    /// Begin a run, or with `check_only` say why not. The generation is durable before this returns.
     ///
     /// # Errors
-    /// `Incompatible` for another job or number of servers, `Io` when the epoch can't be kept; else as
+    /// `Incompatible` for another job or number of servers, `Io` when the generation can't be kept; else as
     /// [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        let Run { job, epoch, .. } = run;
+        let Run { job, generation, .. } = run;
         let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
         if *job != self.options.job {
             return differs(format!("it works for job {:?}, the run is of job {job:?}", self.options.job));
@@ -170,9 +170,9 @@ impl Node {
                 self.options.servers
             ));
         }
-        let highest = self.epoch.get();
-        if *epoch <= highest {
-            let what = format!("epoch {epoch} is not above {highest}, the highest there was");
+        let highest = self.generation.get();
+        if *generation <= highest {
+            let what = format!("generation {generation} is not above {highest}, the highest there was");
             return Err(TablesError::BadRun { what });
         }
         self.store.check_begin(run)?;
@@ -180,7 +180,7 @@ impl Node {
             return Ok(());
         }
         // First: a begin that fails here has dropped no row.
-        self.epoch.set(*epoch)?;
+        self.generation.set(*generation)?;
         match &self.journal {
             None => self.start(run)?,
             Some(journal) if !run.fresh && journal.has_base() => journal.begin(run, || self.start(run))?,
@@ -195,7 +195,7 @@ impl Node {
                 begun?;
             }
         }
-        tracing::info!(epoch, ranks = run.world_size, reproducible = run.reproducible, "a run began");
+        tracing::info!(generation, ranks = run.world_size, reproducible = run.reproducible, "a run began");
         Ok(())
     }
 
@@ -214,11 +214,11 @@ impl Node {
     /// [`Self::push`].
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`, `BadShape` for a rank that the run does not have, `Timeout` naming who is missing.
+    /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming who is missing.
     pub async fn turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
         let begun = self.current()?;
-        if (begun.job, begun.epoch) != (token.job, token.epoch) {
-            return Err(TablesError::StaleEpoch { token, current: begun.epoch });
+        if (begun.job, begun.generation) != (token.job, token.generation) {
+            return Err(TablesError::StaleGeneration { token, current: begun.generation });
         }
         self.order.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
@@ -266,7 +266,7 @@ impl Node {
     /// Keep the rows as they are now, for a snapshot of this cut.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`; as [`Tables::cut`].
+    /// `NotBegun`, `StaleGeneration`; as [`Tables::cut`].
     pub fn cut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
         self.check(fence)?;
         // Ranks stand still until a cut is made: it does not wait for a disk.
@@ -288,7 +288,7 @@ impl Node {
     /// Forget this cut, if it is held.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`.
+    /// `NotBegun`, `StaleGeneration`.
     pub fn uncut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
@@ -348,7 +348,7 @@ impl Node {
     /// Write the rows held into `directory`, below the checkpoint root.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`, `BadShape` for a directory that is not allowed; `Io`.
+    /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`.
     pub fn snapshot(&self, fence: Fence, directory: &str, cut: Option<u64>) -> Result<Snapshot, TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
@@ -388,7 +388,7 @@ impl Node {
     /// Drop all rows.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleEpoch`.
+    /// `NotBegun`, `StaleGeneration`.
     pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
@@ -416,19 +416,19 @@ impl Node {
         self.journal.as_ref().map(Journal::bytes)
     }
 
-    /// Counters and gauges; the epoch is the highest there was, also before a restart.
+    /// Counters and gauges; the generation is the highest there was, also before a restart.
     ///
     /// # Errors
     /// None of its own.
     pub fn stats(&self) -> Result<Stats, TablesError> {
         let stats = self.store.stats()?;
-        Ok(Stats { epoch: stats.epoch.max(self.epoch.get()), ..stats })
+        Ok(Stats { generation: stats.generation.max(self.generation.get()), ..stats })
     }
 
     fn current(&self) -> Result<Fence, TablesError> {
         let begun = self.begun.read();
         let run = begun.as_ref().ok_or(TablesError::NotBegun)?;
-        Ok(Fence { job: JobId::from_name(&run.job), epoch: run.epoch })
+        Ok(Fence { job: JobId::from_name(&run.job), generation: run.generation })
     }
 
     fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {
@@ -440,8 +440,8 @@ impl Node {
         if fence == begun {
             return Ok(());
         }
-        let token = Token { job: fence.job, epoch: fence.epoch, rank: 0, seq: 0 };
-        Err(TablesError::StaleEpoch { token, current: begun.epoch })
+        let token = Token { job: fence.job, generation: fence.generation, rank: 0, seq: 0 };
+        Err(TablesError::StaleGeneration { token, current: begun.generation })
     }
 
     /// There may be room for a journal again: whoever asks is to try again for a while.
@@ -492,13 +492,13 @@ mod tests {
             address: "here".into(),
             journal: None,
         };
-        Node::new(options, EpochFile::open(Some(data)).unwrap()).unwrap()
+        Node::new(options, GenerationFile::open(Some(data)).unwrap()).unwrap()
     }
 
-    fn run(node: &Node, epoch: u64) -> Run {
+    fn run(node: &Node, generation: u64) -> Run {
         Run {
             job: "job".into(),
-            epoch,
+            generation,
             schema: node.options.schema.clone(),
             seed: 7,
             optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
@@ -513,13 +513,13 @@ mod tests {
     }
 
     #[test]
-    fn a_begin_whose_epoch_cannot_be_kept_changes_nothing() {
+    fn a_begin_whose_generation_cannot_be_kept_changes_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let data = dir.path().join("data");
         let node = node(&data);
         node.begin(1, &run(&node, 1), false).unwrap();
         let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
-        let token = Token { job: JobId::from_name("job"), epoch: 1, rank: 0, seq: 1 };
+        let token = Token { job: JobId::from_name("job"), generation: 1, rank: 0, seq: 1 };
         let tables = [TableIds { table: 0, ids: &ids, uses: None }];
         let request = LookupRequest { token, step: 1, mode: Mode::Train, tables: &tables };
         node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
@@ -527,7 +527,7 @@ mod tests {
         let error = node.begin(1, &run(&node, 2), false).unwrap_err();
         assert!(matches!(error, TablesError::Io { .. }), "{error}");
         let stats = node.stats().unwrap();
-        assert_eq!((stats.rows, stats.epoch), (vec![3], 1));
+        assert_eq!((stats.rows, stats.generation), (vec![3], 1));
     }
 
     #[test]
@@ -536,7 +536,7 @@ mod tests {
         // Nobody may make files below it, whoever this test runs as.
         let node = node_with(dir.path(), Some("/proc".into()));
         node.begin(1, &run(&node, 1), false).unwrap();
-        let fence = Fence { job: JobId::from_name("job"), epoch: 1 };
+        let fence = Fence { job: JobId::from_name("job"), generation: 1 };
         let error = node.check_storage(fence, "sys").unwrap_err().to_string();
         assert!(
             error.contains("/proc/sys: server 0: user ") && error.contains("cannot write here"),

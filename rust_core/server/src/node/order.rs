@@ -61,7 +61,7 @@ pub(super) struct Reached(u64, Place);
 /// The sequence of one run.
 #[derive(Debug)]
 struct Sequence {
-    epoch: u64,
+    generation: u64,
     ranks: u32,
     /// The run's first request defines where it starts: (first seq, whose turn it is).
     turn: Option<(u64, Place)>,
@@ -83,9 +83,9 @@ enum Answer {
 }
 
 impl Order {
-    /// Requests of `epoch` come in sequence if there are several `ranks`, and as they like with one.
-    pub fn begin(&self, epoch: u64, ranks: u32) {
-        let sequence = Sequence { epoch, ranks, turn: None, served: false, waiting: BTreeMap::new() };
+    /// Requests of `generation` come in sequence if there are several `ranks`, and as they like with one.
+    pub fn begin(&self, generation: u64, ranks: u32) {
+        let sequence = Sequence { generation, ranks, turn: None, served: false, waiting: BTreeMap::new() };
         *self.sequence.lock() = (ranks > 1).then_some(sequence);
         self.moved.notify_waiters();
     }
@@ -115,7 +115,7 @@ impl Order {
     /// Wait for the turn of a request. None where there is no sequence, or the request was served before.
     ///
     /// # Errors
-    /// `Timeout` naming whoever is missing; `StaleEpoch` when another run began meanwhile; `BadShape` for a token
+    /// `Timeout` naming whoever is missing; `StaleGeneration` when another run began meanwhile; `BadShape` for a token
     /// from before the run's first, or of a rank that the run does not have.
     pub async fn turn(
         self: &Arc<Self>,
@@ -138,13 +138,13 @@ impl Order {
                     return Ok(Some(Turn {
                         order: Arc::clone(self),
                         place,
-                        epoch: token.epoch,
+                        generation: token.generation,
                         done: false,
                     }));
                 }
                 Answer::Wait => {}
             }
-            waiting.get_or_insert_with(|| Waiting::note(self, place, token.epoch));
+            waiting.get_or_insert_with(|| Waiting::note(self, place, token.generation));
             if tokio::time::timeout_at(deadline, moved).await.is_err() {
                 let what = self.missing(place, patience);
                 return Err(TablesError::Timeout { peer: peer.into(), what });
@@ -155,8 +155,8 @@ impl Order {
     fn ask(&self, token: Token, place: Place) -> Result<Answer, TablesError> {
         let mut sequence = self.sequence.lock();
         let Some(sequence) = sequence.as_mut() else { return Ok(Answer::Repeat) };
-        if sequence.epoch != token.epoch {
-            return Err(TablesError::StaleEpoch { token, current: sequence.epoch });
+        if sequence.generation != token.generation {
+            return Err(TablesError::StaleGeneration { token, current: sequence.generation });
         }
         if token.rank >= sequence.ranks {
             let what =
@@ -201,8 +201,8 @@ impl Order {
         text
     }
 
-    fn leave(&self, place: Place, epoch: u64, done: bool) {
-        if let Some(sequence) = self.sequence.lock().as_mut().filter(|sequence| sequence.epoch == epoch) {
+    fn leave(&self, place: Place, generation: u64, done: bool) {
+        if let Some(sequence) = self.sequence.lock().as_mut().filter(|sequence| sequence.generation == generation) {
             sequence.served = false;
             if let (true, Some((_, turn))) = (done, &mut sequence.turn) {
                 *turn = place.next(sequence.ranks);
@@ -217,7 +217,7 @@ impl Order {
 pub struct Turn {
     order: Arc<Order>,
     place: Place,
-    epoch: u64,
+    generation: u64,
     done: bool,
 }
 
@@ -230,7 +230,7 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        self.order.leave(self.place, self.epoch, self.done);
+        self.order.leave(self.place, self.generation, self.done);
     }
 }
 
@@ -238,22 +238,22 @@ impl Drop for Turn {
 struct Waiting<'a> {
     order: &'a Order,
     place: Place,
-    epoch: u64,
+    generation: u64,
 }
 
 impl<'a> Waiting<'a> {
-    fn note(order: &'a Order, place: Place, epoch: u64) -> Self {
+    fn note(order: &'a Order, place: Place, generation: u64) -> Self {
         if let Some(sequence) = order.sequence.lock().as_mut() {
             *sequence.waiting.entry(place).or_default() += 1;
         }
-        Self { order, place, epoch }
+        Self { order, place, generation }
     }
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         let mut sequence = self.order.sequence.lock();
-        let Some(sequence) = sequence.as_mut().filter(|sequence| sequence.epoch == self.epoch) else {
+        let Some(sequence) = sequence.as_mut().filter(|sequence| sequence.generation == self.generation) else {
             return;
         };
         if let Some(count) = sequence.waiting.get_mut(&self.place) {
@@ -274,7 +274,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     fn token(rank: u32, seq: u64) -> Token {
-        Token { job: JobId(1), epoch: 4, rank, seq }
+        Token { job: JobId(1), generation: 4, rank, seq }
     }
 
     fn order(ranks: u32) -> Arc<Order> {
@@ -354,9 +354,9 @@ mod tests {
             tokio::task::yield_now().await;
         }
         order.begin(5, 2);
-        assert!(matches!(waits.await.unwrap().unwrap_err(), TablesError::StaleEpoch { current: 5, .. }));
+        assert!(matches!(waits.await.unwrap().unwrap_err(), TablesError::StaleGeneration { current: 5, .. }));
         order.begin(6, 1);
-        let token = Token { epoch: 6, ..token(1, 3) };
+        let token = Token { generation: 6, ..token(1, 3) };
         assert!(order.turn(token, Phase::Push, LONG, "").await.unwrap().is_none());
     }
 }

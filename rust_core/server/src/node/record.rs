@@ -11,7 +11,7 @@
 //! and a last byte, END
 //! ```
 //!
-//! All numbers are little-endian: job, epoch, seq, step and ids of 8 bytes, the others of 4.
+//! All numbers are little-endian: job, generation, seq, step and ids of 8 bytes, the others of 4.
 
 use std::io::{self, Read};
 
@@ -108,7 +108,7 @@ impl Record {
 
 fn put_head(out: &mut Vec<u8>, token: Token, step: u64) {
     out.extend_from_slice(&token.job.0.to_le_bytes());
-    out.extend_from_slice(&token.epoch.to_le_bytes());
+    out.extend_from_slice(&token.generation.to_le_bytes());
     out.extend_from_slice(&token.rank.to_le_bytes());
     out.extend_from_slice(&token.seq.to_le_bytes());
     out.extend_from_slice(&step.to_le_bytes());
@@ -239,8 +239,8 @@ impl<'a> Rest<'a> {
     }
 
     fn token(&mut self) -> io::Result<Token> {
-        let (job, epoch) = (JobId(self.u64()?), self.u64()?);
-        Ok(Token { job, epoch, rank: self.u32()?, seq: self.u64()? })
+        let (job, generation) = (JobId(self.u64()?), self.u64()?);
+        Ok(Token { job, generation, rank: self.u32()?, seq: self.u64()? })
     }
 
     /// Items of `N` bytes.
@@ -271,7 +271,7 @@ mod tests {
 
     use super::*;
 
-    const TOKEN: Token = Token { job: JobId(7), epoch: 3, rank: 2, seq: 9 };
+    const TOKEN: Token = Token { job: JobId(7), generation: 3, rank: 2, seq: 9 };
 
     fn push() -> (Record, Entry) {
         let ids = ShardedIds::group(&[5, 900, 6]).unwrap();

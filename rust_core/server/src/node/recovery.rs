@@ -19,9 +19,9 @@ impl Node {
         let begin = |base: &Base| self.resume(base).map_err(|error| error.to_string());
         let apply = |entry| self.replay(entry).map_err(|error| error.to_string());
         let Some(recovered) = journal.recover(begin, apply)? else { return Ok(()) };
-        let epoch = self.current().map_err(|error| error.to_string())?.epoch;
-        if epoch != self.epoch.get() {
-            return Err(format!("it is of epoch {epoch}, and epoch {} began since", self.epoch.get()));
+        let generation = self.current().map_err(|error| error.to_string())?.generation;
+        if generation != self.generation.get() {
+            return Err(format!("it is of generation {generation}, and generation {} began since", self.generation.get()));
         }
         if recovered.torn > 0 {
             tracing::warn!(
@@ -30,7 +30,7 @@ impl Node {
             );
         }
         tracing::info!(
-            epoch,
+            generation,
             records = recovered.records,
             seconds = started.elapsed().as_secs_f64(),
             "the run goes on where the journal ends"

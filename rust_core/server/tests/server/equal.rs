@@ -215,12 +215,12 @@ fn several_servers_begin_and_restore_all_or_none() {
     // One id: two of three servers have nothing that another optimizer would not fit.
     let one = vec![vec![], vec![], vec![4]];
     lookup(client.as_ref(), token(0, 1), Mode::Train, &DIMS, &one).unwrap();
-    let sgd = Run { epoch: 2, optimizer: run_of(&stack.plan).optimizer, ..run(&stack.plan, 1) };
+    let sgd = Run { generation: 2, optimizer: run_of(&stack.plan).optimizer, ..run(&stack.plan, 1) };
     let error = client.begin(&sgd).unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, TablesError::BadRun { .. }) && text.contains("of 3 at 127.0.0.1:"), "{text}");
-    let epochs: Vec<u64> = client.stats_by_server().unwrap().iter().map(|stats| stats.epoch).collect();
-    assert_eq!(epochs, [1, 1, 1]);
+    let generations: Vec<u64> = client.stats_by_server().unwrap().iter().map(|stats| stats.generation).collect();
+    assert_eq!(generations, [1, 1, 1]);
 
     let ids = ids(0, 2);
     lookup(client.as_ref(), token(0, 2), Mode::Train, &DIMS, &ids).unwrap();

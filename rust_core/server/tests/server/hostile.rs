@@ -61,15 +61,15 @@ struct Call {
     messages: Vec<Vec<u8>>,
 }
 
-/// No flipped bit makes it the epoch in progress.
-const OTHER_EPOCH: u64 = 0x5555_5555;
+/// No flipped bit makes it the generation in progress.
+const OTHER_GENERATION: u64 = 0x5555_5555;
 /// For admins only.
 const ADMIN: &[&str] = &["Begin", "Cut", "Uncut", "Snapshot", "Saved", "Restore", "Clear"];
 
-/// Calls that make sense but for their epoch: none may change a row, whatever becomes of the rest.
+/// Calls that make sense but for their generation: none may change a row, whatever becomes of the rest.
 fn calls() -> Vec<Call> {
     let ids = ShardedIds::group(&(0..200).collect::<Vec<Id>>()).unwrap();
-    let stale: proto::Token = Token { epoch: OTHER_EPOCH, ..token(0, 1) }.into();
+    let stale: proto::Token = Token { generation: OTHER_GENERATION, ..token(0, 1) }.into();
     let parts = vec![Part::new(0, RowFormat::f32(4), &ids).to_proto()];
     let mode = proto::Mode::Train.into();
     let asked = |part| proto::LookupRequest { part: Some(part) }.encode_to_vec();
@@ -101,7 +101,7 @@ fn calls() -> Vec<Call> {
     let of_samples = row_chunks(0, RowFormat::f32(4), vec![1.0; 2 * 4]).next().unwrap();
     let chunk = id_chunks(0, ids.ids()).next().unwrap();
     let rows = row_chunks(0, RowFormat::f32(4), vec![1.0; ids.len() * 4]).next().unwrap();
-    let fence = Some(proto::Fence { job: token(0, 1).job.0, epoch: OTHER_EPOCH });
+    let fence = Some(proto::Fence { job: token(0, 1).job.0, generation: OTHER_GENERATION });
     let run = serde_json::to_string(&run_of(&plan())).unwrap();
     let begin = proto::BeginRequest { protocol: 1, version: "0".into(), servers: 1, run, check_only: true };
     let restore = proto::RestoreRequest { fence, directory: "a".into(), files: vec![], check_only: true };

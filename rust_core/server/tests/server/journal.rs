@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use persia_server::node::{CheckpointRoot, EpochFile, Fence, Node, NodeOptions, Phase};
+use persia_server::node::{CheckpointRoot, GenerationFile, Fence, Node, NodeOptions, Phase};
 use persia_types::config::LogSync;
 use persia_types::id::hash_id;
 use persia_types::kernels::Gradients;
@@ -27,9 +27,9 @@ use crate::stack::{JOB, Plan, lookup, push, run_of, schema, token};
 const DIMS: [usize; 2] = [3, 8];
 
 /// Everything that depends on more than the last request: eviction, expiry, admission by count, rounding by chance.
-fn run(epoch: u64, fresh: bool) -> Run {
+fn run(generation: u64, fresh: bool) -> Run {
     let mut run = Run {
-        epoch,
+        generation,
         fresh,
         schema: schema(&DIMS),
         optimizer: Some(Optimizer::Adagrad {
@@ -77,10 +77,10 @@ fn synced_server(dir: &Path, checkpoints: &Path, sync: LogSync) -> Node {
 }
 
 /// Another test that starts a process has our locks for a moment, too: between its fork and its exec.
-fn owned(dir: &Path) -> EpochFile {
+fn owned(dir: &Path) -> GenerationFile {
     let mut file = None;
     wait_until("the directory's lock", || {
-        file = EpochFile::open(Some(dir)).ok();
+        file = GenerationFile::open(Some(dir)).ok();
         file.is_some()
     });
     file.unwrap()
@@ -93,21 +93,21 @@ fn left_behind(dir: &Path) -> tempfile::TempDir {
     for name in fs::read_dir(dir.join("journal")).unwrap().map(|entry| entry.unwrap().file_name()) {
         fs::copy(dir.join("journal").join(&name), copy.path().join("journal").join(&name)).unwrap();
     }
-    fs::copy(dir.join("epoch"), copy.path().join("epoch")).unwrap();
+    fs::copy(dir.join("generation"), copy.path().join("generation")).unwrap();
     copy
 }
 
 /// Rows with everything that belongs to them, by the hashes of their files, and the counters.
-fn state(node: &Node, epoch: u64, checkpoints: &Path) -> (BTreeMap<String, String>, Stats) {
+fn state(node: &Node, generation: u64, checkpoints: &Path) -> (BTreeMap<String, String>, Stats) {
     let dir = tempfile::tempdir_in(checkpoints).unwrap();
     let name = dir.path().file_name().unwrap().to_str().unwrap().to_owned();
-    let files = node.snapshot(fence(epoch), &name, None).unwrap().files;
+    let files = node.snapshot(fence(generation), &name, None).unwrap().files;
     let stats = Stats { memory_bytes: 0, ..node.stats().unwrap() };
     (files.into_iter().map(|file| (file.name, file.blake3)).collect(), stats)
 }
 
-fn fence(epoch: u64) -> Fence {
-    Fence { job: JobId::from_name(JOB), epoch }
+fn fence(generation: u64) -> Fence {
+    Fence { job: JobId::from_name(JOB), generation }
 }
 
 type Parts = Vec<(usize, ShardedIds)>;
@@ -150,7 +150,7 @@ struct Twins {
     nodes: [Node; 2],
     data: [tempfile::TempDir; 2],
     checkpoints: tempfile::TempDir,
-    epoch: u64,
+    generation: u64,
     seq: u64,
     cut: u64,
     sent: Vec<(Token, Parts)>,
@@ -171,7 +171,7 @@ impl Twins {
             nodes: [with, without],
             data,
             checkpoints,
-            epoch: 0,
+            generation: 0,
             seq: 0,
             cut: 0,
             sent: Vec::new(),
@@ -182,8 +182,8 @@ impl Twins {
     }
 
     fn begin(&mut self, fresh: bool) {
-        self.epoch += 1;
-        self.nodes.iter().for_each(|node| node.begin(1, &run(self.epoch, fresh), false).unwrap());
+        self.generation += 1;
+        self.nodes.iter().for_each(|node| node.begin(1, &run(self.generation, fresh), false).unwrap());
         self.sent.clear();
     }
 
@@ -202,17 +202,17 @@ impl Twins {
         self.cut += 1;
         let name = format!("save-{}", self.cut);
         let cut = self.cut;
-        self.both("cut", |node| node.cut(fence(self.epoch), cut));
+        self.both("cut", |node| node.cut(fence(self.generation), cut));
         (0..3).for_each(|_| self.train());
         let dirs = ["with", "without"].map(|of| format!("{name}-{of}"));
         let files = [0, 1].map(|at| {
             fs::create_dir(self.checkpoints.path().join(&dirs[at])).unwrap();
-            self.nodes[at].snapshot(fence(self.epoch), &dirs[at], Some(cut)).unwrap().files
+            self.nodes[at].snapshot(fence(self.generation), &dirs[at], Some(cut)).unwrap().files
         });
         assert_eq!(files[0], files[1]);
         let [files, _] = files;
         if told {
-            self.nodes[0].saved(fence(self.epoch), cut, &dirs[0], &files).unwrap();
+            self.nodes[0].saved(fence(self.generation), cut, &dirs[0], &files).unwrap();
         }
         self.saved = Some((dirs[0].clone(), files));
     }
@@ -227,7 +227,7 @@ impl Twins {
                 (table, ShardedIds::group(&ids.into_iter().collect::<Vec<_>>()).unwrap())
             })
             .collect();
-        let token = Token { job: JobId::from_name(JOB), epoch: self.epoch, rank: 0, seq };
+        let token = Token { job: JobId::from_name(JOB), generation: self.generation, rank: 0, seq };
         self.both("look-up", |node| look_up(node, token, seq, &parts));
         self.sent.push((token, parts));
         // Pushes come up to two steps later.
@@ -263,22 +263,22 @@ impl Twins {
             34 => {
                 self.cut += 1;
                 let cut = self.cut;
-                self.both("cut", |node| node.cut(fence(self.epoch), cut));
+                self.both("cut", |node| node.cut(fence(self.generation), cut));
             }
             35 => {
                 let Some((dir, files)) = &self.saved else { return };
-                self.both("restore", |node| node.restore(fence(self.epoch), dir, files, false));
+                self.both("restore", |node| node.restore(fence(self.generation), dir, files, false));
                 self.sent.clear();
             }
             36 => {
-                self.both("clear", |node| node.clear(fence(self.epoch)));
+                self.both("clear", |node| node.clear(fence(self.generation)));
                 self.sent.clear();
             }
             37 => self.begin(false),
             38 => self.begin(true),
             _ => {
                 let cut = self.cut;
-                self.both("uncut", |node| node.uncut(fence(self.epoch), cut));
+                self.both("uncut", |node| node.uncut(fence(self.generation), cut));
             }
         }
     }
@@ -292,7 +292,7 @@ impl Twins {
 
     fn check(&self, what: &str) {
         let [with, without] =
-            self.nodes.each_ref().map(|node| state(node, self.epoch, self.checkpoints.path()));
+            self.nodes.each_ref().map(|node| state(node, self.generation, self.checkpoints.path()));
         assert_eq!(with, without, "{what}");
     }
 }
@@ -314,7 +314,7 @@ fn a_server_that_is_killed_goes_on_where_it_was() {
         twins.check(&format!("seed {seed}"));
         // What was acknowledged is known: nothing counts twice.
         let (token, parts) = (token(0, twins.seq), vec![(0, ShardedIds::group(&[1, 2]).unwrap())]);
-        let token = Token { epoch: twins.epoch, ..token };
+        let token = Token { generation: twins.generation, ..token };
         twins.both("push", |node| push_to(node, token, twins.seq, &parts, 1.0));
         twins.both("the same push", |node| push_to(node, token, twins.seq, &parts, 1.0));
         twins.check(&format!("seed {seed}, at its end"));
@@ -380,8 +380,8 @@ fn a_record_that_was_not_written_whole_is_as_if_it_had_not_come() {
         let node = server(data.path(), checkpoints.path());
         let found = Stats { memory_bytes: 0, ..node.stats().unwrap() };
         if length < first {
-            // Not even its beginning was: the epoch is all that is known.
-            assert_eq!(found, Stats { epoch: 1, rows: vec![0, 0], ..Stats::default() }, "{length} bytes");
+            // Not even its beginning was: the generation is all that is known.
+            assert_eq!(found, Stats { generation: 1, rows: vec![0, 0], ..Stats::default() }, "{length} bytes");
             continue;
         }
         let (whole, expected) = states.iter().rev().find(|(bytes, _)| *bytes as usize <= length).unwrap();
@@ -544,7 +544,7 @@ fn a_damaged_journal_is_never_used() {
     let node = server(data.path(), checkpoints.path());
     assert_eq!(Stats { memory_bytes: 0, ..node.stats().unwrap() }, *last);
     drop(node);
-    // Nor is one of another server or job, or from before the epoch that began last.
+    // Nor is one of another server or job, or from before the generation that began last.
     let journal = Some((data.path().join("journal"), LogSync::EverySecond));
     let of = |capacity| NodeOptions { capacity, ..options(checkpoints.path(), journal.clone()) };
     let other = Node::new(of(1024), owned(data.path())).unwrap();
@@ -554,7 +554,7 @@ fn a_damaged_journal_is_never_used() {
     assert!(matches!(other.cut(fence(1), 1), Err(TablesError::NotBegun)));
     assert_eq!(other.stats().unwrap().rows, [0, 0]);
     drop(other);
-    fs::write(data.path().join("epoch"), "2\n").unwrap();
+    fs::write(data.path().join("generation"), "2\n").unwrap();
     let late = server(data.path(), checkpoints.path());
     assert!(matches!(late.cut(fence(1), 1), Err(TablesError::NotBegun)));
     // The next run begins another journal.

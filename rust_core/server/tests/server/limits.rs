@@ -173,15 +173,15 @@ fn messages_out_of_place_are_refused() {
 }
 
 #[test]
-fn another_job_epoch_count_or_version_is_refused() {
+fn another_job_generation_count_or_version_is_refused() {
     let (stack, client) = begun(2);
-    let run = Run { epoch: 2, ..run_of(&stack.plan) };
+    let run = Run { generation: 2, ..run_of(&stack.plan) };
     let error = client.begin(&Run { job: "another".into(), ..run.clone() }).unwrap_err();
     assert!(matches!(error, TablesError::Incompatible { .. }), "{error}");
     assert!(error.to_string().contains("\"another\"") && error.to_string().contains("\"test\""), "{error}");
-    let stale = persia_types::Token { epoch: 9, ..token(0, 1) };
+    let stale = persia_types::Token { generation: 9, ..token(0, 1) };
     let error = push(&client, stale, &DIMS, &[vec![1, 2]]).unwrap_err();
-    assert!(matches!(error, TablesError::StaleEpoch { current: 1, .. }), "{error}");
+    assert!(matches!(error, TablesError::StaleGeneration { current: 1, .. }), "{error}");
 
     let begin = |change: &dyn Fn(&mut BeginRequest)| {
         let run = serde_json::to_string(&run).unwrap();
@@ -225,7 +225,7 @@ fn snapshots_stay_below_their_root() {
         let status = stack.block_on(async {
             let channel = stack.servers[0].channel(None).unwrap();
             let admin = Credentials::new(Role::Admin, None);
-            let fence = Some(proto::Fence { job: token(0, 1).job.0, epoch: 1 });
+            let fence = Some(proto::Fence { job: token(0, 1).job.0, generation: 1 });
             let request = proto::SnapshotRequest { fence, directory: directory.into(), ..Default::default() };
             EmbeddingServerClient::with_interceptor(channel, admin).snapshot(request).await.unwrap_err()
         });

@@ -193,7 +193,7 @@ fn fifty_clients_come_back_at_once_and_all_are_served() {
     std::thread::scope(|threads| {
         for count in &served {
             let client = impatient(endpoint.clone(), 30);
-            client.join(&begun.job, begun.epoch);
+            client.join(&begun.job, begun.generation);
             let ended = &ended;
             threads.spawn(move || {
                 while !ended.load(Ordering::Relaxed) {

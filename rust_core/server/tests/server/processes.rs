@@ -80,7 +80,7 @@ fn started_in_reverse_order_everything_finds_everything_and_nats_may_go() {
         "persia_lookup_rows_total{outcome=\"inserted\"}",
         "persia_push_rows_total{outcome=\"applied\"}",
         "persia_rows{table=\"a\"}",
-        "persia_epoch 1",
+        "persia_generation 1",
         "persia_connections",
         "persia_memory_bytes",
     ] {
@@ -107,14 +107,14 @@ fn sigterm_lets_connections_finish_and_ends_with_zero() {
     drop(client);
     assert_eq!(middleware.ended().code(), Some(0), "{}", middleware.log());
     assert_eq!(server.ended().code(), Some(0), "{}", server.log());
-    // The next one on the same directory knows which epoch was.
+    // The next one on the same directory knows which generation was.
     let server = setting.server(0, 1, &["--data-dir", &setting.path("data")]);
     let options = ClientOptions {
         service: Service::Server,
         ..ClientOptions::new(Targets::Fixed(vec![server.endpoint()]))
     };
     let client = WireTables::connect(options).unwrap();
-    assert_eq!(client.highest_epoch().unwrap(), 1);
+    assert_eq!(client.highest_generation().unwrap(), 1);
     assert!(client.begin(&run_of(&Plan { servers: 1, ..plan() })).is_err());
 }
 
@@ -206,7 +206,7 @@ fn what_cannot_work_says_so_in_one_line() {
     _owner.logged("\"ready\"");
     let damaged = setting.path("damaged");
     fs::create_dir(&damaged).unwrap();
-    fs::write(PathBuf::from(&damaged).join("epoch"), "?").unwrap();
+    fs::write(PathBuf::from(&damaged).join("generation"), "?").unwrap();
     let cases: [(&str, &[&str], i32, &str); 13] = [
         (SERVER, &["--replica-index", "2", "--replica-size", "2"], 2, "indexes go from 0 to 1"),
         (SERVER, &["--replica-index", "{{.Task.Slot}}"], 2, "{{.Task.Slot}}"),
@@ -219,7 +219,7 @@ fn what_cannot_work_says_so_in_one_line() {
         (SERVER, &["--token-file", &token], 5, "9 bytes"),
         (SERVER, &["--tls-cert", &token], 2, "PERSIA_TLS_KEY"),
         (SERVER, &["--data-dir", &data], 75, "in use by another server"),
-        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\" and no epoch"),
+        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\" and no generation"),
         (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
     ];
     for (binary, arguments, code, text) in cases {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use persia_server::middleware::{Link, MiddlewareService, Servers};
-use persia_server::node::{CheckpointRoot, EpochFile, Node, NodeOptions};
+use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
 use persia_types::kernels::{Bags, Gradients};
@@ -148,7 +148,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
         journal: None,
     };
     let data = dir.join(format!("data-{index}"));
-    let node = Arc::new(Node::new(options, EpochFile::open(Some(&data)).unwrap()).unwrap());
+    let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
     let (host, health) = host(plan, &listener).await;
     let service = bounded!(EmbeddingServerServer::new(EmbeddingService::new(node)));
     tokio::spawn(async { serve(listener, service, host, health, pending(), pending()).await.unwrap() });
@@ -232,7 +232,7 @@ pub(crate) fn schema(dims: &[usize]) -> Schema {
 pub(crate) fn run_of(plan: &Plan) -> Run {
     Run {
         job: plan.job.clone(),
-        epoch: 1,
+        generation: 1,
         schema: plan.schema.clone(),
         seed: 7,
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
@@ -247,7 +247,7 @@ pub(crate) fn run_of(plan: &Plan) -> Run {
 }
 
 pub(crate) fn token(rank: u32, seq: u64) -> Token {
-    Token { job: JobId::from_name(JOB), epoch: 1, rank, seq }
+    Token { job: JobId::from_name(JOB), generation: 1, rank, seq }
 }
 
 /// Look ids of some tables up; rows of each in the order of its groups.

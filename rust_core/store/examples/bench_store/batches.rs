@@ -69,7 +69,7 @@ impl Bench {
         let store = Store::new(schema.clone(), StoreOptions::default()).expect("a good schema");
         let run = Run {
             job: "bench".into(),
-            epoch: 1,
+            generation: 1,
             schema,
             seed: 1,
             optimizer: Some(optimizer),
@@ -100,7 +100,7 @@ impl Bench {
     }
 
     fn token(seq: u64) -> Token {
-        Token { job: JobId::from_name("bench"), epoch: 1, rank: 0, seq }
+        Token { job: JobId::from_name("bench"), generation: 1, rank: 0, seq }
     }
 
     pub(crate) fn lookup(&self, seq: u64, mode: Mode, ids: &ShardedIds, out: &mut [f32]) -> LookupReport {

@@ -33,7 +33,7 @@ fn main() {
     while asked < lookups {
         step += 1;
         let ids = ShardedIds::group(&traffic.request(step)).unwrap();
-        let token = Token { job: JobId::from_name("soak"), epoch: 1, rank: 0, seq: step };
+        let token = Token { job: JobId::from_name("soak"), generation: 1, rank: 0, seq: step };
         let rows = &mut rows[..ids.len() * DIM];
         let tables = [TableIds { table: 0, ids: &ids, uses: None }];
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
@@ -69,7 +69,7 @@ fn begun(policy: Policy) -> Store {
     let store = Store::new(schema.clone(), options).unwrap();
     let run = Run {
         job: "soak".into(),
-        epoch: 1,
+        generation: 1,
         schema,
         seed: 1,
         optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),

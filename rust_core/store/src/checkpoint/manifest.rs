@@ -17,7 +17,7 @@ pub const FORMAT: u32 = 1;
 
 /// No manifest of 256 shards and 4096 tables comes near it.
 const MAX_BYTES: u64 = 64 << 20;
-const MAX_GENERATION: u64 = 1 << 53;
+const MAX_REVISION: u64 = 1 << 53;
 
 /// What the caller says of the step a checkpoint was cut at.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -26,7 +26,7 @@ pub struct Head {
     pub step: u64,
     /// Trainer ranks.
     pub world_size: u32,
-    /// The run: job, epoch, schema, seed, optimizer, initialiser.
+    /// The run: job, generation, schema, seed, optimizer, initialiser.
     pub run: Run,
     /// Rows per table.
     pub rows: BTreeMap<String, u64>,
@@ -47,7 +47,8 @@ pub struct Manifest {
     /// At most [`FORMAT`].
     pub format: u32,
     /// How many saves into this directory began, this one included; names the staging directory.
-    pub generation: u64,
+    #[serde(rename = "generation")]
+    pub revision: u64,
     /// The step it was cut at.
     pub head: Head,
     /// Every file, its name without the staging directory. Sorted by name.
@@ -130,12 +131,12 @@ impl Manifest {
     }
 
     fn staged(&self, entry: &FileEntry) -> FileEntry {
-        FileEntry { name: format!("{}/{}", names::staging(self.generation), entry.name), ..entry.clone() }
+        FileEntry { name: format!("{}/{}", names::staging(self.revision), entry.name), ..entry.clone() }
     }
 
     fn check(&self) -> std::result::Result<(), String> {
-        if !(1..=MAX_GENERATION).contains(&self.generation) {
-            return Err(format!("has generation {}, want 1 to {MAX_GENERATION}", self.generation));
+        if !(1..=MAX_REVISION).contains(&self.revision) {
+            return Err(format!("has revision {}, want 1 to {MAX_REVISION}", self.revision));
         }
         let mut seen = HashSet::new();
         for name in self.files.iter().map(|entry| &entry.name).chain(&self.replaces) {
@@ -199,7 +200,7 @@ fn describe(dir: &Path) -> String {
             inside[..inside.len().min(SHOWN)].join(", ")
         );
     }
-    if names().any(|name| names::generation(name).is_some()) {
+    if names().any(|name| names::revision(name).is_some()) {
         return "only a save that was not finished".into();
     }
     match found.len() {

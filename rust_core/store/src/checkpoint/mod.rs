@@ -7,7 +7,7 @@
 //! <dir>/../LATEST           4 a hint: publish_latest
 //! ```
 //!
-//! A reader takes a file from the staging directory of the manifest's generation and, where that does not have it,
+//! A reader takes a file from the staging directory of the manifest's revision and, where that does not have it,
 //! from the directory itself. So every moment shows the old checkpoint or the new one, in full; the next save
 //! finishes step 3 or removes what never got to step 2.
 //!

@@ -23,15 +23,15 @@ pub(super) fn is_file_name(name: &str) -> bool {
         && name != LATEST
 }
 
-/// The staging directory of the `generation`-th save into a directory.
-pub(super) fn staging(generation: u64) -> String {
-    format!("{STAGING_PREFIX}{generation}")
+/// The staging directory of the `revision`-th save into a directory.
+pub(super) fn staging(revision: u64) -> String {
+    format!("{STAGING_PREFIX}{revision}")
 }
 
-/// The generation a staging directory is named after.
-pub(super) fn generation(name: &str) -> Option<u64> {
-    let generation = name.strip_prefix(STAGING_PREFIX)?.parse().ok()?;
-    (staging(generation) == name).then_some(generation)
+/// The revision a staging directory is named after.
+pub(super) fn revision(name: &str) -> Option<u64> {
+    let revision = name.strip_prefix(STAGING_PREFIX)?.parse().ok()?;
+    (staging(revision) == name).then_some(revision)
 }
 
 /// Split an entry's name into its staging directory, if it names one, and the file's name.
@@ -40,7 +40,7 @@ pub(super) fn split(name: &str) -> Option<(Option<&str>, &str)> {
         Some((dir, file)) => (Some(dir), file),
         None => (None, name),
     };
-    let valid = staged.is_none_or(|dir| generation(dir).is_some()) && is_file_name(file);
+    let valid = staged.is_none_or(|dir| revision(dir).is_some()) && is_file_name(file);
     valid.then_some((staged, file))
 }
 

@@ -17,21 +17,21 @@ pub fn recover(dir: &Path) -> Result<Option<Manifest>> {
     Ok(settle(dir)?.0)
 }
 
-/// As [`recover`], for the holder of the lock; also returns the generation of the next save.
+/// As [`recover`], for the holder of the lock; also returns the revision of the next save.
 pub(super) fn settle(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     finish_removal(dir)?;
     let manifest = Manifest::find(dir, MANIFEST)?;
-    let current = manifest.as_ref().map_or(0, |manifest| manifest.generation);
+    let current = manifest.as_ref().map_or(0, |manifest| manifest.revision);
     let mut highest = current;
     for (name, kind) in disk::entries(dir)? {
-        let Some(generation) = name.to_str().and_then(names::generation) else { continue };
+        let Some(revision) = name.to_str().and_then(names::revision) else { continue };
         match &manifest {
             // Not a directory: no save made it, and a link may lead anywhere.
             _ if !kind.is_dir() => {}
-            Some(manifest) if generation == current => tidy(dir, manifest)?,
+            Some(manifest) if revision == current => tidy(dir, manifest)?,
             _ => sweep(&dir.join(&name))?,
         }
-        highest = highest.max(generation);
+        highest = highest.max(revision);
     }
     let next = highest.checked_add(1).ok_or_else(|| {
         CheckpointError::bad_save(
@@ -44,7 +44,7 @@ pub(super) fn settle(dir: &Path) -> Result<(Option<Manifest>, u64)> {
 
 /// Move the files of a published checkpoint to where users look for them, over those they replace.
 pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
-    let staging = dir.join(names::staging(manifest.generation));
+    let staging = dir.join(names::staging(manifest.revision));
     // Not before the manifest is durable: it may be here by a rename that no one synced.
     disk::sync_dir(dir)?;
     for entry in &manifest.files {

@@ -17,7 +17,7 @@ use super::recover;
 pub struct Saver {
     dir: PathBuf,
     staging: PathBuf,
-    generation: u64,
+    revision: u64,
     files: Vec<FileEntry>,
     /// Names of the checkpoint that is replaced.
     previous: BTreeSet<String>,
@@ -41,13 +41,13 @@ impl Saver {
         let made = !dir.is_dir();
         disk::create_dirs(dir)?;
         let lock = disk::lock(dir)?;
-        let (manifest, generation) = recover::settle(dir)?;
+        let (manifest, revision) = recover::settle(dir)?;
         let previous = manifest.into_iter().flat_map(|old| old.files).map(|entry| entry.name).collect();
-        let staging = dir.join(names::staging(generation));
+        let staging = dir.join(names::staging(revision));
         let saver = Self {
             dir: dir.into(),
             staging,
-            generation,
+            revision,
             files: Vec::new(),
             previous,
             published: false,
@@ -118,7 +118,7 @@ impl Saver {
         let mut replaces = std::mem::take(&mut self.previous);
         replaces.retain(|name| files.iter().all(|entry| entry.name != *name));
         let replaces = replaces.into_iter().collect();
-        let manifest = Manifest { format: FORMAT, generation: self.generation, head, files, replaces };
+        let manifest = Manifest { format: FORMAT, revision: self.revision, head, files, replaces };
         let text = manifest.to_text(&self.dir.join(MANIFEST))?;
         self.stage(MANIFEST, text.as_bytes())?;
         disk::sync_dir(&self.staging)?;

@@ -25,9 +25,9 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// Checkpoints of a later epoch, then of a later step, are newer.
+    /// Checkpoints of a later generation, then of a later step, are newer.
     fn age(&self) -> Option<(u64, u64)> {
-        self.manifest.as_ref().ok().map(|manifest| (manifest.head.run.epoch, manifest.head.step))
+        self.manifest.as_ref().ok().map(|manifest| (manifest.head.run.generation, manifest.head.step))
     }
 }
 
@@ -164,7 +164,7 @@ fn first_whole(listed: &[Listed]) -> Result<Option<usize>> {
 
 fn holds_a_save(dir: &Path) -> Result<bool> {
     let unfinished =
-        |(name, _): &(OsString, _)| name.to_str().is_some_and(|name| names::generation(name).is_some());
+        |(name, _): &(OsString, _)| name.to_str().is_some_and(|name| names::revision(name).is_some());
     let found = disk::kind(&dir.join(MANIFEST))
         .and_then(|kind| Ok(kind.is_some() || disk::entries(dir)?.iter().any(unfinished)));
     closed_is_none(found)

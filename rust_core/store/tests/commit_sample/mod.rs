@@ -63,7 +63,7 @@ pub(crate) fn head(step: u64) -> Head {
         world_size: 2,
         run: Run {
             job: "job".into(),
-            epoch: 1,
+            generation: 1,
             schema: Schema::default(),
             seed: 7,
             optimizer: Some(Optimizer::Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.0 }),

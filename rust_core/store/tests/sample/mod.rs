@@ -26,7 +26,7 @@ pub(crate) fn schema(dims: &[usize]) -> Schema {
 pub(crate) fn run(dims: &[usize]) -> Run {
     Run {
         job: JOB.into(),
-        epoch: 1,
+        generation: 1,
         schema: schema(dims),
         seed: 7,
         optimizer: Some(LEDGER),
@@ -48,7 +48,7 @@ pub(crate) fn store_of(run: &Run, capacity: u64) -> Store {
 }
 
 pub(crate) fn token(rank: u32, seq: u64) -> Token {
-    Token { job: JobId::from_name(JOB), epoch: 1, rank, seq }
+    Token { job: JobId::from_name(JOB), generation: 1, rank, seq }
 }
 
 pub(crate) fn grouped(ids: &[Id]) -> ShardedIds {

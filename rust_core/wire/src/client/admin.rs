@@ -63,29 +63,29 @@ impl Inner {
             })
             .await;
         match begun {
-            // It may have begun before the connection broke: a second begin of one epoch is refused.
+            // It may have begun before the connection broke: a second begin of one generation is refused.
             Err(error @ TablesError::BadRun { .. }) if lost_a_reply => {
-                self.all_began(run.epoch, error).await?;
+                self.all_began(run.generation, error).await?;
             }
             other => {
                 other?;
             }
         }
-        self.enter(&run.job, run.epoch);
+        self.enter(&run.job, run.generation);
         Ok(())
     }
 
     /// Whether a refused begin had begun everywhere. Nowhere: it was refused for `refusal`. In some servers only: the
     /// run is lost, and the next one begins above it.
-    async fn all_began(&self, epoch: u64, refusal: TablesError) -> Result<(), TablesError> {
+    async fn all_began(&self, generation: u64, refusal: TablesError) -> Result<(), TablesError> {
         let all = self.stats_by_server().await?;
-        let without: Vec<usize> = (0..all.len()).filter(|server| all[*server].epoch != epoch).collect();
+        let without: Vec<usize> = (0..all.len()).filter(|server| all[*server].generation != generation).collect();
         match without.first() {
             None => Ok(()),
             Some(_) if without.len() == all.len() => Err(refusal),
             Some(server) => Err(TablesError::Lost {
                 peer: format!("server {server} of {}", all.len()),
-                what: format!("epoch {epoch} began in other servers and not in this one ({refusal})"),
+                what: format!("generation {generation} began in other servers and not in this one ({refusal})"),
             }),
         }
     }
@@ -260,7 +260,7 @@ pub(super) fn sum(all: Vec<Stats>) -> Stats {
             let highest = sum.tokens.entry(rank).or_default();
             *highest = seq.max(*highest);
         }
-        sum.epoch = sum.epoch.max(stats.epoch);
+        sum.generation = sum.generation.max(stats.generation);
     }
     sum
 }

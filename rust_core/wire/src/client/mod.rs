@@ -32,7 +32,7 @@ const IO_THREADS: usize = 2;
 /// the same token, until [`ClientOptions::rpc_timeout`] is over, by another middleware where one failed. Dropping it
 /// closes its connections without waiting.
 ///
-/// Before training: [`Self::wait_ready`], then rank 0 calls `begin` with `highest_epoch() + 1` and the others
+/// Before training: [`Self::wait_ready`], then rank 0 calls `begin` with `highest_generation() + 1` and the others
 /// [`Self::join`]. From then on servers and middlewares that cannot be reached, and servers that have forgotten the run, are
 /// [`TablesError::Lost`].
 #[derive(Debug)]
@@ -106,18 +106,18 @@ impl WireTables {
         self.wait(self.inner.servers()).map(|servers| servers as usize)
     }
 
-    /// The highest epoch any server knows; 0 where none has begun. All servers have to answer.
+    /// The highest generation any server knows; 0 where none has begun. All servers have to answer.
     ///
     /// # Errors
     /// As [`Tables::stats`].
-    pub fn highest_epoch(&self) -> Result<u64, TablesError> {
-        self.stats().map(|stats| stats.epoch)
+    pub fn highest_generation(&self) -> Result<u64, TablesError> {
+        self.stats().map(|stats| stats.generation)
     }
 
     /// Ask every server whether it can write files into `dir`, below the checkpoint root.
     ///
     /// # Errors
-    /// `Io` where one cannot, saying why; `BadShape`, `NotBegun`, `StaleEpoch`; `Unreachable`.
+    /// `Io` where one cannot, saying why; `BadShape`, `NotBegun`, `StaleGeneration`; `Unreachable`.
     pub fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
         self.wait(self.inner.check_storage(dir))
     }
@@ -131,21 +131,21 @@ impl WireTables {
     }
 
     /// Take part in the run that rank 0 began.
-    pub fn join(&self, job: &str, epoch: u64) {
-        self.inner.enter(job, epoch);
+    pub fn join(&self, job: &str, generation: u64) {
+        self.inner.enter(job, generation);
     }
 
     /// Read rows of a run that others train.
-    pub fn observe(&self, job: &str, epoch: u64) {
+    pub fn observe(&self, job: &str, generation: u64) {
         self.inner.observes.store(true, Ordering::Relaxed);
-        self.inner.enter(job, epoch);
+        self.inner.enter(job, generation);
     }
 }
 
 impl Inner {
-    fn enter(&self, job: &str, epoch: u64) {
+    fn enter(&self, job: &str, generation: u64) {
         let job = persia_types::JobId::from_name(job).0;
-        *self.fence.lock() = Some(proto::Fence { job, epoch });
+        *self.fence.lock() = Some(proto::Fence { job, generation });
     }
 
     fn known_servers(&self) -> Option<u32> {
@@ -194,7 +194,7 @@ impl Tables for WireTables {
         self.wait(self.inner.restore(dir, files))
     }
 
-    /// Sums over all servers; tokens and epoch are the highest of any.
+    /// Sums over all servers; tokens and generation are the highest of any.
     fn stats(&self) -> Result<Stats, TablesError> {
         self.stats_by_server().map(admin::sum)
     }

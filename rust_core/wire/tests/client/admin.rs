@@ -8,12 +8,12 @@ use persia_types::{Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::{PROTOCOL, VERSION};
 
-use crate::mock::{EPOCH, Fault, JOB, SERVERS, start};
+use crate::mock::{GENERATION, Fault, JOB, SERVERS, start};
 
-fn run(epoch: u64) -> Run {
+fn run(generation: u64) -> Run {
     Run {
         job: JOB.into(),
-        epoch,
+        generation,
         schema: Schema::default(),
         seed: 7,
         optimizer: None,
@@ -57,13 +57,13 @@ fn what_is_missing_at_the_start_is_named() {
 fn a_run_begins_with_everything_it_is() {
     let running = start(&[]);
     let client = running.client();
-    assert_eq!(client.highest_epoch().unwrap(), 0);
-    client.begin(&run(EPOCH)).unwrap();
+    assert_eq!(client.highest_generation().unwrap(), 0);
+    client.begin(&run(GENERATION)).unwrap();
     let begun = running.mock.seen.lock().begun.pop().unwrap();
     assert_eq!((begun.protocol, begun.version.as_str(), begun.servers), (PROTOCOL, VERSION, SERVERS));
-    assert_eq!(serde_json::from_str::<Run>(&begun.run).unwrap(), run(EPOCH));
-    assert_eq!(client.highest_epoch().unwrap(), EPOCH);
-    let error = client.begin(&run(EPOCH)).unwrap_err();
+    assert_eq!(serde_json::from_str::<Run>(&begun.run).unwrap(), run(GENERATION));
+    assert_eq!(client.highest_generation().unwrap(), GENERATION);
+    let error = client.begin(&run(GENERATION)).unwrap_err();
     assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
     client.clear().unwrap();
 }
@@ -71,14 +71,14 @@ fn a_run_begins_with_everything_it_is() {
 #[test]
 fn a_begin_whose_reply_was_lost_has_begun() {
     let running = start(&[Fault::LoseReply]);
-    running.client().begin(&run(EPOCH)).unwrap();
+    running.client().begin(&run(GENERATION)).unwrap();
     assert_eq!(running.mock.seen.lock().begun.len(), 1);
 }
 
 #[test]
 fn a_begin_that_reached_some_servers_only_is_lost() {
     let running = start(&[Fault::BeginOnly(0)]);
-    let error = running.client().begin(&run(EPOCH)).unwrap_err();
+    let error = running.client().begin(&run(GENERATION)).unwrap_err();
     assert!(matches!(&error, TablesError::Lost { peer, .. } if peer == "server 1 of 2"), "{error}");
 }
 

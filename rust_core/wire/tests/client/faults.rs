@@ -6,7 +6,7 @@ use persia_types::TablesError;
 use persia_wire::auth::Secret;
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 
-use crate::mock::{EPOCH, Fault, JOB, ids, lookup, push, start, start_with};
+use crate::mock::{GENERATION, Fault, JOB, ids, lookup, push, start, start_with};
 
 #[test]
 fn rows_come_in_many_chunks_and_any_order() {
@@ -105,13 +105,13 @@ fn a_push_whose_reply_was_lost_goes_to_all_again() {
 
 #[test]
 fn a_refusal_is_final_and_comes_as_the_server_meant_it() {
-    let stale = || TablesError::StaleEpoch { token: crate::mock::token(1), current: 9 };
+    let stale = || TablesError::StaleGeneration { token: crate::mock::token(1), current: 9 };
     let running = start(&[Fault::Fail(stale), Fault::Fail(stale)]);
     let client = running.client();
     let error = lookup(&client, &ids(10)).unwrap_err();
-    assert!(matches!(error, TablesError::StaleEpoch { current: 9, .. }), "{error}");
+    assert!(matches!(error, TablesError::StaleGeneration { current: 9, .. }), "{error}");
     let error = push(&client, &ids(10)).unwrap_err();
-    assert!(matches!(error, TablesError::StaleEpoch { current: 9, .. }), "{error}");
+    assert!(matches!(error, TablesError::StaleGeneration { current: 9, .. }), "{error}");
     assert_eq!(running.calls(), ["lookup", "push"]);
 }
 
@@ -121,7 +121,7 @@ fn a_run_that_servers_forgot_is_lost_once_it_has_begun() {
     let client = running.client();
     let error = lookup(&client, &ids(10)).unwrap_err();
     assert!(matches!(error, TablesError::NotBegun), "{error}");
-    client.join(JOB, EPOCH);
+    client.join(JOB, GENERATION);
     let error = push(&client, &ids(10)).unwrap_err();
     assert!(matches!(error, TablesError::Lost { .. }), "{error}");
 }
@@ -131,7 +131,7 @@ fn a_server_that_stays_away_is_lost_once_the_run_has_begun() {
     let running = start(&vec![Fault::Reach(&[0]); 100]);
     let options = ClientOptions { rpc_timeout: Duration::from_secs(1), ..running.options() };
     let client = WireTables::connect(options.clone()).unwrap();
-    client.join(JOB, EPOCH);
+    client.join(JOB, GENERATION);
     let error = push(&client, &ids(100)).unwrap_err();
     assert!(matches!(&error, TablesError::Lost { peer, .. } if peer == "server 1 of 2"), "{error}");
 
@@ -139,7 +139,7 @@ fn a_server_that_stays_away_is_lost_once_the_run_has_begun() {
     let client = WireTables::connect(options).unwrap();
     let error = lookup(&client, &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Unreachable { .. }), "{error}");
-    client.observe(JOB, EPOCH);
+    client.observe(JOB, GENERATION);
     let error = lookup(&client, &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Unreachable { .. }), "who only reads loses nothing: {error}");
 }
@@ -152,7 +152,7 @@ fn a_middleware_that_stays_away_is_lost_once_the_run_has_begun() {
         ..start(&[]).options()
     };
     let client = WireTables::connect(options).unwrap();
-    client.join(JOB, EPOCH);
+    client.join(JOB, GENERATION);
     let error = lookup(&client, &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Lost { .. }), "{error}");
 }

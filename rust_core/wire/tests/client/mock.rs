@@ -31,7 +31,7 @@ use tonic::{Request, Response, Status, Streaming};
 pub(crate) const SERVERS: u32 = 2;
 pub(crate) const DIM: usize = 3;
 pub(crate) const JOB: &str = "job";
-pub(crate) const EPOCH: u64 = 4;
+pub(crate) const GENERATION: u64 = 4;
 
 /// What goes wrong with one call; the calls after the script's end go well.
 #[derive(Debug, Clone)]
@@ -72,8 +72,8 @@ pub(crate) struct Seen {
     pub(crate) directories: Vec<String>,
     /// What servers hold back in statistics.
     pub(crate) silent: Vec<u32>,
-    pub(crate) epoch: u64,
-    /// The only server that knows of the epoch.
+    pub(crate) generation: u64,
+    /// The only server that knows of the generation.
     begun_only: Option<u32>,
 }
 
@@ -130,7 +130,7 @@ impl Running {
 }
 
 pub(crate) fn token(seq: u64) -> Token {
-    Token { job: JobId::from_name(JOB), epoch: EPOCH, rank: 1, seq }
+    Token { job: JobId::from_name(JOB), generation: GENERATION, rank: 1, seq }
 }
 
 pub(crate) fn ids(count: u64) -> ShardedIds {
@@ -272,13 +272,13 @@ impl Middleware for Mock {
         require(request.extensions(), "Begin", &[])?;
         let fault = self.next("begin").await?;
         let begin = request.into_inner();
-        let epoch = serde_json::from_str::<Run>(&begin.run).unwrap().epoch;
+        let generation = serde_json::from_str::<Run>(&begin.run).unwrap().generation;
         let mut seen = self.seen.lock();
-        if epoch <= seen.epoch {
-            let what = format!("epoch {epoch} is not above {}", seen.epoch);
+        if generation <= seen.generation {
+            let what = format!("generation {generation} is not above {}", seen.generation);
             return Err(to_status(&TablesError::BadRun { what }));
         }
-        seen.epoch = epoch;
+        seen.generation = generation;
         seen.begun.push(begin);
         if let Fault::BeginOnly(server) = fault {
             seen.begun_only = Some(server);
@@ -343,8 +343,8 @@ impl Middleware for Mock {
         let stats = |server: u32| {
             let rows = vec![10 * u64::from(server) + 1, 2];
             let tokens = BTreeMap::from([(0, 5 + u64::from(server)), (server, 9)]);
-            let epoch = if seen.begun_only.is_none_or(|only| only == server) { seen.epoch } else { 0 };
-            Stats { rows, tokens, epoch, payload_bytes: 100, ..Stats::default() }
+            let generation = if seen.begun_only.is_none_or(|only| only == server) { seen.generation } else { 0 };
+            Stats { rows, tokens, generation, payload_bytes: 100, ..Stats::default() }
         };
         let answer = |server: u32| proto::ServerStats {
             server,
@@ -362,7 +362,7 @@ impl Middleware for Mock {
     ) -> Result<Response<proto::ClearReply>, Status> {
         require(request.extensions(), "Clear", &[])?;
         self.next("clear").await?;
-        assert_eq!(request.into_inner().fence.unwrap().epoch, EPOCH);
+        assert_eq!(request.into_inner().fence.unwrap().generation, GENERATION);
         Ok(Response::new(proto::ClearReply {}))
     }
 }

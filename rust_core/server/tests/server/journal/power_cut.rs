@@ -148,9 +148,9 @@ impl Disk {
             }
             fs::write(left.path().join("journal").join(name), content).unwrap();
         }
-        let epoch = self.dir.with_file_name("epoch");
-        if epoch.exists() {
-            fs::copy(epoch, left.path().join("epoch")).unwrap();
+        let generation = self.dir.with_file_name("generation");
+        if generation.exists() {
+            fs::copy(generation, left.path().join("generation")).unwrap();
         }
         left
     }

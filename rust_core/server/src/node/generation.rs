@@ -1,4 +1,4 @@
-//! [`EpochFile`]: the highest epoch a server ever accepted, kept on disk and owned by one process.
+//! [`GenerationFile`]: the highest generation a server ever accepted, kept on disk and owned by one process.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -10,27 +10,28 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::Exit;
 
+// Its name in the first version, kept so that a data directory outlives an upgrade.
 const FILE: &str = "epoch";
 const LOCK: &str = "lock";
 
-/// The epoch, in a directory or, without one, in memory only.
+/// The generation, in a directory or, without one, in memory only.
 #[derive(Debug)]
-pub struct EpochFile {
+pub struct GenerationFile {
     dir: Option<PathBuf>,
-    epoch: Mutex<u64>,
+    generation: Mutex<u64>,
     /// Holding it open holds the lock.
     _lock: Option<File>,
 }
 
-impl EpochFile {
-    /// Take the directory, made where it is missing, and read the epoch in it; 0 where there is none.
+impl GenerationFile {
+    /// Take the directory, made where it is missing, and read the generation in it; 0 where there is none.
     ///
     /// # Errors
-    /// `Again` when another process has the directory, `Corrupt` for a file that holds no epoch, `Usage` when the
+    /// `Again` when another process has the directory, `Corrupt` for a file that holds no generation, `Usage` when the
     /// directory can't be used.
     pub fn open(dir: Option<&Path>) -> Result<Self, Exit> {
         let Some(dir) = dir else {
-            return Ok(Self { dir: None, epoch: Mutex::new(0), _lock: None });
+            return Ok(Self { dir: None, generation: Mutex::new(0), _lock: None });
         };
         let unusable = |error: io::Error| {
             let uid = rustix::process::getuid().as_raw();
@@ -49,44 +50,44 @@ impl EpochFile {
             )),
             error => unusable(error.into()),
         })?;
-        let epoch = match fs::read_to_string(dir.join(FILE)) {
+        let generation = match fs::read_to_string(dir.join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
             Err(error) => return Err(unusable(error)),
             Ok(text) => text.trim().parse().map_err(|_| {
                 let path = dir.join(FILE);
                 Exit::Corrupt(format!(
-                    "{} holds {:?} and no epoch; remove it when no trainer of an earlier run is alive",
+                    "{} holds {:?} and no generation; remove it when no trainer of an earlier run is alive",
                     path.display(),
                     text.chars().take(40).collect::<String>()
                 ))
             })?,
         };
-        Ok(Self { dir: Some(dir.to_owned()), epoch: Mutex::new(epoch), _lock: Some(lock) })
+        Ok(Self { dir: Some(dir.to_owned()), generation: Mutex::new(generation), _lock: Some(lock) })
     }
 
-    /// The highest epoch there was.
+    /// The highest generation there was.
     pub fn get(&self) -> u64 {
-        *self.epoch.lock()
+        *self.generation.lock()
     }
 
-    /// Make `epoch` the highest, durably.
+    /// Make `generation` the highest, durably.
     ///
     /// # Errors
     /// `Io`: it is then not.
-    pub fn set(&self, epoch: u64) -> Result<(), TablesError> {
-        let mut current = self.epoch.lock();
+    pub fn set(&self, generation: u64) -> Result<(), TablesError> {
+        let mut current = self.generation.lock();
         if let Some(dir) = &self.dir {
-            write(dir, epoch).map_err(|source| TablesError::Io { path: dir.join(FILE), source })?;
+            write(dir, generation).map_err(|source| TablesError::Io { path: dir.join(FILE), source })?;
         }
-        *current = epoch;
+        *current = generation;
         Ok(())
     }
 }
 
-fn write(dir: &Path, epoch: u64) -> io::Result<()> {
-    let temporary = dir.join(".epoch.tmp");
+fn write(dir: &Path, generation: u64) -> io::Result<()> {
+    let temporary = dir.join(".generation.tmp");
     let mut file = File::create(&temporary)?;
-    writeln!(file, "{epoch}")?;
+    writeln!(file, "{generation}")?;
     file.sync_all()?;
     fs::rename(&temporary, dir.join(FILE))?;
     File::open(dir)?.sync_all() // the rename itself must survive
@@ -97,25 +98,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_epoch_outlives_its_process() {
+    fn a_generation_outlives_its_process() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("data");
-        let file = EpochFile::open(Some(&path)).unwrap();
+        let file = GenerationFile::open(Some(&path)).unwrap();
         assert_eq!(file.get(), 0);
         file.set(7).unwrap();
         drop(file);
-        assert_eq!(EpochFile::open(Some(&path)).unwrap().get(), 7);
+        assert_eq!(GenerationFile::open(Some(&path)).unwrap().get(), 7);
     }
 
     #[test]
     fn a_second_owner_and_a_damaged_file_are_refused() {
         let dir = tempfile::tempdir().unwrap();
-        let first = EpochFile::open(Some(dir.path())).unwrap();
-        let second = EpochFile::open(Some(dir.path())).unwrap_err();
+        let first = GenerationFile::open(Some(dir.path())).unwrap();
+        let second = GenerationFile::open(Some(dir.path())).unwrap_err();
         assert!(matches!(second, Exit::Again(_)) && second.to_string().contains("in use"), "{second}");
         drop(first);
         fs::write(dir.path().join(FILE), "seven").unwrap();
-        let damaged = EpochFile::open(Some(dir.path())).unwrap_err();
+        let damaged = GenerationFile::open(Some(dir.path())).unwrap_err();
         assert!(matches!(damaged, Exit::Corrupt(_)) && damaged.to_string().contains("seven"), "{damaged}");
     }
 
@@ -124,7 +125,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();
-        let error = EpochFile::open(Some(&file.join("data"))).unwrap_err();
+        let error = GenerationFile::open(Some(&file.join("data"))).unwrap_err();
         assert!(matches!(error, Exit::Usage(_)) && error.to_string().contains("file/data"), "{error}");
     }
 }
