@@ -6,7 +6,7 @@ pub struct Token {
     #[prost(fixed64, tag = "1")]
     pub job: u64,
     #[prost(uint64, tag = "2")]
-    pub epoch: u64,
+    pub generation: u64,
     #[prost(uint32, tag = "3")]
     pub rank: u32,
     /// the rank's step, from 1
@@ -224,7 +224,7 @@ pub struct Fence {
     #[prost(fixed64, tag = "1")]
     pub job: u64,
     #[prost(uint64, tag = "2")]
-    pub epoch: u64,
+    pub generation: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginRequest {
@@ -2343,7 +2343,7 @@ pub mod feed_reply {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedWelcome {
     #[prost(uint64, tag = "1")]
-    pub epoch: u64,
+    pub generation: u64,
     #[prost(uint32, tag = "2")]
     pub rank: u32,
     #[prost(uint32, tag = "3")]
@@ -2462,7 +2462,7 @@ pub mod trainer_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
-        /// One stream per data-compose replica and rank, for one epoch of the run.
+        /// One stream per data-compose replica and rank, for one generation of the run.
         pub async fn feed(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::FeedRequest>,
@@ -2505,7 +2505,7 @@ pub mod trainer_server {
             >
             + std::marker::Send
             + 'static;
-        /// One stream per data-compose replica and rank, for one epoch of the run.
+        /// One stream per data-compose replica and rank, for one generation of the run.
         async fn feed(
             &self,
             request: tonic::Request<tonic::Streaming<super::FeedRequest>>,
