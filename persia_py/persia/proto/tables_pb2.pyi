@@ -28,16 +28,16 @@ MODE_EVAL: Mode
 MODE_INFER: Mode
 
 class Token(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "seq")
+    __slots__ = ("job", "generation", "rank", "seq")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     job: int
-    epoch: int
+    generation: int
     rank: int
     seq: int
-    def __init__(self, job: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class TablePart(_message.Message):
     __slots__ = ("table", "dim", "dtype", "shard_counts", "samples")
@@ -200,12 +200,12 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[str] = ...) -> None: ...
 
 class Fence(_message.Message):
-    __slots__ = ("job", "epoch")
+    __slots__ = ("job", "generation")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job: int
-    epoch: int
-    def __init__(self, job: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, job: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("protocol", "version", "servers", "run", "check_only")
