@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19persia/proto/tables.proto\x12\tpersia.v1\"C\n\x05Token\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"\x83\x01\n\tTablePart\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x1f\n\x05\x64type\x18\x04 \x01(\x0e\x32\x10.persia.v1.Dtype\x12\x14\n\x0cshard_counts\x18\x03 \x03(\r\x12#\n\x07samples\x18\x05 \x01(\x0b\x32\x12.persia.v1.Samples\"Y\n\x07Samples\x12\x0f\n\x07samples\x18\x01 \x01(\r\x12\x0c\n\x04uses\x18\x02 \x01(\r\x12\x0f\n\x07weights\x18\x03 \x01(\x08\x12\x0f\n\x07\x66\x61\x63tors\x18\x04 \x01(\x08\x12\r\n\x05scale\x18\x05 \x01(\x02\"B\n\x05\x43hunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\"\x7f\n\nLookupHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1d\n\x04mode\x18\x03 \x01(\x0e\x32\x0f.persia.v1.Mode\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\"\x81\x01\n\rLookupRequest\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.persia.v1.LookupHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12 \n\x04uses\x18\x03 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"a\n\x0cLookupReport\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x10\n\x08inserted\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x05 \x01(\x04\"b\n\x0bLookupReply\x12 \n\x04rows\x18\x01 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x17.persia.v1.LookupReportH\x00\x42\x06\n\x04part\"\x7f\n\x08PushHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tlr_factor\x18\x03 \x01(\x02\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\x12\x0c\n\x04only\x18\x05 \x03(\r\"\xa4\x01\n\x0bPushRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x13.persia.v1.PushHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12%\n\tgradients\x18\x03 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12 \n\x04uses\x18\x04 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"\xc5\x01\n\nPushReport\x12\x13\n\x0brows_pushed\x18\x01 \x01(\x04\x12\x14\n\x0crows_applied\x18\x02 \x01(\x04\x12\x14\n\x0crows_missing\x18\x03 \x01(\x04\x12\x16\n\x0erows_nonfinite\x18\x04 \x01(\x04\x12\x16\n\x0erows_duplicate\x18\x05 \x01(\x04\x12\x32\n\x0f\x66irst_nonfinite\x18\x06 \x01(\x0b\x32\x14.persia.v1.NonFiniteH\x00\x88\x01\x01\x42\x12\n\x10_first_nonfinite\"&\n\tNonFinite\x12\r\n\x05table\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\x06\"3\n\tPushReply\x12&\n\x07servers\x18\x01 \x03(\x0b\x32\x15.persia.v1.ServerPush\"w\n\nServerPush\x12\x0e\n\x06server\x18\x01 \x01(\r\x12(\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x15.persia.v1.PushReportH\x00\x12$\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x12.persia.v1.FailureH\x00\x42\t\n\x07outcome\"8\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\"(\n\x05\x46\x65nce\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"c\n\x0c\x42\x65ginRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07servers\x18\x03 \x01(\r\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x12\n\ncheck_only\x18\x05 \x01(\x08\"\x0c\n\nBeginReply\":\n\nCutRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x0b\n\x03\x63ut\x18\x02 \x01(\x04\"\n\n\x08\x43utReply\"<\n\x0cUncutRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x0b\n\x03\x63ut\x18\x02 \x01(\x04\"\x0c\n\nUncutReply\"s\n\x0fSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x10\n\x03\x63ut\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\ncheck_only\x18\x04 \x01(\x08\x42\x06\n\x04_cut\"3\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x03 \x01(\t\"=\n\rSnapshotReply\x12\x1e\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x0f.persia.v1.File\x12\x0c\n\x04rows\x18\x02 \x03(\x04\"o\n\x0cSavedRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x0b\n\x03\x63ut\x18\x04 \x01(\x04\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x1e\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x0f.persia.v1.File\"\x0c\n\nSavedReply\"x\n\x0eRestoreRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x1e\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x0f.persia.v1.File\x12\x12\n\ncheck_only\x18\x04 \x01(\x08\"\x0e\n\x0cRestoreReply\"\x0e\n\x0cStatsRequest\"=\n\x0bServerStats\x12\x0e\n\x06server\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stats\x18\x03 \x01(\t\"G\n\nStatsReply\x12\x0f\n\x07servers\x18\x01 \x01(\r\x12(\n\x08\x61nswered\x18\x02 \x03(\x0b\x32\x16.persia.v1.ServerStats\"/\n\x0c\x43learRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\"\x0c\n\nClearReply*5\n\x05\x44type\x12\r\n\tDTYPE_F32\x10\x00\x12\r\n\tDTYPE_F16\x10\x01\x12\x0e\n\nDTYPE_BF16\x10\x02*K\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0e\n\nMODE_TRAIN\x10\x01\x12\r\n\tMODE_EVAL\x10\x02\x12\x0e\n\nMODE_INFER\x10\x03\x32\xda\x04\n\x0f\x45mbeddingServer\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12\x31\n\x03\x43ut\x12\x15.persia.v1.CutRequest\x1a\x13.persia.v1.CutReply\x12\x37\n\x05Uncut\x12\x17.persia.v1.UncutRequest\x1a\x15.persia.v1.UncutReply\x12@\n\x08Snapshot\x12\x1a.persia.v1.SnapshotRequest\x1a\x18.persia.v1.SnapshotReply\x12\x37\n\x05Saved\x12\x17.persia.v1.SavedRequest\x1a\x15.persia.v1.SavedReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReply2\xd5\x04\n\nMiddleware\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12\x31\n\x03\x43ut\x12\x15.persia.v1.CutRequest\x1a\x13.persia.v1.CutReply\x12\x37\n\x05Uncut\x12\x17.persia.v1.UncutRequest\x1a\x15.persia.v1.UncutReply\x12@\n\x08Snapshot\x12\x1a.persia.v1.SnapshotRequest\x1a\x18.persia.v1.SnapshotReply\x12\x37\n\x05Saved\x12\x17.persia.v1.SavedRequest\x1a\x15.persia.v1.SavedReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19persia/proto/tables.proto\x12\tpersia.v1\"C\n\x05Token\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0b\n\x03seq\x18\x04 \x01(\x04\"\x83\x01\n\tTablePart\x12\r\n\x05table\x18\x01 \x01(\r\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x1f\n\x05\x64type\x18\x04 \x01(\x0e\x32\x10.persia.v1.Dtype\x12\x14\n\x0cshard_counts\x18\x03 \x03(\r\x12#\n\x07samples\x18\x05 \x01(\x0b\x32\x12.persia.v1.Samples\"Y\n\x07Samples\x12\x0f\n\x07samples\x18\x01 \x01(\r\x12\x0c\n\x04uses\x18\x02 \x01(\r\x12\x0f\n\x07weights\x18\x03 \x01(\x08\x12\x0f\n\x07\x66\x61\x63tors\x18\x04 \x01(\x08\x12\r\n\x05scale\x18\x05 \x01(\x02\"B\n\x05\x43hunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63rc32c\x18\x04 \x01(\x07\"\x7f\n\nLookupHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x1d\n\x04mode\x18\x03 \x01(\x0e\x32\x0f.persia.v1.Mode\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\"\x81\x01\n\rLookupRequest\x12%\n\x04head\x18\x01 \x01(\x0b\x32\x15.persia.v1.LookupHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12 \n\x04uses\x18\x03 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"a\n\x0cLookupReport\x12\x0c\n\x04hits\x18\x01 \x01(\x04\x12\x10\n\x08inserted\x18\x02 \x01(\x04\x12\x0f\n\x07missing\x18\x03 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x04 \x01(\x04\x12\x0f\n\x07\x65xpired\x18\x05 \x01(\x04\"b\n\x0bLookupReply\x12 \n\x04rows\x18\x01 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12)\n\x06report\x18\x02 \x01(\x0b\x32\x17.persia.v1.LookupReportH\x00\x42\x06\n\x04part\"\x7f\n\x08PushHead\x12\x1f\n\x05token\x18\x01 \x01(\x0b\x32\x10.persia.v1.Token\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tlr_factor\x18\x03 \x01(\x02\x12#\n\x05parts\x18\x04 \x03(\x0b\x32\x14.persia.v1.TablePart\x12\x0c\n\x04only\x18\x05 \x03(\r\"\xa4\x01\n\x0bPushRequest\x12#\n\x04head\x18\x01 \x01(\x0b\x32\x13.persia.v1.PushHeadH\x00\x12\x1f\n\x03ids\x18\x02 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12%\n\tgradients\x18\x03 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x12 \n\x04uses\x18\x04 \x01(\x0b\x32\x10.persia.v1.ChunkH\x00\x42\x06\n\x04part\"\xc5\x01\n\nPushReport\x12\x13\n\x0brows_pushed\x18\x01 \x01(\x04\x12\x14\n\x0crows_applied\x18\x02 \x01(\x04\x12\x14\n\x0crows_missing\x18\x03 \x01(\x04\x12\x16\n\x0erows_nonfinite\x18\x04 \x01(\x04\x12\x16\n\x0erows_duplicate\x18\x05 \x01(\x04\x12\x32\n\x0f\x66irst_nonfinite\x18\x06 \x01(\x0b\x32\x14.persia.v1.NonFiniteH\x00\x88\x01\x01\x42\x12\n\x10_first_nonfinite\"&\n\tNonFinite\x12\r\n\x05table\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\x06\"3\n\tPushReply\x12&\n\x07servers\x18\x01 \x03(\x0b\x32\x15.persia.v1.ServerPush\"w\n\nServerPush\x12\x0e\n\x06server\x18\x01 \x01(\r\x12(\n\x07\x61pplied\x18\x02 \x01(\x0b\x32\x15.persia.v1.PushReportH\x00\x12$\n\x06\x66\x61iled\x18\x03 \x01(\x0b\x32\x12.persia.v1.FailureH\x00\x42\t\n\x07outcome\"8\n\x07\x46\x61ilure\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\"(\n\x05\x46\x65nce\x12\x0b\n\x03job\x18\x01 \x01(\x06\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"c\n\x0c\x42\x65ginRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07servers\x18\x03 \x01(\r\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x12\n\ncheck_only\x18\x05 \x01(\x08\"\x0c\n\nBeginReply\"I\n\x16PrepareSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x16\n\x14PrepareSnapshotReply\"G\n\x14\x41\x62ortSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x14\n\x12\x41\x62ortSnapshotReply\"~\n\x14WriteSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x13\n\x06number\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x12\n\ncheck_only\x18\x04 \x01(\x08\x42\t\n\x07_number\"3\n\x04\x46ile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62lake3\x18\x03 \x01(\t\"B\n\x12WriteSnapshotReply\x12\x1e\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x0f.persia.v1.File\x12\x0c\n\x04rows\x18\x02 \x03(\x04\"{\n\x15\x43ommitSnapshotRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x0e\n\x06number\x18\x04 \x01(\x04\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x1e\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x0f.persia.v1.File\"\x15\n\x13\x43ommitSnapshotReply\"x\n\x0eRestoreRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\x1e\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x0f.persia.v1.File\x12\x12\n\ncheck_only\x18\x04 \x01(\x08\"\x0e\n\x0cRestoreReply\"\x0e\n\x0cStatsRequest\"=\n\x0bServerStats\x12\x0e\n\x06server\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05stats\x18\x03 \x01(\t\"G\n\nStatsReply\x12\x0f\n\x07servers\x18\x01 \x01(\r\x12(\n\x08\x61nswered\x18\x02 \x03(\x0b\x32\x16.persia.v1.ServerStats\"/\n\x0c\x43learRequest\x12\x1f\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x10.persia.v1.Fence\"\x0c\n\nClearReply*5\n\x05\x44type\x12\r\n\tDTYPE_F32\x10\x00\x12\r\n\tDTYPE_F16\x10\x01\x12\x0e\n\nDTYPE_BF16\x10\x02*K\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0e\n\nMODE_TRAIN\x10\x01\x12\r\n\tMODE_EVAL\x10\x02\x12\x0e\n\nMODE_INFER\x10\x03\x32\xc0\x05\n\x0f\x45mbeddingServer\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12U\n\x0fPrepareSnapshot\x12!.persia.v1.PrepareSnapshotRequest\x1a\x1f.persia.v1.PrepareSnapshotReply\x12O\n\rAbortSnapshot\x12\x1f.persia.v1.AbortSnapshotRequest\x1a\x1d.persia.v1.AbortSnapshotReply\x12O\n\rWriteSnapshot\x12\x1f.persia.v1.WriteSnapshotRequest\x1a\x1d.persia.v1.WriteSnapshotReply\x12R\n\x0e\x43ommitSnapshot\x12 .persia.v1.CommitSnapshotRequest\x1a\x1e.persia.v1.CommitSnapshotReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReply2\xbb\x05\n\nMiddleware\x12\x37\n\x05\x42\x65gin\x12\x17.persia.v1.BeginRequest\x1a\x15.persia.v1.BeginReply\x12>\n\x06Lookup\x12\x18.persia.v1.LookupRequest\x1a\x16.persia.v1.LookupReply(\x01\x30\x01\x12\x36\n\x04Push\x12\x16.persia.v1.PushRequest\x1a\x14.persia.v1.PushReply(\x01\x12U\n\x0fPrepareSnapshot\x12!.persia.v1.PrepareSnapshotRequest\x1a\x1f.persia.v1.PrepareSnapshotReply\x12O\n\rAbortSnapshot\x12\x1f.persia.v1.AbortSnapshotRequest\x1a\x1d.persia.v1.AbortSnapshotReply\x12O\n\rWriteSnapshot\x12\x1f.persia.v1.WriteSnapshotRequest\x1a\x1d.persia.v1.WriteSnapshotReply\x12R\n\x0e\x43ommitSnapshot\x12 .persia.v1.CommitSnapshotRequest\x1a\x1e.persia.v1.CommitSnapshotReply\x12=\n\x07Restore\x12\x19.persia.v1.RestoreRequest\x1a\x17.persia.v1.RestoreReply\x12\x37\n\x05Stats\x12\x17.persia.v1.StatsRequest\x1a\x15.persia.v1.StatsReply\x12\x37\n\x05\x43lear\x12\x17.persia.v1.ClearRequest\x1a\x15.persia.v1.ClearReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'persia.proto.tables_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2648
-  _globals['_DTYPE']._serialized_end=2701
-  _globals['_MODE']._serialized_start=2703
-  _globals['_MODE']._serialized_end=2778
+  _globals['_DTYPE']._serialized_start=2731
+  _globals['_DTYPE']._serialized_end=2784
+  _globals['_MODE']._serialized_start=2786
+  _globals['_MODE']._serialized_end=2861
   _globals['_TOKEN']._serialized_start=40
   _globals['_TOKEN']._serialized_end=107
   _globals['_TABLEPART']._serialized_start=110
@@ -71,40 +71,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGINREQUEST']._serialized_end=1771
   _globals['_BEGINREPLY']._serialized_start=1773
   _globals['_BEGINREPLY']._serialized_end=1785
-  _globals['_CUTREQUEST']._serialized_start=1787
-  _globals['_CUTREQUEST']._serialized_end=1845
-  _globals['_CUTREPLY']._serialized_start=1847
-  _globals['_CUTREPLY']._serialized_end=1857
-  _globals['_UNCUTREQUEST']._serialized_start=1859
-  _globals['_UNCUTREQUEST']._serialized_end=1919
-  _globals['_UNCUTREPLY']._serialized_start=1921
-  _globals['_UNCUTREPLY']._serialized_end=1933
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1935
-  _globals['_SNAPSHOTREQUEST']._serialized_end=2050
-  _globals['_FILE']._serialized_start=2052
-  _globals['_FILE']._serialized_end=2103
-  _globals['_SNAPSHOTREPLY']._serialized_start=2105
-  _globals['_SNAPSHOTREPLY']._serialized_end=2166
-  _globals['_SAVEDREQUEST']._serialized_start=2168
-  _globals['_SAVEDREQUEST']._serialized_end=2279
-  _globals['_SAVEDREPLY']._serialized_start=2281
-  _globals['_SAVEDREPLY']._serialized_end=2293
-  _globals['_RESTOREREQUEST']._serialized_start=2295
-  _globals['_RESTOREREQUEST']._serialized_end=2415
-  _globals['_RESTOREREPLY']._serialized_start=2417
-  _globals['_RESTOREREPLY']._serialized_end=2431
-  _globals['_STATSREQUEST']._serialized_start=2433
-  _globals['_STATSREQUEST']._serialized_end=2447
-  _globals['_SERVERSTATS']._serialized_start=2449
-  _globals['_SERVERSTATS']._serialized_end=2510
-  _globals['_STATSREPLY']._serialized_start=2512
-  _globals['_STATSREPLY']._serialized_end=2583
-  _globals['_CLEARREQUEST']._serialized_start=2585
-  _globals['_CLEARREQUEST']._serialized_end=2632
-  _globals['_CLEARREPLY']._serialized_start=2634
-  _globals['_CLEARREPLY']._serialized_end=2646
-  _globals['_EMBEDDINGSERVER']._serialized_start=2781
-  _globals['_EMBEDDINGSERVER']._serialized_end=3383
-  _globals['_MIDDLEWARE']._serialized_start=3386
-  _globals['_MIDDLEWARE']._serialized_end=3983
+  _globals['_PREPARESNAPSHOTREQUEST']._serialized_start=1787
+  _globals['_PREPARESNAPSHOTREQUEST']._serialized_end=1860
+  _globals['_PREPARESNAPSHOTREPLY']._serialized_start=1862
+  _globals['_PREPARESNAPSHOTREPLY']._serialized_end=1884
+  _globals['_ABORTSNAPSHOTREQUEST']._serialized_start=1886
+  _globals['_ABORTSNAPSHOTREQUEST']._serialized_end=1957
+  _globals['_ABORTSNAPSHOTREPLY']._serialized_start=1959
+  _globals['_ABORTSNAPSHOTREPLY']._serialized_end=1979
+  _globals['_WRITESNAPSHOTREQUEST']._serialized_start=1981
+  _globals['_WRITESNAPSHOTREQUEST']._serialized_end=2107
+  _globals['_FILE']._serialized_start=2109
+  _globals['_FILE']._serialized_end=2160
+  _globals['_WRITESNAPSHOTREPLY']._serialized_start=2162
+  _globals['_WRITESNAPSHOTREPLY']._serialized_end=2228
+  _globals['_COMMITSNAPSHOTREQUEST']._serialized_start=2230
+  _globals['_COMMITSNAPSHOTREQUEST']._serialized_end=2353
+  _globals['_COMMITSNAPSHOTREPLY']._serialized_start=2355
+  _globals['_COMMITSNAPSHOTREPLY']._serialized_end=2376
+  _globals['_RESTOREREQUEST']._serialized_start=2378
+  _globals['_RESTOREREQUEST']._serialized_end=2498
+  _globals['_RESTOREREPLY']._serialized_start=2500
+  _globals['_RESTOREREPLY']._serialized_end=2514
+  _globals['_STATSREQUEST']._serialized_start=2516
+  _globals['_STATSREQUEST']._serialized_end=2530
+  _globals['_SERVERSTATS']._serialized_start=2532
+  _globals['_SERVERSTATS']._serialized_end=2593
+  _globals['_STATSREPLY']._serialized_start=2595
+  _globals['_STATSREPLY']._serialized_end=2666
+  _globals['_CLEARREQUEST']._serialized_start=2668
+  _globals['_CLEARREQUEST']._serialized_end=2715
+  _globals['_CLEARREPLY']._serialized_start=2717
+  _globals['_CLEARREPLY']._serialized_end=2729
+  _globals['_EMBEDDINGSERVER']._serialized_start=2864
+  _globals['_EMBEDDINGSERVER']._serialized_end=3568
+  _globals['_MIDDLEWARE']._serialized_start=3571
+  _globals['_MIDDLEWARE']._serialized_end=4270
 # @@protoc_insertion_point(module_scope)
