@@ -495,7 +495,8 @@ impl Tables for Store {
         match number {
             None => self.freeze(),
             Some(number)
-                if held && (cut.generation, cut.number) == (self.generation.load(Ordering::Relaxed), number) => {}
+                if held
+                    && (cut.generation, cut.number) == (self.generation.load(Ordering::Relaxed), number) => {}
             Some(number) => {
                 self.thaw();
                 let last = cut.number;
@@ -577,7 +578,7 @@ impl Store {
         check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
         for part in request.tables {
             let Table { name, dim, .. } = &self.schema.tables[part.table];
-            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error))?;
+            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error.into()))?;
         }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let (lr_factor, rank) = (request.lr_factor, request.token.rank);
