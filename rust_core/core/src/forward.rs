@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use persia_engine::device::OnDevice;
 use persia_engine::{
-    Batch as EngineBatch, Dtype, Fed, Gradient, Next, Output, Pipeline as Line, PushOptions,
-    Tensor as DenseTensor, Ticket, Wait,
+    Batch as EngineBatch, Dtype, Fed, Gradient, Next, Output, Pipeline as Line, PushOptions, PushTicket,
+    Tensor as DenseTensor, Wait,
 };
 use pyo3::prelude::*;
 
@@ -54,7 +54,7 @@ pub(crate) enum Which {
 }
 
 /// The right to push a batch's gradients, until somebody takes or discards it.
-type Right = Arc<Mutex<Option<Ticket>>>;
+type Right = Arc<Mutex<Option<PushTicket>>>;
 
 /// Batches of one data loader, looked up ahead of their use. One thread feeds it, another takes from it.
 #[pyclass(module = "persia_core.forward", frozen)]
@@ -240,7 +240,7 @@ impl TrainingBatch {
         batch: Arc<EngineBatch>,
         outputs: Vec<Output>,
         on_device: Option<OnDevice>,
-        ticket: Option<Ticket>,
+        ticket: Option<PushTicket>,
     ) -> Self {
         let outputs = outputs.into_iter().map(Arc::new).collect();
         let trains = ticket.is_some();
@@ -268,7 +268,7 @@ impl TrainingBatch {
     }
 
     /// The right to push, once.
-    fn take_right(&self, py: Python<'_>) -> PyResult<Ticket> {
+    fn take_right(&self, py: Python<'_>) -> PyResult<PushTicket> {
         let step = self.step;
         let ticket = self.right.lock().take();
         ticket.ok_or_else(|| {
@@ -342,7 +342,7 @@ impl TrainingBatch {
 
     /// For each feature, how many ids exceed the places of a raw slot; they are left out.
     fn truncated(&self) -> Vec<usize> {
-        self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.cut)).collect()
+        self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.truncated)).collect()
     }
 
     /// Dense inputs, in the batch's order. On a device every call gives the same memory.
@@ -382,7 +382,7 @@ impl TrainingBatch {
     /// Let the device sum the gradients of `embeddings`, one for each, in their order, and multiply them by `scale`; returns
     /// at once. Nothing is pushed yet.
     fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
-        let (step, right) = (self.step, self.right.lock().as_ref().map(Ticket::gradient_scale));
+        let (step, right) = (self.step, self.right.lock().as_ref().map(PushTicket::gradient_scale));
         let (Some(on_device), Some(more)) = (&self.on_device, right) else {
             let text =
                 format!("step {step}: its vectors are not on a device, or its gradients cannot be pushed");

@@ -97,7 +97,7 @@ pub enum Drained {
 
 /// Result of [`Engine::lookup_now`].
 #[derive(Debug)]
-pub struct Evaluated {
+pub struct EvalResult {
     /// One per id feature, in the batch's order.
     pub outputs: Vec<Output>,
     /// The vectors, where the engine has a device; those of `outputs` are empty then.
@@ -173,7 +173,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::Lookup`].
-    pub fn lookup_now(&self, batch: &Batch, mode: Mode) -> Result<Evaluated, Error> {
+    pub fn lookup_now(&self, batch: &Batch, mode: Mode) -> Result<EvalResult, Error> {
         self.lookup_on(self.inner.shared.context.device.as_deref(), batch, mode)
     }
 
@@ -186,7 +186,7 @@ impl Engine {
         device: Option<&dyn Device>,
         batch: &Batch,
         mode: Mode,
-    ) -> Result<Evaluated, Error> {
+    ) -> Result<EvalResult, Error> {
         if mode == Mode::Train {
             let what = "Train needs a permit: feed the batch to a pipeline".into();
             return Err(Error::BadOption { option: "mode", what });
@@ -201,7 +201,7 @@ impl Engine {
         let done = guarded("look-up", step, || {
             forward(&shared.context, device, (batch, &plan), shared.context.token(step), mode)
         })?;
-        Ok(Evaluated { outputs: done.outputs, on_device: done.on_device, report: done.report })
+        Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
     /// Wait until every push is acknowledged: the consistent cut. Tickets not yet pushed do not count.

@@ -4,8 +4,8 @@
 //!
 //! 1. [`Batch`]: id features deduplicated once, dense tensors, labels; checked when it is built
 //! 2. [`Plan`]: which slot and table each feature belongs to; slots that share a table are merged
-//! 3. [`Pipeline`]: feeds batches, looks them up ahead of time under K staleness permits, hands out [`Looked`]
-//! 4. [`Ticket::push`]: gradients per feature become one summed gradient per unique id, pushed in the background
+//! 3. [`Pipeline`]: feeds batches, looks them up ahead of time under K staleness permits, hands out [`PooledBatch`]
+//! 4. [`PushTicket::push`]: gradients per feature become one summed gradient per unique id, pushed in the background
 //!
 //! ```no_run
 //! # use persia_engine::{Batch, Engine, Error, Next, PushOptions};
@@ -33,8 +33,6 @@ compile_error!(
 );
 
 mod batch;
-#[cfg(feature = "contract")]
-pub mod contract;
 pub mod device;
 mod engine;
 mod error;
@@ -46,11 +44,10 @@ mod step;
 pub use batch::feature::IdFeature;
 pub use batch::tensor::{Dtype, Tensor};
 pub use batch::{Batch, BatchParts};
-pub use engine::{Drained, Engine, EngineOptions, Evaluated};
+pub use engine::{Drained, Engine, EngineOptions, EvalResult};
 pub use error::Error;
-pub use persia_types::kernels;
-pub use pipeline::push::{Gradient, PushOptions, Ticket};
-pub use pipeline::{Fed, Looked, Next, Pipeline, Wait};
+pub use pipeline::push::{Gradient, PushOptions, PushTicket};
+pub use pipeline::{Fed, Next, Pipeline, PooledBatch, Wait};
 pub use stats::{EngineStats, SlotStats, StageTime};
 pub use step::buffer::Buffer;
 pub use step::forward::{Output, Raw};

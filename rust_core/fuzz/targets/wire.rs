@@ -4,7 +4,7 @@
 //! look-up, the next two the number of servers, and the highest leaves checksums as they are.
 
 use futures_util::stream;
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::{Id, ShardedIds};
 use persia_wire::chunk::{Collect, gradient_chunks, id_chunks, pooled_chunks, row_chunks};
 use persia_wire::parts::{Part, Split};

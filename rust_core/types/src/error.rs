@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use persia_kernels::ShapeError;
+
 use crate::token::Token;
 
 /// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
@@ -137,4 +139,10 @@ pub enum TablesError {
         /// What was tried, and what happened.
         what: String,
     },
+}
+
+impl From<ShapeError> for TablesError {
+    fn from(ShapeError(what): ShapeError) -> Self {
+        Self::BadShape { what }
+    }
 }

@@ -61,6 +61,30 @@ pub struct Slot {
     pub hash_stack: Option<HashStack>,
 }
 
+impl Slot {
+    /// What the sum of each sample is divided by: its number of ids for a mean, the root of its number of rows (ids ×
+    /// rounds of a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
+    ///
+    /// `offsets` are those of the feature after its ids became buckets.
+    pub fn divisors<'a>(
+        &self,
+        offsets: Option<&'a [u32]>,
+    ) -> Option<impl ExactSizeIterator<Item = f32> + use<'a>> {
+        if self.pooling == Pooling::Sum && !self.sqrt_scaling {
+            return None;
+        }
+        let rounds = self.hash_stack.map_or(1, |stack| stack.rounds);
+        let (means, roots) = (self.pooling == Pooling::Mean, self.sqrt_scaling);
+        let divisor = move |bounds: &[u32]| {
+            let rows = bounds[1] - bounds[0];
+            let mean = if means { (rows / rounds).max(1) as f32 } else { 1.0 };
+            let root = if roots { (rows.max(1) as f32).sqrt() } else { 1.0 };
+            mean * root
+        };
+        offsets.map(|offsets| offsets.windows(2).map(divisor))
+    }
+}
+
 /// A set of rows of one dimension.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Table {

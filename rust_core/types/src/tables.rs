@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use persia_kernels::{Bags, Csr, Gradients};
 use serde::{Deserialize, Serialize};
 
 pub use crate::error::TablesError;
 use crate::id::{Id, ShardedIds};
-use crate::kernels::{Bags, Gradients, Uses};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
@@ -83,34 +83,34 @@ pub struct TableIds<'a> {
     pub table: usize,
     /// What is asked for.
     pub ids: &'a ShardedIds,
-    /// How samples use the ids, where vectors of samples are wanted in the place of rows.
-    pub uses: Option<SampleUses<'a>>,
+    /// Asks for one vector per sample in place of one row per id.
+    pub per_sample: Option<PerSample<'a>>,
 }
 
-/// What the samples of a table's ids get.
+/// The vector of each sample.
 #[derive(Debug, Clone, Copy)]
-pub enum SampleUses<'a> {
-    /// The row of its id: every sample stands in the lists once.
-    Each(Uses<'a>),
-    /// Its rows, pooled. A holder that does not [pool](Tables::pools) refuses it.
+pub enum PerSample<'a> {
+    /// The row of its one id. Every sample is in the lists once.
+    Gathered(Csr<'a>),
+    /// Its rows, pooled. An implementation that does not [pool](Tables::pools) refuses it.
     Pooled(Bags<'a>),
 }
 
 impl<'a> TableIds<'a> {
-    /// The lists of samples that get the row of their id.
-    pub fn each(&self) -> Option<Uses<'a>> {
-        match self.uses {
-            Some(SampleUses::Each(uses)) => Some(uses),
+    /// The lists of samples, where each gets the row of its id.
+    pub fn gathered(&self) -> Option<Csr<'a>> {
+        match self.per_sample {
+            Some(PerSample::Gathered(csr)) => Some(csr),
             _ => None,
         }
     }
 
-    /// Number of vectors that are wanted: of ids, or of samples.
+    /// Number of vectors in the answer: of ids, or of samples.
     pub fn vectors(&self) -> usize {
-        match &self.uses {
+        match &self.per_sample {
             None => self.ids.len(),
-            Some(SampleUses::Each(uses)) => uses.samples.len(),
-            Some(SampleUses::Pooled(bags)) => bags.samples(),
+            Some(PerSample::Gathered(csr)) => csr.indices.len(),
+            Some(PerSample::Pooled(bags)) => bags.samples(),
         }
     }
 }
@@ -268,14 +268,14 @@ pub trait Tables: Send + Sync {
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
     /// Whether samples whose `bags` use `ids` unique ids are better pooled by whoever holds the rows
-    /// ([`SampleUses::Pooled`]): where those are far, and vectors of samples are fewer bytes than rows. Sizes alone decide.
+    /// ([`PerSample::Pooled`]): where those are far, and vectors of samples are fewer bytes than rows. Sizes alone decide.
     fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let _ = (dim, ids, bags);
         false
     }
 
     /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; where the table's ids have
-    /// [`uses`](TableIds::uses), `[samples, dim]`: what each sample gets.
+    /// [`per_sample`](TableIds::per_sample), `[samples, dim]`: what each sample gets.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.

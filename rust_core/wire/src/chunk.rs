@@ -8,8 +8,8 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
+use persia_kernels::{Bags, Gradients, Pool, SegmentSum};
 use persia_types::id::Id;
-use persia_types::kernels::{self, Bags, Gradients, Pool, SegmentSum};
 use persia_types::limits::MAX_CHUNK_BYTES;
 use persia_types::{Dtype, TablesError};
 use tonic::Status;
@@ -141,7 +141,7 @@ fn sample_gradients(format: RowFormat, samples: Range<usize>, sum: &SegmentSum<'
         return format.encode_copy(rows);
     }
     let mut scaled = rows.to_vec();
-    kernels::scale(&mut scaled, sum.scale);
+    persia_kernels::scale(&mut scaled, sum.scale);
     format.encode(scaled)
 }
 
@@ -154,7 +154,7 @@ pub fn pooled_chunks<'a>(
 ) -> impl Iterator<Item = Chunk> + 'a {
     format.width().ranges(bags.samples()).map(move |range| {
         let (first, mut pooled) = (range.start, vec![0.0; range.len() * format.dim]);
-        kernels::pool(&Pool { rows, dim: format.dim, bags: bags.of(range) }, &mut pooled);
+        persia_kernels::pool(&Pool { rows, dim: format.dim, bags: bags.of(range) }, &mut pooled);
         chunk(index, first, format.encode(pooled))
     })
 }

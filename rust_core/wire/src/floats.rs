@@ -2,9 +2,9 @@
 
 use bytemuck::pod_read_unaligned;
 use bytes::Bytes;
+use persia_kernels::half::{Bf16, F16, Half};
+use persia_kernels::simd::{LANES, Lanes, Level, Work};
 use persia_types::Dtype;
-use persia_types::half::{Bf16, F16, Half};
-use persia_types::simd::{LANES, Lanes, Level, Work};
 
 use crate::chunk::Width;
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
+use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;
-use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, TableGradients, TableIds};
 use persia_types::{Mode, Token};
 use tonic::Status;
@@ -38,7 +38,7 @@ impl Lookup {
         self.parts
             .iter()
             .zip(&self.ids)
-            .map(|(part, ids)| TableIds { table: part.table, ids, uses: None })
+            .map(|(part, ids)| TableIds { table: part.table, ids, per_sample: None })
             .collect()
     }
 

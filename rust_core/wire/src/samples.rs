@@ -4,8 +4,8 @@
 //! ([`Samples::save`]). It needs nothing for a push that came with the look-up.
 
 use futures_util::Stream;
+use persia_kernels::{Bags, Csr, SegmentSum, ShapeError};
 use persia_types::TablesError;
-use persia_types::kernels::{Bags, SegmentSum, Uses};
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_OCCURRENCES};
 use tonic::Status;
 
@@ -44,8 +44,8 @@ impl Samples {
     pub fn of_bags(bags: &Bags<'_>) -> Option<Self> {
         bags.offsets.map(|_| Self {
             samples: bags.samples(),
-            uses: bags.places.len(),
-            weights: bags.weights.is_some(),
+            uses: bags.indices.len(),
+            weights: bags.per_sample_weights.is_some(),
             factors: bags.divisors.is_some(),
             scale: 0.0,
         })
@@ -55,8 +55,8 @@ impl Samples {
     pub fn of_sum(sum: &SegmentSum<'_>) -> Self {
         Self {
             samples: sum.gradients.len().checked_div(sum.dim).unwrap_or(0),
-            uses: sum.uses.samples.len(),
-            weights: sum.weights.is_some(),
+            uses: sum.csr.indices.len(),
+            weights: sum.per_sample_weights.is_some(),
             factors: sum.factors.is_some(),
             scale: sum.scale,
         }
@@ -103,12 +103,12 @@ impl Samples {
 
 /// The words of a look-up's uses, in their order.
 pub(crate) fn bag_words<'a>(bags: &Bags<'a>) -> [&'a [u32]; 4] {
-    [bags.places, bags.offsets.unwrap_or(&[]), floats(bags.weights), floats(bags.divisors)]
+    [bags.indices, bags.offsets.unwrap_or(&[]), floats(bags.per_sample_weights), floats(bags.divisors)]
 }
 
 /// The words of a push's uses, in their order.
 pub(crate) fn sum_words<'a>(sum: &SegmentSum<'a>) -> [&'a [u32]; 4] {
-    [sum.uses.samples, sum.uses.starts, floats(sum.weights), floats(sum.factors)]
+    [sum.csr.indices, sum.csr.offsets, floats(sum.per_sample_weights), floats(sum.factors)]
 }
 
 fn floats(values: Option<&[f32]>) -> &[u32] {
@@ -144,26 +144,23 @@ impl SentUses {
     /// Of a look-up: what each sample adds up.
     pub fn bags(&self) -> Bags<'_> {
         let Lists { uses, starts, weights, factors } = self.lists();
-        Bags { places: uses, offsets: Some(starts), weights, divisors: factors }
+        Bags { indices: uses, offsets: Some(starts), per_sample_weights: weights, divisors: factors }
     }
 
     /// Of a push: the gradient of each id, from `gradients` of samples.
     pub fn sum<'a>(&'a self, gradients: &'a [f32], dim: usize) -> SegmentSum<'a> {
         let Lists { uses, starts, weights, factors } = self.lists();
-        let uses = Uses { starts, samples: uses };
-        SegmentSum { gradients, dim, uses, factors, weights, scale: self.head.scale }
+        let csr = Csr { offsets: starts, indices: uses };
+        SegmentSum { gradients, dim, csr, factors, per_sample_weights: weights, scale: self.head.scale }
     }
 
     fn check(&self, verb: Verb, part: &Part) -> Result<(), TablesError> {
         let checked = match verb {
             Verb::Lookup => self.bags().check(part.len()),
-            Verb::Push => self.sum(&[], part.format.dim).uses.check(part.len(), self.head.samples),
+            Verb::Push => self.sum(&[], part.format.dim).csr.check(part.len(), self.head.samples),
         };
-        checked.map_err(|error| match error {
-            TablesError::BadShape { what } => {
-                TablesError::BadShape { what: format!("table {}: {what}", part.table) }
-            }
-            other => other,
+        checked.map_err(|ShapeError(what)| TablesError::BadShape {
+            what: format!("table {}: {what}", part.table),
         })
     }
 }

@@ -1,5 +1,5 @@
+use persia_kernels::{Gradients, Pool};
 use persia_types::id::{Id, ShardedIds, hash_id};
-use persia_types::kernels::{self, Gradients, Pool};
 use persia_types::{Dtype, TablesError};
 use tonic::Code;
 
@@ -51,26 +51,36 @@ fn uses_come_back_as_they_were() {
         (None, Some(&divisors[..])),
         (Some(&weights[..]), Some(&divisors[..])),
     ] {
-        let bags = Bags { places: &places, offsets: Some(&offsets), weights, divisors };
+        let bags = Bags { indices: &places, offsets: Some(&offsets), per_sample_weights: weights, divisors };
         let chunks = sent(bag_words(&bags));
         assert!(chunks.iter().flatten().all(|chunk| chunk.data.len() <= CHUNK_BYTES));
         let part_of_bags = part(Samples::of_bags(&bags).unwrap(), &ids);
         let uses = receive(Verb::Lookup, &part_of_bags, chunks).unwrap().unwrap();
         let back = uses.bags();
-        assert_eq!((back.places, back.offsets), (bags.places, bags.offsets));
-        assert_eq!((back.weights, back.divisors), (bags.weights, bags.divisors));
+        assert_eq!((back.indices, back.offsets), (bags.indices, bags.offsets));
+        assert_eq!((back.per_sample_weights, back.divisors), (bags.per_sample_weights, bags.divisors));
 
         let starts: Vec<u32> = (0..=60_000).map(|id| id * 70_000 / 60_000).collect();
         let samples: Vec<u32> = (0..70_000).map(|sample| sample % 7_000).collect();
         let gradients = vec![0.5; 7_000 * 4];
-        let uses = Uses { starts: &starts, samples: &samples };
-        let sum = SegmentSum { gradients: &gradients, dim: 4, uses, factors: divisors, weights, scale: 0.3 };
+        let csr = Csr { offsets: &starts, indices: &samples };
+        let sum = SegmentSum {
+            gradients: &gradients,
+            dim: 4,
+            csr,
+            factors: divisors,
+            per_sample_weights: weights,
+            scale: 0.3,
+        };
         let part_of_sum = part(Samples::of_sum(&sum), &ids);
         let uses = receive(Verb::Push, &part_of_sum, sent(sum_words(&sum))).unwrap().unwrap();
         let back = uses.sum(&gradients, 4);
         back.check(60_000).unwrap();
-        assert_eq!((back.uses.starts, back.uses.samples), (&starts[..], &samples[..]));
-        assert_eq!((back.weights, back.factors, back.scale), (sum.weights, sum.factors, 0.3));
+        assert_eq!((back.csr.offsets, back.csr.indices), (&starts[..], &samples[..]));
+        assert_eq!(
+            (back.per_sample_weights, back.factors, back.scale),
+            (sum.per_sample_weights, sum.factors, 0.3)
+        );
     }
 }
 
@@ -98,14 +108,19 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
         assert!(!samples(0, 0).save(verb, 0, format(16, Dtype::F32)));
     }
     assert!(
-        Samples::of_bags(&Bags { places: PLACES, offsets: None, weights: None, divisors: None }).is_none()
+        Samples::of_bags(&Bags { indices: PLACES, offsets: None, per_sample_weights: None, divisors: None })
+            .is_none()
     );
 }
 
 #[test]
 fn uses_that_make_no_sense_are_refused_by_name() {
-    let good =
-        Bags { places: PLACES, offsets: Some(OFFSETS), weights: Some(WEIGHTS), divisors: Some(DIVISORS) };
+    let good = Bags {
+        indices: PLACES,
+        offsets: Some(OFFSETS),
+        per_sample_weights: Some(WEIGHTS),
+        divisors: Some(DIVISORS),
+    };
     let part = part(Samples::of_bags(&good).unwrap(), &ids(3));
     let said = |messages| {
         receive(Verb::Lookup, &part, messages).map(drop).map_err(|status| {
@@ -116,11 +131,11 @@ fn uses_that_make_no_sense_are_refused_by_name() {
     };
     said(sent(bag_words(&good))).unwrap();
     for (bags, named) in [
-        (Bags { places: &[2, 0, 3], ..good }, "table 6: a sample uses row 3 of 3"),
-        (Bags { places: &[2, 0, u32::MAX], ..good }, "row 4294967295 of 3"),
-        (Bags { offsets: Some(&[0, 3, 2, 3]), ..good }, "table 6: offsets of samples ascend"),
+        (Bags { indices: &[2, 0, 3], ..good }, "table 6: a sample uses row 3 of 3"),
+        (Bags { indices: &[2, 0, u32::MAX], ..good }, "row 4294967295 of 3"),
+        (Bags { offsets: Some(&[0, 3, 2, 3]), ..good }, "table 6: offsets of samples must ascend"),
         (Bags { offsets: Some(&[0, 2, 2, 2]), ..good }, "from 0 to 2"),
-        (Bags { weights: Some(&[1.0, f32::NAN, 1.0]), ..good }, "weight NaN of use 1"),
+        (Bags { per_sample_weights: Some(&[1.0, f32::NAN, 1.0]), ..good }, "weight NaN at index 1"),
         (Bags { divisors: Some(&[1.0, -1.0, 1.0]), ..good }, "divisor -1 of sample 1"),
     ] {
         let error = said(sent(bag_words(&bags))).unwrap_err();
@@ -129,9 +144,9 @@ fn uses_that_make_no_sense_are_refused_by_name() {
     let sum = |samples, starts| SegmentSum {
         gradients: &[0.0; 12],
         dim: 4,
-        uses: Uses { starts, samples },
+        csr: Csr { offsets: starts, indices: samples },
         factors: None,
-        weights: None,
+        per_sample_weights: None,
         scale: 1.0,
     };
     for (samples, starts, named) in [
@@ -148,8 +163,12 @@ fn uses_that_make_no_sense_are_refused_by_name() {
 
 #[test]
 fn uses_that_are_missing_damaged_or_out_of_place_are_refused() {
-    let bags =
-        Bags { places: PLACES, offsets: Some(OFFSETS), weights: Some(WEIGHTS), divisors: Some(DIVISORS) };
+    let bags = Bags {
+        indices: PLACES,
+        offsets: Some(OFFSETS),
+        per_sample_weights: Some(WEIGHTS),
+        divisors: Some(DIVISORS),
+    };
     let part = part(Samples::of_bags(&bags).unwrap(), &ids(3));
     let whole = sent(bag_words(&bags));
     let mut damaged = whole.clone();
@@ -201,12 +220,12 @@ fn no_words_do_harm() {
             match verb {
                 Verb::Lookup => {
                     let (rows, bags) = (&[1.0; 3 * 4], uses.bags());
-                    kernels::pool(&Pool { rows, dim: 4, bags }, &mut out[..head.samples * 4]);
+                    persia_kernels::pool(&Pool { rows, dim: 4, bags }, &mut out[..head.samples * 4]);
                     assert_eq!(pooled_chunks(0, part.format, rows, bags).count(), head.samples.min(1));
                 }
                 Verb::Push => {
                     let sum = uses.sum(&gradients, 4);
-                    kernels::segment_sum(&sum, 0, &mut out);
+                    persia_kernels::segment_sum(&sum, 0, &mut out);
                     let of_ids = part.clone().with_samples(None);
                     assert_eq!(gradient_chunks(0, &of_ids, Gradients::Samples(sum)).count(), 1);
                 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use persia_types::kernels::{Uses, copy};
+use persia_kernels::{Csr, copy};
 use persia_types::{Dtype, TablesError};
 
 use crate::chunk::{ChunkError, check_sum};
@@ -45,7 +45,7 @@ impl Covered {
 #[derive(Debug)]
 pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
-    uses: &'a [Option<Uses<'a>>],
+    uses: &'a [Option<Csr<'a>>],
     parts: Vec<(RowFormat, u64, Covered)>,
     /// Rows of a chunk that travelled as 16 bits.
     widened: Vec<f32>,
@@ -58,7 +58,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
     /// `BadShape` for a buffer of another length, another number of buffers than of parts, or uses that do not fit.
     pub fn new(
         parts: &[Part],
-        uses: &'a [Option<Uses<'a>>],
+        uses: &'a [Option<Csr<'a>>],
         rows: &'a mut [&'b mut [f32]],
     ) -> Result<Self, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
@@ -66,7 +66,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
             return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
         }
         for ((part, uses), rows) in parts.iter().zip(uses).zip(rows.iter()) {
-            let wanted = uses.map_or(part.vectors(), |uses| uses.samples.len());
+            let wanted = uses.map_or(part.vectors(), |uses| uses.indices.len());
             if rows.len() != wanted * part.format.dim {
                 return bad(format!(
                     "table {}: a buffer of {} floats, want {wanted} rows of dimension {}",

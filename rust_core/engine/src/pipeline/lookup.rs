@@ -6,9 +6,9 @@ use std::time::Duration;
 use persia_types::tables::Mode;
 
 use crate::batch::Batch;
-use crate::pipeline::Looked;
+use crate::pipeline::PooledBatch;
 use crate::pipeline::permits::Stage;
-use crate::pipeline::push::Ticket;
+use crate::pipeline::push::PushTicket;
 use crate::pipeline::shared::{Doing, Finish, Item, Shared, guarded};
 use crate::stats::{EngineStats, Stopwatch};
 use crate::step::forward::{Forward, forward};
@@ -133,9 +133,9 @@ fn hand_over(
         record(&mut state.stats, &batch, &plan, &before, &done);
         state.permits.advance(step, Stage::Ready);
     }
-    let ticket = trains.then(|| Ticket::new(Arc::clone(shared), step, Arc::clone(&batch), plan));
+    let ticket = trains.then(|| PushTicket::new(Arc::clone(shared), step, Arc::clone(&batch), plan));
     let Forward { outputs, on_device, report, .. } = done;
-    let looked = Looked { step, batch, outputs, on_device, report, ticket };
+    let looked = PooledBatch { step, batch, outputs, on_device, report, ticket };
     let Some(queue) = state.lines.get_mut(&line) else {
         drop(state);
         drop(looked); // unlocked, because its ticket gives the permit back
@@ -155,7 +155,7 @@ fn record(stats: &mut EngineStats, batch: &Batch, plan: &Plan, before: &Before, 
         let slot = &mut stats.slots[*slot];
         slot.occurrences += feature.inverse().len() as u64;
         slot.unique += feature.unique().len() as u64;
-        slot.cut += plan.cut(index) as u64;
+        slot.truncated += plan.truncated(index) as u64;
     }
     stats.deduplicate.add(batch.deduplication());
     stats.plan.add(before.plan);

@@ -18,7 +18,7 @@ use crate::device::OnDevice;
 use crate::engine::Inner;
 use crate::error::Error;
 use crate::pipeline::permits::Stage;
-use crate::pipeline::push::Ticket;
+use crate::pipeline::push::PushTicket;
 use crate::pipeline::shared::{Doing, Finish, Item, Line, Shared, State, deadline, join, spawn};
 use crate::step::forward::Output;
 
@@ -81,7 +81,7 @@ pub enum Fed {
 #[derive(Debug)]
 pub enum Next {
     /// The next batch, looked up.
-    Ready(Box<Looked>),
+    Ready(Box<PooledBatch>),
     /// The source has ended and every batch was handed out.
     End,
     /// The timeout passed first.
@@ -90,7 +90,7 @@ pub enum Next {
 
 /// A batch with its pooled rows.
 #[derive(Debug)]
-pub struct Looked {
+pub struct PooledBatch {
     /// The rank's step; for a batch that does not train, the step that would come next.
     pub step: u64,
     /// Shared with the ticket.
@@ -102,7 +102,7 @@ pub struct Looked {
     /// What the look-up found.
     pub report: LookupReport,
     /// The right to push gradients; `None` for a batch that does not train.
-    pub ticket: Option<Ticket>,
+    pub ticket: Option<PushTicket>,
 }
 
 /// One stream of batches: fed by one thread, taken by another, looked up in between by its own.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub(crate) enum Stage {
     /// In the look-up thread.
     LookingUp,
-    /// Looked up, waiting to be taken.
+    /// PooledBatch up, waiting to be taken.
     Ready,
     /// Taken; its ticket is neither pushed nor dropped.
     Taken,

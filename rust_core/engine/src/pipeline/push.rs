@@ -45,20 +45,20 @@ impl Default for PushOptions {
 /// Where ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)) a ticket dropped unused
 /// pushes nothing by that name, because the ranks behind this one wait for it; the permit then returns with the
 /// acknowledgement.
-pub struct Ticket {
+pub struct PushTicket {
     shared: Arc<Shared>,
     step: u64,
     /// Taken by `push`.
     work: Option<(Arc<Batch>, Plan)>,
 }
 
-impl fmt::Debug for Ticket {
+impl fmt::Debug for PushTicket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ticket").field("step", &self.step).finish_non_exhaustive()
+        f.debug_struct("PushTicket").field("step", &self.step).finish_non_exhaustive()
     }
 }
 
-impl Ticket {
+impl PushTicket {
     pub(crate) fn new(shared: Arc<Shared>, step: u64, batch: Arc<Batch>, plan: Plan) -> Self {
         Self { shared, step, work: Some((batch, plan)) }
     }
@@ -147,7 +147,7 @@ fn check_options(options: PushOptions) -> Result<(), Error> {
     Ok(())
 }
 
-impl Drop for Ticket {
+impl Drop for PushTicket {
     fn drop(&mut self) {
         let Some((batch, plan)) = self.work.take() else { return };
         if !self.shared.options.takes_turns() {

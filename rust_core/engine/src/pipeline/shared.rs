@@ -21,7 +21,7 @@ use crate::engine::EngineOptions;
 use crate::error::Error;
 use crate::pipeline::permits::{Permits, Stage};
 use crate::pipeline::push::PushJob;
-use crate::pipeline::{Looked, Wait};
+use crate::pipeline::{PooledBatch, Wait};
 use crate::stats::EngineStats;
 use crate::step::buffer::BufferPool;
 
@@ -78,7 +78,7 @@ pub(crate) struct State {
 #[derive(Default)]
 pub(crate) struct Line {
     pub(crate) fed: VecDeque<Item>,
-    pub(crate) ready: VecDeque<Looked>,
+    pub(crate) ready: VecDeque<PooledBatch>,
     /// What `next` says once `ready` is empty.
     pub(crate) finish: Option<Finish>,
     /// No more is accepted.

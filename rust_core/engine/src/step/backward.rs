@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use persia_types::kernels::{self, Gradients, SegmentSum, Uses};
+use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::tables::{PushReport, PushRequest, TableGradients, TablesError};
 use persia_types::token::Token;
 
@@ -89,12 +89,12 @@ pub(super) fn push_all(
     Ok(report)
 }
 
-/// The gradients of one feature that has some, and who uses which id.
+/// The gradients of one feature that has some, and the samples of each id.
 struct Source<'a> {
     gradients: &'a [f32],
     dim: usize,
-    uses: Uses<'a>,
-    /// Per use what its gradient is multiplied by.
+    csr: Csr<'a>,
+    /// Per index of `csr` what its gradient is multiplied by; `None` is 1.
     weights: Option<&'a [f32]>,
     /// Per sample what its gradient is multiplied by; `None` is 1.
     factors: Option<Buffer>,
@@ -111,21 +111,21 @@ impl<'a> Source<'a> {
         let gradients = gradients[feature].as_ref()?.as_ref().as_ref();
         let slot = &context.schema.slots[plan.slots()[feature]];
         let feature = plan.feature(batch, feature);
-        let factors = kernels::divisors(slot, feature.offsets())
+        let factors = slot
+            .divisors(feature.offsets())
             .map(|divisors| context.buffers.collect(divisors.map(|divisor| 1.0 / divisor)));
         let dim = context.schema.tables[slot.table].dim;
-        Some(Self { gradients, dim, uses: feature.uses(), weights: feature.grouped_weights(), factors })
+        Some(Self { gradients, dim, csr: feature.csr(), weights: feature.csr_weights(), factors })
     }
 
     fn sum(&self, scale: f32) -> SegmentSum<'_> {
-        let Self { gradients, dim, uses, weights, factors } = self;
-        let (uses, weights) = (*uses, *weights);
+        let Self { gradients, dim, csr, weights, factors } = self;
         SegmentSum {
             gradients,
             dim: *dim,
-            uses,
+            csr: *csr,
             factors: factors.as_ref().map(AsRef::as_ref),
-            weights,
+            per_sample_weights: *weights,
             scale,
         }
     }
@@ -148,9 +148,9 @@ fn sum_shared(
     rows.as_mut().fill(0.0);
     for member in &table.members {
         if let (Some(source), Some(map)) = (&sources[member.feature], &member.map) {
-            kernels::segment_sum_onto(&source.sum(1.0), map, rows.as_mut());
+            persia_kernels::segment_sum_onto(&source.sum(1.0), map, rows.as_mut());
         }
     }
-    kernels::scale(rows.as_mut(), scale);
+    persia_kernels::scale(rows.as_mut(), scale);
     Some(rows)
 }

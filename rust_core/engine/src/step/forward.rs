@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use persia_types::kernels::{self, Bags, Pool};
-use persia_types::tables::{LookupReport, LookupRequest, Mode, SampleUses, TableIds, TablesError};
+use persia_kernels::{Bags, Pool};
+use persia_types::tables::{LookupReport, LookupRequest, Mode, PerSample, TableIds, TablesError};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
@@ -35,7 +35,7 @@ pub struct Raw {
     /// `[batch, places]`: whether an id is there. Rows of the other places are zeros. Empty where a device has it.
     pub mask: Vec<bool>,
     /// Ids left out, because their samples have more of them than places.
-    pub cut: usize,
+    pub truncated: usize,
 }
 
 impl Output {
@@ -110,8 +110,7 @@ pub(crate) fn forward(
 /// Per feature what the sums of its samples are divided by.
 pub(super) fn divisors(context: &Context, batch: &Batch, plan: &Plan) -> Vec<Option<Buffer>> {
     let divisors = |(feature, slot): (usize, &usize)| {
-        let divisors =
-            kernels::divisors(&context.schema.slots[*slot], plan.feature(batch, feature).offsets());
+        let divisors = context.schema.slots[*slot].divisors(plan.feature(batch, feature).offsets());
         divisors.map(|divisors| context.buffers.collect(divisors))
     };
     plan.slots().iter().enumerate().map(divisors).collect()
@@ -133,7 +132,7 @@ fn on_cpu(
         .map(|table| TableIds {
             table: table.table,
             ids: table.ids(plan, batch),
-            uses: uses(context, batch, plan, table, divisors),
+            per_sample: per_sample(context, batch, plan, table, divisors),
         })
         .collect();
     let mut rows: Vec<Buffer> =
@@ -147,7 +146,7 @@ fn on_cpu(
     for ((table, ids), rows) in plan.tables().iter().zip(&tables).zip(rows) {
         let dim = dim(table.table);
         let slot = |member: &Member| plan.slots()[member.feature];
-        if ids.uses.is_some() {
+        if ids.per_sample.is_some() {
             let member = &table.members[0];
             outputs[member.feature] = Some(Output { slot: slot(member), dim, buffer: rows, raw: None });
             continue;
@@ -170,34 +169,39 @@ fn on_cpu(
 /// What a raw feature has beside its rows.
 fn raw(context: &Context, plan: &Plan, feature: usize, mask: impl FnOnce() -> Vec<bool>) -> Option<Raw> {
     let places = context.schema.slots[plan.slots()[feature]].sample_fixed_size?;
-    Some(Raw { places: places as usize, mask: mask(), cut: plan.cut(feature) })
+    Some(Raw { places: places as usize, mask: mask(), truncated: plan.truncated(feature) })
 }
 
 /// How samples use the ids of a table that serves one feature, where they are better off without rows of ids. A raw feature
 /// is not: its samples are places of others, and go with a mask.
-pub(super) fn uses<'a>(
+pub(super) fn per_sample<'a>(
     context: &Context,
     batch: &'a Batch,
     plan: &'a Plan,
     table: &TablePlan,
     divisors: &'a [Option<Buffer>],
-) -> Option<SampleUses<'a>> {
+) -> Option<PerSample<'a>> {
     let [Member { feature: index, map: None }] = table.members[..] else { return None };
     if context.schema.slots[plan.slots()[index]].sample_fixed_size.is_some() {
         return None;
     }
     let feature = plan.feature(batch, index);
-    if feature.offsets().is_none() && feature.weights().is_none() {
-        return Some(SampleUses::Each(feature.uses()));
+    if feature.offsets().is_none() && feature.per_sample_weights().is_none() {
+        return Some(PerSample::Gathered(feature.csr()));
     }
     let bags = bags(feature, divisors[index].as_ref().map(AsRef::as_ref));
     let (dim, ids) = (context.schema.tables[table.table].dim, feature.unique().len());
-    context.tables.pools(dim, ids, &bags).then_some(SampleUses::Pooled(bags))
+    context.tables.pools(dim, ids, &bags).then_some(PerSample::Pooled(bags))
 }
 
 /// What each sample of a feature adds up, of the feature's own unique ids.
 pub(super) fn bags<'a>(feature: &'a IdFeature, divisors: Option<&'a [f32]>) -> Bags<'a> {
-    Bags { places: feature.inverse(), offsets: feature.offsets(), weights: feature.weights(), divisors }
+    Bags {
+        indices: feature.inverse(),
+        offsets: feature.offsets(),
+        per_sample_weights: feature.per_sample_weights(),
+        divisors,
+    }
 }
 
 fn pool_member(
@@ -209,11 +213,11 @@ fn pool_member(
     out: &mut [f32],
 ) {
     let composed = member.map.as_ref().map(|map| {
-        let mut places = buffers.take(bags.places.len());
-        let words: &mut [u32] = bytemuck::cast_slice_mut(places.as_mut());
-        words.iter_mut().zip(bags.places).for_each(|(place, unique)| *place = map[*unique as usize]);
-        places
+        let mut indices = buffers.take(bags.indices.len());
+        let words: &mut [u32] = bytemuck::cast_slice_mut(indices.as_mut());
+        words.iter_mut().zip(bags.indices).for_each(|(index, unique)| *index = map[*unique as usize]);
+        indices
     });
-    let places = composed.as_ref().map_or(bags.places, |places| bytemuck::cast_slice(places.as_ref()));
-    kernels::pool(&Pool { rows, dim, bags: Bags { places, ..bags } }, out);
+    let indices = composed.as_ref().map_or(bags.indices, |indices| bytemuck::cast_slice(indices.as_ref()));
+    persia_kernels::pool(&Pool { rows, dim, bags: Bags { indices, ..bags } }, out);
 }

@@ -1,8 +1,8 @@
 //! Forward and backward where a device pools and sums. Rows still come from the tables, straight into the device's staging
 //! memory, and gradients go back to them.
 
-use persia_types::kernels::{Gradients, SegmentSum};
-use persia_types::tables::{LookupRequest, Mode, SampleUses, TableGradients, TableIds};
+use persia_kernels::{Gradients, SegmentSum};
+use persia_types::tables::{LookupRequest, Mode, PerSample, TableGradients, TableIds};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
@@ -12,7 +12,7 @@ use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
 use crate::step::backward::{Backward, push_all};
 use crate::step::buffer::Buffer;
-use crate::step::forward::{Forward, Output, bags, divisors, uses};
+use crate::step::forward::{Forward, Output, bags, divisors, per_sample};
 use crate::step::plan::{Plan, TablePlan};
 
 /// Look the batch up, and start to pool it on the device.
@@ -33,7 +33,7 @@ pub(super) fn forward(
         .map(|table| TableIds {
             table: table.table,
             ids: table.ids(plan, batch),
-            uses: pooled_by_holder(context, batch, plan, table, divisors),
+            per_sample: pooled_by_holder(context, batch, plan, table, divisors),
         })
         .collect();
     let work = work(context, (batch, plan), &tables, divisors, mode);
@@ -54,8 +54,8 @@ fn pooled_by_holder<'a>(
     plan: &'a Plan,
     table: &TablePlan,
     divisors: &'a [Option<Buffer>],
-) -> Option<SampleUses<'a>> {
-    uses(context, batch, plan, table, divisors).filter(|uses| matches!(uses, SampleUses::Pooled(_)))
+) -> Option<PerSample<'a>> {
+    per_sample(context, batch, plan, table, divisors).filter(|wanted| matches!(wanted, PerSample::Pooled(_)))
 }
 
 fn work<'a>(
@@ -73,10 +73,10 @@ fn work<'a>(
             features[member.feature] = Some(DeviceFeature {
                 table: index,
                 samples: feature.samples(),
-                bags: ids.uses.is_none().then_some(own),
+                bags: ids.per_sample.is_none().then_some(own),
                 map: member.map.as_deref(),
-                uses: (mode == Mode::Train).then(|| feature.uses()),
-                use_weights: feature.grouped_weights(),
+                csr: (mode == Mode::Train).then(|| feature.csr()),
+                csr_weights: feature.csr_weights(),
                 raw: context.schema.slots[plan.slots()[member.feature]].sample_fixed_size.is_some(),
             });
         }
@@ -125,9 +125,9 @@ pub(super) fn push(
                 Some(_) => Gradients::Samples(SegmentSum {
                     gradients: vectors,
                     dim: context.schema.tables[table.table].dim,
-                    uses: feature.uses(),
+                    csr: feature.csr(),
                     factors: factors[member].as_ref().map(AsRef::as_ref),
-                    weights: feature.grouped_weights(),
+                    per_sample_weights: feature.csr_weights(),
                     scale: 1.0,
                 }),
             };

@@ -69,8 +69,8 @@ impl Plan {
     }
 
     /// How many ids of a feature were left out, because their samples have more than a raw feature has places.
-    pub(crate) fn cut(&self, feature: usize) -> usize {
-        self.expanded[feature].as_ref().map_or(0, |expanded| expanded.cut)
+    pub(crate) fn truncated(&self, feature: usize) -> usize {
+        self.expanded[feature].as_ref().map_or(0, |expanded| expanded.truncated)
     }
 
     pub(crate) fn tables(&self) -> &[TablePlan] {

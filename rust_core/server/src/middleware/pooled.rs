@@ -3,8 +3,8 @@
 
 use std::sync::Arc;
 
+use persia_kernels::Gradients;
 use persia_types::ShardedIds;
-use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_KEPT_BYTES;
 use persia_wire::chunk::{ChunkError, gradient_chunks, pooled_chunks};
 use persia_wire::error::to_status;

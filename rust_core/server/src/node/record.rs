@@ -15,7 +15,7 @@
 
 use std::io::{self, Read};
 
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, Run};
 use persia_types::{Id, JobId, ShardedIds, Token};
 
@@ -290,7 +290,7 @@ mod tests {
     #[test]
     fn records_are_read_as_they_were_written() {
         let ids = ShardedIds::group(&[1, 2, 3, u64::MAX]).unwrap();
-        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+        let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
         let lookup = LookupRequest { token: TOKEN, step: 4, mode: Mode::Train, tables: &tables };
         let expected = Entry::Lookup { token: TOKEN, step: 4, tables: vec![(0, ids.clone())] };
         for (record, expected) in

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients, TableIds};
 use persia_types::{Mode, ShardedIds, Tables, TablesError};
 
@@ -76,8 +76,10 @@ impl Node {
                 };
                 let mut rows: Vec<Vec<f32>> = tables.iter().map(|part| vec![0.0; floats(part)]).collect();
                 let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-                let tables: Vec<TableIds<'_>> =
-                    tables.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
+                let tables: Vec<TableIds<'_>> = tables
+                    .iter()
+                    .map(|(table, ids)| TableIds { table: *table, ids, per_sample: None })
+                    .collect();
                 let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
                 self.store.lookup_at_once(&request, &mut rows)?;
                 self.order.pass(token, Phase::Lookup);

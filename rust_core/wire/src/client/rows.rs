@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::time::Duration;
 
+use persia_kernels::{Bags, Gradients};
 use persia_types::id::server_shards;
-use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
-    LookupReport, LookupRequest, PushReport, PushRequest, SampleUses, TableGradients, TableIds,
+    LookupReport, LookupRequest, PerSample, PushReport, PushRequest, TableGradients, TableIds,
 };
 use persia_types::{Dtype, TablesError};
 use tokio::sync::mpsc;
@@ -89,7 +89,7 @@ impl Inner {
         let dtype = self.options.wire_dtype;
         let format = RowFormat { dim: dim_of(table.table, floats, table.vectors())?, dtype };
         let part = Part::new(table.table, format, table.ids);
-        let Some(SampleUses::Pooled(bags)) = &table.uses else { return Ok(part) };
+        let Some(PerSample::Pooled(bags)) = &table.per_sample else { return Ok(part) };
         bags.check(table.ids.len())?;
         let samples = Samples::of_bags(bags).filter(|_| self.options.service == Service::Middleware);
         if samples.is_none() || table.ids.is_empty() {
@@ -162,8 +162,8 @@ impl Inner {
             parts: parts.iter().map(Part::to_proto).collect(),
         };
         let tables = || request.tables.iter().zip(0..);
-        let bags = tables().filter_map(|(table, index)| match &table.uses {
-            Some(SampleUses::Pooled(bags)) => Some(word_chunks(index, bag_words(bags))),
+        let bags = tables().filter_map(|(table, index)| match &table.per_sample {
+            Some(PerSample::Pooled(bags)) => Some(word_chunks(index, bag_words(bags))),
             _ => None,
         });
         let ids = tables().flat_map(|(table, index)| id_chunks(index, table.ids.ids()));
@@ -171,7 +171,7 @@ impl Inner {
             .chain(bags.flatten().map(Message::Uses))
             .chain(ids.map(Message::Ids))
             .map(|message| proto::LookupRequest { part: Some(message) });
-        let uses: Vec<_> = request.tables.iter().map(TableIds::each).collect();
+        let uses: Vec<_> = request.tables.iter().map(TableIds::gathered).collect();
         let mut scatter = Scatter::new(parts, &uses, rows).map_err(Trouble::Final)?;
         let (sender, receiver) = mpsc::channel(AHEAD);
         let talk = async {

@@ -181,13 +181,13 @@ fn a_token_that_is_missing_or_wrong_is_refused_at_once() {
 
 #[test]
 fn buffers_that_do_not_fit_are_refused_before_anything_is_sent() {
+    use persia_kernels::Gradients;
     use persia_types::Tables;
-    use persia_types::kernels::Gradients;
     use persia_types::tables::{LookupRequest, Mode, PushRequest, TableGradients, TableIds};
     let running = start(&[]);
     let client = running.client();
     let ids = ids(4);
-    let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+    let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
     let request = LookupRequest { token: crate::mock::token(1), step: 1, mode: Mode::Eval, tables: &tables };
     for buffers in [&mut [][..], &mut [&mut [0.0; 7][..]], &mut [&mut [][..]]] {
         let error = client.lookup(&request, buffers).unwrap_err();

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use parking_lot::Mutex;
+use persia_kernels::Gradients;
 use persia_types::id::{ShardedIds, server_shards, shard_of};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Stats, TableGradients, TableIds,
 };
@@ -141,7 +141,7 @@ pub(crate) fn ids(count: u64) -> ShardedIds {
 pub(crate) fn lookup(client: &WireTables, ids: &ShardedIds) -> Result<LookupReport, TablesError> {
     use persia_types::Tables;
     let mut rows = vec![f32::NAN; ids.len() * DIM];
-    let tables = [TableIds { table: 7, ids, uses: None }];
+    let tables = [TableIds { table: 7, ids, per_sample: None }];
     let request = LookupRequest { token: token(1), step: 1, mode: Mode::Train, tables: &tables };
     let report = client.lookup(&request, &mut [&mut rows])?;
     for (id, row) in ids.ids().iter().zip(rows.chunks(DIM)) {

@@ -1,61 +1,60 @@
-//! Sums of gradients per unique id, whole or one id at a time.
+//! Sums of gradients per unique id, of all ids or one at a time.
 
 use std::borrow::Cow;
 use std::ops::Range;
 
-use super::{Sum, fetch_ahead};
+use crate::pool::{Sum, fetch_ahead};
 use crate::simd::{Lanes, Level, Work};
-use crate::tables::TablesError;
+use crate::{ShapeError, bad_shape};
 
-/// Which samples use each unique id.
+/// The samples of each unique id, as a compressed sparse matrix of ids and samples.
 #[derive(Debug, Clone, Copy)]
-pub struct Uses<'a> {
-    /// Per unique id where its samples start (`unique + 1`).
-    pub starts: &'a [u32],
+pub struct Csr<'a> {
+    /// Per unique id the start of its samples in `indices` (`unique + 1` offsets).
+    pub offsets: &'a [u32],
     /// Samples, unique id after unique id, each in batch order.
-    pub samples: &'a [u32],
+    pub indices: &'a [u32],
 }
 
-impl<'a> Uses<'a> {
+impl<'a> Csr<'a> {
     /// Check that there is a list for each of `ids` unique ids, and that all samples are below `samples`.
     ///
     /// # Errors
-    /// `BadShape` with what is wrong.
-    pub fn check(&self, ids: usize, samples: usize) -> Result<(), TablesError> {
-        let bad = |what: String| Err(TablesError::BadShape { what });
-        if self.starts.len() != ids + 1 {
-            return bad(format!("{} starts of samples for {ids} ids, want one more", self.starts.len()));
+    /// [`ShapeError`] with what is wrong.
+    pub fn check(&self, ids: usize, samples: usize) -> Result<(), ShapeError> {
+        if self.offsets.len() != ids + 1 {
+            return bad_shape(format!("{} offsets for {ids} ids, want one more", self.offsets.len()));
         }
-        let ends = (self.starts[0], self.starts[ids] as usize);
-        if ends != (0, self.samples.len()) || self.starts.windows(2).any(|bounds| bounds[0] > bounds[1]) {
-            return bad(format!(
-                "starts of samples ascend from 0 to {}, these go from {} to {}",
-                self.samples.len(),
+        let ends = (self.offsets[0], self.offsets[ids] as usize);
+        if ends != (0, self.indices.len()) || self.offsets.windows(2).any(|bounds| bounds[0] > bounds[1]) {
+            return bad_shape(format!(
+                "offsets of ids must ascend from 0 to {}, these go from {} to {}",
+                self.indices.len(),
                 ends.0,
                 ends.1
             ));
         }
-        match self.samples.iter().max() {
-            Some(last) if *last as usize >= samples => bad(format!("sample {last} of {samples}")),
+        match self.indices.iter().max() {
+            Some(last) if *last as usize >= samples => bad_shape(format!("sample {last} of {samples}")),
             _ => Ok(()),
         }
     }
 
-    /// Positions in [`Self::samples`] of those that use id number `unique`.
+    /// Positions in [`Self::indices`] of those that use id number `unique`.
     #[inline(always)]
     pub fn range(&self, unique: usize) -> Range<usize> {
-        self.starts[unique] as usize..self.starts[unique + 1] as usize
+        self.offsets[unique] as usize..self.offsets[unique + 1] as usize
     }
 
     /// Those that use id number `unique`.
     #[inline(always)]
     pub fn of(&self, unique: usize) -> &'a [u32] {
-        &self.samples[self.range(unique)]
+        &self.indices[self.range(unique)]
     }
 }
 
 /// The gradient of each unique id as the sum over the samples that use it:
-/// `scale * sum of gradients[sample] * (factors[sample] * weights[use])`, added in batch order, from 0 on, and scaled last.
+/// `scale * sum of gradients[sample] * (factors[sample] * weight)`, added in batch order, from 0 on, and scaled last.
 #[derive(Debug, Clone, Copy)]
 pub struct SegmentSum<'a> {
     /// `[samples, dim]`.
@@ -63,11 +62,11 @@ pub struct SegmentSum<'a> {
     /// Floats in a row.
     pub dim: usize,
     /// What to add.
-    pub uses: Uses<'a>,
+    pub csr: Csr<'a>,
     /// Per sample what its gradient is multiplied by; `None` is 1.
     pub factors: Option<&'a [f32]>,
-    /// Per use, in the order of `uses.samples`, what it is multiplied by besides; `None` is 1.
-    pub weights: Option<&'a [f32]>,
+    /// Per index of `csr` what its gradient is multiplied by as well; `None` is 1.
+    pub per_sample_weights: Option<&'a [f32]>,
     /// What a sum is multiplied by.
     pub scale: f32,
 }
@@ -76,23 +75,23 @@ impl SegmentSum<'_> {
     /// Check all lengths for `ids` unique ids.
     ///
     /// # Errors
-    /// `BadShape` with what is wrong.
-    pub fn check(&self, ids: usize) -> Result<(), TablesError> {
+    /// [`ShapeError`] with what is wrong.
+    pub fn check(&self, ids: usize) -> Result<(), ShapeError> {
         let (floats, dim) = (self.gradients.len(), self.dim);
         if dim == 0 || !floats.is_multiple_of(dim) {
             let what = format!("{floats} floats of gradients are not whole rows of {dim}");
-            return Err(TablesError::BadShape { what });
+            return bad_shape(what);
         }
         let samples = floats / dim;
         if self.factors.is_some_and(|factors| factors.len() != samples) {
             let what = format!("gradients of {samples} samples have another number of factors");
-            return Err(TablesError::BadShape { what });
+            return bad_shape(what);
         }
-        if self.weights.is_some_and(|weights| weights.len() != self.uses.samples.len()) {
-            let what = format!("{} uses of samples have another number of weights", self.uses.samples.len());
-            return Err(TablesError::BadShape { what });
+        if self.per_sample_weights.is_some_and(|weights| weights.len() != self.csr.indices.len()) {
+            let what = format!("{} indices have another number of weights", self.csr.indices.len());
+            return bad_shape(what);
         }
-        self.uses.check(ids, samples)
+        self.csr.check(ids, samples)
     }
 
     /// Write the sum of id number `unique` to `out`, of `dim` floats.
@@ -105,26 +104,26 @@ impl SegmentSum<'_> {
     /// sample once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
-        for occurrence in self.uses.range(unique) {
-            fetch_ahead(self.gradients, self.dim, self.uses.samples, occurrence);
+        for at in self.csr.range(unique) {
+            fetch_ahead(self.gradients, self.dim, self.csr.indices, at);
         }
     }
 
     /// `out = ((onto ? out : 0) + sum) * scale`.
     #[inline(always)]
     fn sum(&self, unique: usize, onto: bool, scale: f32, out: &mut [f32]) {
-        let samples = self.uses.of(unique);
+        let samples = self.csr.of(unique);
         let row = |sample: u32| sample as usize * self.dim;
         let sum = Sum { rows: self.gradients, dim: self.dim, onto, scale };
-        match (self.factors, self.weights) {
+        match (self.factors, self.per_sample_weights) {
             (None, None) => sum.write(samples.iter().map(|sample| (row(*sample), 1.0)), out),
             (Some(factors), None) => {
                 sum.write(samples.iter().map(|sample| (row(*sample), factors[*sample as usize])), out);
             }
             (factors, Some(weights)) => {
-                let uses = samples.iter().zip(&weights[self.uses.range(unique)]);
+                let weighted = samples.iter().zip(&weights[self.csr.range(unique)]);
                 let factor = |sample: u32| factors.map_or(1.0, |factors| factors[sample as usize]);
-                sum.write(uses.map(|(sample, weight)| (row(*sample), factor(*sample) * weight)), out);
+                sum.write(weighted.map(|(sample, weight)| (row(*sample), factor(*sample) * weight)), out);
             }
         }
     }
@@ -143,16 +142,15 @@ impl<'a> Gradients<'a> {
     /// Check all lengths for `ids` unique ids of `dim` floats.
     ///
     /// # Errors
-    /// `BadShape` with what is wrong.
-    pub fn check(&self, ids: usize, dim: usize) -> Result<(), TablesError> {
-        let bad = |what: String| Err(TablesError::BadShape { what });
+    /// [`ShapeError`] with what is wrong.
+    pub fn check(&self, ids: usize, dim: usize) -> Result<(), ShapeError> {
         match self {
             Self::Rows(rows) if ids.checked_mul(dim) != Some(rows.len()) => {
-                bad(format!("{} floats of gradient for {ids} ids of dim {dim}", rows.len()))
+                bad_shape(format!("{} floats of gradient for {ids} ids of dim {dim}", rows.len()))
             }
             Self::Rows(_) => Ok(()),
             Self::Samples(sum) if sum.dim != dim => {
-                bad(format!("gradients of dim {} for ids of dim {dim}", sum.dim))
+                bad_shape(format!("gradients of dim {} for ids of dim {dim}", sum.dim))
             }
             Self::Samples(sum) => sum.check(ids),
         }
@@ -181,10 +179,10 @@ pub fn segment_sum_onto(input: &SegmentSum<'_>, map: &[u32], out: &mut [f32]) {
     Level::detect().run(SegmentSumOntoWork { input, map, out });
 }
 
-pub(super) struct SegmentSumWork<'a> {
-    pub(super) input: &'a SegmentSum<'a>,
-    pub(super) first: usize,
-    pub(super) out: &'a mut [f32],
+pub(crate) struct SegmentSumWork<'a> {
+    pub(crate) input: &'a SegmentSum<'a>,
+    pub(crate) first: usize,
+    pub(crate) out: &'a mut [f32],
 }
 
 impl Work for SegmentSumWork<'_> {
@@ -224,23 +222,30 @@ mod tests {
 
     #[test]
     fn lists_that_do_not_fit_are_refused() {
-        let refused = |starts: &[u32], samples: &[u32]| {
-            Uses { starts, samples }.check(2, 3).err().map(|error| error.to_string()).unwrap_or_default()
+        let refused = |offsets: &[u32], indices: &[u32]| {
+            Csr { offsets, indices }.check(2, 3).err().map(|error| error.to_string()).unwrap_or_default()
         };
         assert_eq!(refused(&[0, 1, 3], &[2, 0, 1]), "");
-        assert!(refused(&[0, 3], &[2, 0, 1]).contains("2 starts of samples for 2 ids"));
+        assert!(refused(&[0, 3], &[2, 0, 1]).contains("2 offsets for 2 ids"));
         assert!(refused(&[0, 1, 2], &[2, 0, 1]).contains("from 0 to 2"));
         assert!(refused(&[1, 1, 3], &[2, 0, 1]).contains("from 1 to 3"));
         assert!(refused(&[0, 4, 3], &[2, 0, 1]).contains("ascend"));
         assert!(refused(&[0, 1, 3], &[2, 0, 3]).contains("sample 3 of 3"));
-        let uses = Uses { starts: &[0, 1, 3], samples: &[2, 0, 1] };
-        let sum = SegmentSum { gradients: &[0.0; 6], dim: 2, uses, factors: None, weights: None, scale: 1.0 };
+        let csr = Csr { offsets: &[0, 1, 3], indices: &[2, 0, 1] };
+        let sum = SegmentSum {
+            gradients: &[0.0; 6],
+            dim: 2,
+            csr,
+            factors: None,
+            per_sample_weights: None,
+            scale: 1.0,
+        };
         assert!(sum.check(2).is_ok());
         for bad in [
             SegmentSum { dim: 4, ..sum },
             SegmentSum { dim: 0, ..sum },
             SegmentSum { factors: Some(&[1.0; 2]), ..sum },
-            SegmentSum { weights: Some(&[1.0; 2]), ..sum },
+            SegmentSum { per_sample_weights: Some(&[1.0; 2]), ..sum },
             SegmentSum { gradients: &[0.0; 4], ..sum },
         ] {
             assert!(bad.check(2).is_err(), "{bad:?}");

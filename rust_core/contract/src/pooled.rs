@@ -1,14 +1,14 @@
 //! Samples of many ids: pooled by whoever holds the rows, where they say they do, with the bits of rows pooled here.
 
+use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
-use persia_types::kernels::{self, Bags, Gradients, Pool, SegmentSum, Uses};
 use persia_types::schema::Initializer;
 use persia_types::tables::{
-    LookupReport, LookupRequest, Mode, PushRequest, Run, SampleUses, TableGradients, TableIds, TablesError,
+    LookupReport, LookupRequest, Mode, PerSample, PushRequest, Run, TableGradients, TableIds, TablesError,
 };
 
-use super::fixture::{Fixture, begun, begun_with, run, token};
-use super::{Case, Make};
+use crate::fixture::{Fixture, begun, begun_with, run, token};
+use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("samples of many ids get the bits of pooled rows", pooled_equals_rows),
@@ -24,12 +24,12 @@ const SAMPLES: usize = 60;
 /// Samples of 0 to 22 ids, as the engine describes them both ways.
 struct Many {
     ids: ShardedIds,
-    places: Vec<u32>,
+    indices: Vec<u32>,
     offsets: Vec<u32>,
     /// Per id its samples.
     starts: Vec<u32>,
     samples: Vec<u32>,
-    /// Per use, in the order of `places`, and in that of `samples`.
+    /// Per index, in the order of `indices`, and in that of `samples`.
     weights: Vec<f32>,
     grouped: Vec<f32>,
     divisors: Vec<f32>,
@@ -53,8 +53,8 @@ impl Many {
         unique.dedup();
         let ids = ShardedIds::group(&unique).unwrap();
         let place = |id: &Id| ids.ids().iter().position(|other| other == id).unwrap() as u32;
-        let places: Vec<u32> = lists.iter().flatten().map(place).collect();
-        let weights: Vec<f32> = (0..places.len() as u64).map(number).collect();
+        let indices: Vec<u32> = lists.iter().flatten().map(place).collect();
+        let weights: Vec<f32> = (0..indices.len() as u64).map(number).collect();
         let mut offsets = vec![0];
         let mut of_use = Vec::new();
         for (sample, list) in (0..).zip(&lists) {
@@ -63,7 +63,7 @@ impl Many {
         }
         let (mut starts, mut samples, mut grouped) = (vec![0], Vec::new(), Vec::new());
         for unique in 0..ids.len() as u32 {
-            for use_ in (0..places.len()).filter(|use_| places[*use_] == unique) {
+            for use_ in (0..indices.len()).filter(|use_| indices[*use_] == unique) {
                 samples.push(of_use[use_]);
                 grouped.push(weights[use_]);
             }
@@ -71,20 +71,20 @@ impl Many {
         }
         let divisors: Vec<f32> = lists.iter().map(|list| list.len().max(1) as f32).collect();
         let factors = divisors.iter().map(|divisor| 1.0 / divisor).collect();
-        Self { ids, places, offsets, starts, samples, weights, grouped, divisors, factors }
+        Self { ids, indices, offsets, starts, samples, weights, grouped, divisors, factors }
     }
 
     fn bags(&self, weighted: bool, divided: bool) -> Bags<'_> {
         let (weights, divisors) =
             (weighted.then_some(&self.weights[..]), divided.then_some(&self.divisors[..]));
-        Bags { places: &self.places, offsets: Some(&self.offsets), weights, divisors }
+        Bags { indices: &self.indices, offsets: Some(&self.offsets), per_sample_weights: weights, divisors }
     }
 
     fn sum<'a>(&'a self, gradients: &'a [f32], weighted: bool, divided: bool, scale: f32) -> SegmentSum<'a> {
-        let uses = Uses { starts: &self.starts, samples: &self.samples };
+        let csr = Csr { offsets: &self.starts, indices: &self.samples };
         let (weights, factors) =
             (weighted.then_some(&self.grouped[..]), divided.then_some(&self.factors[..]));
-        SegmentSum { gradients, dim: DIM, uses, factors, weights, scale }
+        SegmentSum { gradients, dim: DIM, csr, factors, per_sample_weights: weights, scale }
     }
 
     fn try_lookup(
@@ -95,7 +95,7 @@ impl Many {
         bags: Bags<'_>,
     ) -> Result<(LookupReport, Vec<f32>), TablesError> {
         let mut out = vec![f32::NAN; SAMPLES * DIM];
-        let tables = [TableIds { table: TABLE, ids: &self.ids, uses: Some(SampleUses::Pooled(bags)) }];
+        let tables = [TableIds { table: TABLE, ids: &self.ids, per_sample: Some(PerSample::Pooled(bags)) }];
         let request = LookupRequest { token: token(0, seq), step: seq, mode, tables: &tables };
         fixture.0.lookup(&request, &mut [&mut out]).map(|report| (report, out))
     }
@@ -127,7 +127,7 @@ fn pooled_equals_rows(make: Make<'_>) {
             let (report, out) = many.try_lookup(&by_sample, seq, mode, bags).expect("a pooled look-up");
             let (rows, of_rows) = by_row.try_lookup(token(0, seq), mode, TABLE, many.ids.ids()).unwrap();
             let mut pooled = vec![f32::NAN; SAMPLES * DIM];
-            kernels::pool(&Pool { rows: &rows.concat(), dim: DIM, bags }, &mut pooled);
+            persia_kernels::pool(&Pool { rows: &rows.concat(), dim: DIM, bags }, &mut pooled);
             assert_eq!((report, bits(&out)), (of_rows, bits(&pooled)));
         }
     }
@@ -164,7 +164,7 @@ fn bad_sample(make: Make<'_>) {
     let tables = [TableGradients { table: TABLE, ids: &many.ids, gradients: Gradients::Samples(sum) }];
     let request = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };
     let report = fixture.0.push(&request).unwrap();
-    let bad = (0..many.ids.len()).filter(|unique| sum.uses.of(*unique).contains(&sample)).count() as u64;
+    let bad = (0..many.ids.len()).filter(|unique| sum.csr.of(*unique).contains(&sample)).count() as u64;
     assert_eq!((report.rows_nonfinite, report.rows_applied), (bad, many.ids.len() as u64 - bad));
     assert_eq!(report.first_nonfinite, Some((TABLE, many.ids.ids()[0])));
 }
@@ -173,16 +173,16 @@ fn misfits(make: Make<'_>) {
     let fixture = begun(make);
     let many = Many::new(7);
     let good = many.bags(true, true);
-    let (mut places, mut offsets) = (many.places.clone(), many.offsets.clone());
-    places[5] = many.ids.len() as u32;
+    let (mut indices, mut offsets) = (many.indices.clone(), many.offsets.clone());
+    indices[5] = many.ids.len() as u32;
     offsets.swap(10, 40);
-    let weights = vec![f32::INFINITY; places.len()];
+    let weights = vec![f32::INFINITY; indices.len()];
     let bad = [
-        Bags { places: &places, ..good },
+        Bags { indices: &indices, ..good },
         Bags { offsets: Some(&offsets), ..good },
         Bags { offsets: Some(&many.offsets[1..]), ..good },
-        Bags { weights: Some(&weights), ..good },
-        Bags { weights: Some(&many.weights[1..]), ..good },
+        Bags { per_sample_weights: Some(&weights), ..good },
+        Bags { per_sample_weights: Some(&many.weights[1..]), ..good },
         Bags { divisors: Some(&[0.0; SAMPLES]), ..good },
         Bags { divisors: Some(&many.divisors[1..]), ..good },
     ];

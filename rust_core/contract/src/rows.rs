@@ -1,12 +1,12 @@
 //! What rows hold: their own gradients and nobody else's.
 
+use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;
-use persia_types::kernels::Gradients;
 use persia_types::schema::Initializer;
 use persia_types::tables::{LookupRequest, Mode, PushReport, PushRequest, Run, TableGradients, TableIds};
 
-use super::fixture::{begun, begun_with, ids, run, telling, token, told};
-use super::{Case, Make, schema};
+use crate::fixture::{begun, begun_with, ids, run, telling, token, told};
+use crate::{Case, Make, schema};
 
 pub(super) const CASES: &[Case] = &[
     ("a missing id shifts nobody", a_missing_id_shifts_nobody),
@@ -89,7 +89,7 @@ fn tables_do_not_mix(make: Make<'_>) {
     let dims: Vec<usize> = schema().tables.iter().map(|table| table.dim).collect();
     let mut rows: Vec<Vec<f32>> = dims.iter().map(|dim| vec![f32::NAN; 80 * dim]).collect();
     let tables: Vec<TableIds<'_>> =
-        (0..2).map(|table| TableIds { table, ids: &grouped, uses: None }).collect();
+        (0..2).map(|table| TableIds { table, ids: &grouped, per_sample: None }).collect();
     let request = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
     assert_eq!(fixture.0.lookup(&request, &mut targets).unwrap().inserted, 160);

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use persia_kernels::Gradients;
 use persia_types::id::{Id, ShardedIds};
-use persia_types::kernels::Gradients;
 use persia_types::schema::{Initializer, Optimizer};
 use persia_types::tables::{
     LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, TableGradients, TableIds, Tables,
@@ -11,7 +11,7 @@ use persia_types::tables::{
 };
 use persia_types::token::{JobId, Token};
 
-use super::{Make, schema};
+use crate::{Make, schema};
 
 pub(super) const JOB: &str = "contract";
 pub(super) const GENERATION: u64 = 3;
@@ -70,7 +70,7 @@ impl Fixture {
         let grouped = ShardedIds::group(ids).unwrap();
         // Not zero, so that a row that is not written is seen.
         let mut floats = vec![f32::NAN; ids.len() * dim];
-        let tables = [TableIds { table, ids: &grouped, uses: None }];
+        let tables = [TableIds { table, ids: &grouped, per_sample: None }];
         let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
         let report = self.0.lookup(&request, &mut [&mut floats])?;
         let place = |id: &Id| grouped.ids().iter().position(|other| other == id).unwrap();

@@ -1,17 +1,12 @@
-//! The suite every implementation of [`Tables`] must pass. It knows nothing of any implementation.
+//! The tests that every implementation of [`Tables`] must pass. They know no implementation.
 //!
 //! ```text
 //! #[test]
 //! fn the_store_keeps_the_contract() {
-//!     persia_engine::contract::run_all(&|| Arc::new(Store::new(persia_engine::contract::schema())));
+//!     persia_contract::run_all(&|| Arc::new(Store::new(persia_contract::schema())));
 //! }
 //! ```
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test suite: a panic is its verdict"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests, which fail by a panic")]
 
 mod begin;
 mod files;
@@ -28,10 +23,10 @@ use std::sync::Arc;
 use persia_types::schema::{Schema, Slot, Table};
 use persia_types::tables::Tables;
 
-/// Makes an empty holder of rows for [`schema`] on which nothing has begun.
+/// Makes empty tables of [`schema`] on which no run has begun.
 pub type Make<'a> = &'a dyn Fn() -> Arc<dyn Tables>;
 
-/// One named promise.
+/// The name of a promise, and its test.
 pub type Case = (&'static str, fn(Make<'_>));
 
 /// Every case.

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use persia_types::tables::{LookupReport, Mode, PushReport, TablesError};
 
-use super::fixture::{begun, ids, telling, token, told};
-use super::{Case, Make};
+use crate::fixture::{begun, ids, telling, token, told};
+use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("a push counts once", a_push_counts_once),

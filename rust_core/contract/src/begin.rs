@@ -4,8 +4,8 @@ use persia_types::schema::Optimizer;
 use persia_types::tables::{Mode, Run, TablesError};
 use persia_types::token::{JobId, Token};
 
-use super::fixture::{GENERATION, LEDGER, begun, begun_with, ids, run, telling, token, told};
-use super::{Case, Make};
+use crate::fixture::{Fixture, GENERATION, LEDGER, begun, begun_with, ids, run, telling, token, told};
+use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("nothing works before begin", nothing_works_before_begin),
@@ -18,7 +18,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn nothing_works_before_begin(make: Make<'_>) {
-    let fixture = super::fixture::Fixture(make());
+    let fixture = Fixture(make());
     for mode in [Mode::Train, Mode::Eval] {
         let error = fixture.try_lookup(token(0, 1), mode, 0, &[1]).unwrap_err();
         assert!(matches!(error, TablesError::NotBegun), "{error}");

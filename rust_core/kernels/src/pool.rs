@@ -1,15 +1,7 @@
-//! The loops over floats that more than one part runs: rows pooled into samples, gradients summed per unique id.
-//!
-//! Both add in batch order, element by element, so their results depend on nothing but their input. They are the
-//! oracle for every other device.
+//! Rows of unique ids pooled into vectors of samples.
 
-mod bags;
-mod segment;
-
-use crate::schema::{Pooling, Slot};
+use crate::bags::Bags;
 use crate::simd::{LANES, Lanes, Level, Work, prefetch};
-pub use bags::Bags;
-pub use segment::{Gradients, SegmentSum, Uses, segment_sum, segment_sum_onto};
 
 /// Floats that are fetched ahead of their use: enough rows to hide memory, few enough to stay in the nearest cache.
 const AHEAD_FLOATS: usize = 4096;
@@ -20,7 +12,7 @@ pub fn rows_ahead(dim: usize) -> usize {
     (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
 }
 
-/// Rows of one table, and which of them each sample of one feature uses.
+/// Rows of one table, and the bags of one feature.
 #[derive(Debug, Clone, Copy)]
 pub struct Pool<'a> {
     /// `[unique, dim]`.
@@ -31,29 +23,7 @@ pub struct Pool<'a> {
     pub bags: Bags<'a>,
 }
 
-/// What each sample's sum is divided by: its number of ids for a mean, the root of its number of rows (ids × rounds of
-/// a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
-///
-/// `offsets` are those of the feature as it is looked up.
-pub fn divisors<'a>(
-    slot: &Slot,
-    offsets: Option<&'a [u32]>,
-) -> Option<impl ExactSizeIterator<Item = f32> + use<'a>> {
-    if slot.pooling == Pooling::Sum && !slot.sqrt_scaling {
-        return None;
-    }
-    let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds);
-    let (means, roots) = (slot.pooling == Pooling::Mean, slot.sqrt_scaling);
-    let divisor = move |bounds: &[u32]| {
-        let rows = bounds[1] - bounds[0];
-        let mean = if means { (rows / rounds).max(1) as f32 } else { 1.0 };
-        let root = if roots { (rows.max(1) as f32).sqrt() } else { 1.0 };
-        mean * root
-    };
-    offsets.map(|offsets| offsets.windows(2).map(divisor))
-}
-
-/// Pool rows into `out`, `[samples, dim]`: sums in order of occurrence, then divided. An empty sample is zeros.
+/// Pool rows into `out`, `[samples, dim]`: sums in batch order, then divided. An empty sample is zeros.
 pub fn pool(input: &Pool<'_>, out: &mut [f32]) {
     Level::detect().run(PoolWork { input, out });
 }
@@ -73,12 +43,12 @@ impl Work for PoolWork<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        let Pool { rows, dim, bags: Bags { places, offsets, weights, divisors } } = *self.input;
+        let Pool { rows, dim, bags: Bags { indices, offsets, per_sample_weights, divisors } } = *self.input;
         let outs = self.out.chunks_exact_mut(dim);
-        if let (None, None) = (offsets, weights) {
-            for (occurrence, (&place, out)) in places.iter().zip(outs).enumerate() {
-                fetch_ahead(rows, dim, places, occurrence);
-                copy(&rows[place as usize * dim..][..dim], out);
+        if let (None, None) = (offsets, per_sample_weights) {
+            for (at, (&index, out)) in indices.iter().zip(outs).enumerate() {
+                fetch_ahead(rows, dim, indices, at);
+                copy(&rows[index as usize * dim..][..dim], out);
             }
             return;
         }
@@ -88,11 +58,11 @@ impl Work for PoolWork<'_> {
                 None => sample..sample + 1,
                 Some(offsets) => offsets[sample] as usize..offsets[sample + 1] as usize,
             };
-            for occurrence in range.clone() {
-                fetch_ahead(rows, dim, places, occurrence);
+            for at in range.clone() {
+                fetch_ahead(rows, dim, indices, at);
             }
-            let own = places[range.clone()].iter().map(|place| *place as usize * dim);
-            match weights {
+            let own = indices[range.clone()].iter().map(|index| *index as usize * dim);
+            match per_sample_weights {
                 None => sum.write(own.map(|row| (row, 1.0)), out),
                 Some(weights) => sum.write(own.zip(weights[range].iter().copied()), out),
             }
@@ -159,44 +129,44 @@ fn copy_few(from: &[f32], to: &mut [f32]) -> bool {
 }
 
 #[inline(always)]
-fn fetch_ahead(rows: &[f32], dim: usize, places: &[u32], occurrence: usize) {
-    if let Some(&place) = places.get(occurrence + rows_ahead(dim)) {
-        prefetch(rows, place as usize * dim, dim);
+pub(crate) fn fetch_ahead(rows: &[f32], dim: usize, indices: &[u32], at: usize) {
+    if let Some(&index) = indices.get(at + rows_ahead(dim)) {
+        prefetch(rows, index as usize * dim, dim);
     }
 }
 
 /// `out = ((onto ? out : 0) + sum of factor * row) * scale`.
 #[derive(Clone, Copy)]
-struct Sum<'a> {
-    rows: &'a [f32],
-    dim: usize,
-    onto: bool,
-    scale: f32,
+pub(crate) struct Sum<'a> {
+    pub(crate) rows: &'a [f32],
+    pub(crate) dim: usize,
+    pub(crate) onto: bool,
+    pub(crate) scale: f32,
 }
 
 impl Sum<'_> {
     /// Add the rows that start at these floats, block of columns after block, so that sums stay in registers.
     #[inline(always)]
-    fn write(self, places: impl Iterator<Item = (usize, f32)> + Clone, out: &mut [f32]) {
+    pub(crate) fn write(self, starts: impl Iterator<Item = (usize, f32)> + Clone, out: &mut [f32]) {
         let (dim, mut column) = (self.dim, 0);
         while dim - column >= 128 {
-            self.block::<128>(column, places.clone(), out);
+            self.block::<128>(column, starts.clone(), out);
             column += 128;
         }
         while dim - column >= 64 {
-            self.block::<64>(column, places.clone(), out);
+            self.block::<64>(column, starts.clone(), out);
             column += 64;
         }
         while dim - column >= 16 {
-            self.block::<16>(column, places.clone(), out);
+            self.block::<16>(column, starts.clone(), out);
             column += 16;
         }
         while dim - column >= 4 {
-            self.block::<4>(column, places.clone(), out);
+            self.block::<4>(column, starts.clone(), out);
             column += 4;
         }
         while column < dim {
-            self.block::<1>(column, places.clone(), out);
+            self.block::<1>(column, starts.clone(), out);
             column += 1;
         }
     }
@@ -205,7 +175,7 @@ impl Sum<'_> {
     fn block<const W: usize>(
         self,
         column: usize,
-        places: impl Iterator<Item = (usize, f32)>,
+        starts: impl Iterator<Item = (usize, f32)>,
         out: &mut [f32],
     ) {
         let out = &mut out[column..column + W];
@@ -213,8 +183,8 @@ impl Sum<'_> {
         if self.onto {
             sum.copy_from_slice(out);
         }
-        for (place, factor) in places {
-            let row = &self.rows[place + column..][..W];
+        for (start, factor) in starts {
+            let row = &self.rows[start + column..][..W];
             for lane in 0..W {
                 sum[lane] += row[lane] * factor;
             }
@@ -227,11 +197,11 @@ impl Sum<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::segment::SegmentSumWork;
     use super::*;
+    use crate::segment_sum::{Csr, SegmentSum, SegmentSumWork, segment_sum};
 
     fn number(i: usize) -> f32 {
-        (crate::id::hash_id(i as u64) >> 40) as f32 / 1e5 - 80.0
+        ((i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as f32 / 1e5 - 80.0
     }
 
     fn bits(values: &[f32]) -> Vec<u32> {
@@ -240,7 +210,7 @@ mod tests {
 
     #[test]
     fn every_level_gives_the_same_bits() {
-        let places: Vec<u32> = (0..500u32).map(|i| i * 7 % 50).collect();
+        let indices: Vec<u32> = (0..500u32).map(|i| i * 7 % 50).collect();
         let offsets: Vec<u32> = (0..=100).map(|i| i * 5).collect();
         let divisors: Vec<f32> = (0..100).map(|i| number(i).abs() + 1.0).collect();
         let weights: Vec<f32> = (700..1200).map(number).collect();
@@ -249,11 +219,18 @@ mod tests {
             let divisors = Some(&divisors[..]);
             let offsets = &offsets[..];
             for weights in [None, Some(&weights[..])] {
-                let bags = Bags { places: &places, offsets: Some(offsets), weights, divisors };
+                let bags =
+                    Bags { indices: &indices, offsets: Some(offsets), per_sample_weights: weights, divisors };
                 let pooled = &Pool { rows: &rows, dim, bags };
-                let uses = Uses { starts: offsets, samples: &places };
-                let summed =
-                    &SegmentSum { gradients: &rows, dim, uses, factors: divisors, weights, scale: 0.3 };
+                let csr = Csr { offsets, indices: &indices };
+                let summed = &SegmentSum {
+                    gradients: &rows,
+                    dim,
+                    csr,
+                    factors: divisors,
+                    per_sample_weights: weights,
+                    scale: 0.3,
+                };
                 let at = |level: Level| {
                     let mut outs = [(); 2].map(|()| vec![0.0; 100 * dim]);
                     level.run(PoolWork { input: pooled, out: &mut outs[0] });
@@ -279,36 +256,36 @@ mod tests {
 
     #[test]
     fn weights_multiply_rows_and_gradients() {
-        let (places, offsets) = ([3, 0, 0, 2, 5, 5, 1, 4, 2], [0, 2, 2, 7, 9]);
+        let (indices, offsets) = ([3, 0, 0, 2, 5, 5, 1, 4, 2], [0, 2, 2, 7, 9]);
         let (divisors, weights) = ([2.0, 1.0, 5.0, 3.0], (0..9).map(number).collect::<Vec<f32>>());
         let factors: Vec<f32> = (20..26).map(number).collect();
         for dim in [1, 3, 16, 19, 64, 131] {
             let rows: Vec<f32> = (0..6 * dim).map(number).collect();
             let [mut out, mut sums] = [(); 2].map(|()| vec![f32::NAN; 4 * dim]);
             let bags = Bags {
-                places: &places,
+                indices: &indices,
                 offsets: Some(&offsets),
-                weights: Some(&weights),
+                per_sample_weights: Some(&weights),
                 divisors: Some(&divisors),
             };
             pool(&Pool { rows: &rows, dim, bags }, &mut out);
-            let uses = Uses { starts: &offsets, samples: &places };
+            let csr = Csr { offsets: &offsets, indices: &indices };
             let summed = SegmentSum {
                 gradients: &rows,
                 dim,
-                uses,
+                csr,
                 factors: Some(&factors),
-                weights: Some(&weights),
+                per_sample_weights: Some(&weights),
                 scale: 2.0,
             };
             segment_sum(&summed, 0, &mut sums);
             for row in 0..4 {
                 for column in 0..dim {
                     let (mut pooled, mut summed) = (0.0f32, 0.0f32);
-                    for (place, weight) in uses.of(row).iter().zip(&weights[uses.range(row)]) {
-                        let place = *place as usize;
-                        pooled += rows[place * dim + column] * weight;
-                        summed += rows[place * dim + column] * (factors[place] * weight);
+                    for (index, weight) in csr.of(row).iter().zip(&weights[csr.range(row)]) {
+                        let index = *index as usize;
+                        pooled += rows[index * dim + column] * weight;
+                        summed += rows[index * dim + column] * (factors[index] * weight);
                     }
                     assert_eq!(out[row * dim + column], pooled / divisors[row]);
                     assert_eq!(sums[row * dim + column], summed * 2.0);
@@ -323,17 +300,23 @@ mod tests {
 
     #[test]
     fn weights_of_one_change_no_bit() {
-        let (dim, places, offsets) = (19, [3, 0, 0, 2, 5, 5], [0, 2, 2, 6]);
+        let (dim, indices, offsets) = (19, [3, 0, 0, 2, 5, 5], [0, 2, 2, 6]);
         let rows: Vec<f32> = (0..6 * dim).map(number).collect();
         let factors: Vec<f32> = (30..36).map(number).collect();
         let [without, with] = [None, Some(&[1.0; 6][..])].map(|weights| {
             let mut outs = [(); 2].map(|()| vec![0.0; 3 * dim]);
             let offsets = &offsets[..];
-            let bags = Bags { places: &places, offsets: Some(offsets), weights, divisors: None };
+            let bags = Bags {
+                indices: &indices,
+                offsets: Some(offsets),
+                per_sample_weights: weights,
+                divisors: None,
+            };
             pool(&Pool { rows: &rows, dim, bags }, &mut outs[0]);
-            let uses = Uses { starts: offsets, samples: &places };
+            let csr = Csr { offsets, indices: &indices };
             let factors = Some(&factors[..]);
-            let sum = SegmentSum { gradients: &rows, dim, uses, factors, weights, scale: 1.0 };
+            let sum =
+                SegmentSum { gradients: &rows, dim, csr, factors, per_sample_weights: weights, scale: 1.0 };
             segment_sum(&sum, 0, &mut outs[1]);
             outs.map(|out| bits(&out))
         });

@@ -4,6 +4,8 @@
 //! with the probability that makes the expectation exact. A magnitude beyond the largest finite number, infinity
 //! included, becomes that number; a NaN stays one. All instruction sets give the same bits.
 
+use ::half::f16;
+
 use crate::simd::{LANES, Lanes};
 
 /// A format of 16 bits.
@@ -14,7 +16,7 @@ pub trait Half {
     fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
     /// One of the two neighbours: as many bits of `draw`, from its top, as are cut off are added to those; a carry
     /// rounds up. Over all draws that is with the probability of the part that was cut off.
-    fn narrow_drawn(from: f32, draw: u32) -> u16;
+    fn round_stochastic(from: f32, draw: u32) -> u16;
 }
 
 const SIGN: u32 = 0x8000_0000;
@@ -44,7 +46,7 @@ impl Half for F16 {
     }
 
     #[inline(always)]
-    fn narrow_drawn(from: f32, draw: u32) -> u16 {
+    fn round_stochastic(from: f32, draw: u32) -> u16 {
         let (sign, magnitude) = split(from);
         if magnitude > INFINITY {
             return sign | f16_nan(magnitude);
@@ -66,34 +68,19 @@ fn f16_nan(magnitude: u32) -> u16 {
     0x7E00 | (magnitude >> F16_CUT & 0x3FF) as u16
 }
 
-/// [`Lanes::widen_f16`] of one number, with no instruction for it.
+/// [`Lanes::widen_f16`] of one number, without the processor's instruction.
 #[inline(always)]
-pub fn f16_to_f32(half: u16) -> f32 {
-    let (sign, magnitude) = (u32::from(half & 0x8000) << 16, u32::from(half & 0x7FFF));
-    let bits = match magnitude {
-        0..0x400 => (magnitude as f32 * (1.0 / 16_777_216.0)).to_bits(),
-        0x400..0x7C00 => (magnitude << F16_CUT) + F16_REBIAS,
-        0x7C00 => INFINITY,
-        _ => INFINITY | 0x0040_0000 | magnitude << F16_CUT & 0x007F_FFFF,
-    };
-    f32::from_bits(sign | bits)
+pub fn f16_to_f32(bits: u16) -> f32 {
+    f16::from_bits(bits).to_f32_const()
 }
 
-/// [`Lanes::narrow_f16`] of one number, with no instruction for it.
+/// [`Lanes::narrow_f16`] of one number, without the processor's instruction.
 #[inline(always)]
 pub fn f32_to_f16(number: f32) -> u16 {
-    let (sign, magnitude) = split(number);
-    if magnitude > INFINITY {
-        return sign | f16_nan(magnitude);
-    }
-    let magnitude = magnitude.min(F16_MAX);
-    if magnitude < F16_NORMAL {
-        // From 0.5 to 1 the distance of f32 is that of tiny f16: the sum is rounded where it has to be.
-        let rounded = f32::from_bits(magnitude) + 0.5;
-        return sign | (rounded.to_bits() - 0.5f32.to_bits()) as u16;
-    }
-    let half = (1 << (F16_CUT - 1)) - 1 + (magnitude >> F16_CUT & 1);
-    sign | ((magnitude - F16_REBIAS + half) >> F16_CUT) as u16
+    let (largest, smallest) = (f16::MAX.to_f32_const(), f16::MIN.to_f32_const());
+    // A NaN is neither above nor below, and stays.
+    let number = if number > largest { largest } else { number };
+    f16::from_f32_const(if number < smallest { smallest } else { number }).to_bits()
 }
 
 /// The upper half of a binary32.
@@ -118,7 +105,7 @@ impl Half for Bf16 {
     }
 
     #[inline(always)]
-    fn narrow_drawn(from: f32, draw: u32) -> u16 {
+    fn round_stochastic(from: f32, draw: u32) -> u16 {
         let (sign, magnitude) = split(from);
         let rounded = (magnitude.min(BF16_MAX) + (draw >> 16)) >> 16;
         sign | if magnitude > INFINITY { bf16_nan(magnitude) } else { rounded as u16 }
@@ -185,9 +172,9 @@ fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
 
 /// Narrow a row as drawn: `draw(i)` is for element `i`. Both are as long.
 #[inline(always)]
-pub fn narrow_drawn<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
+pub fn round_stochastic<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {
-        *to = H::narrow_drawn(*from, draw(i as u32));
+        *to = H::round_stochastic(*from, draw(i as u32));
     }
 }
 

@@ -1,19 +1,19 @@
 //! Rows that go straight to the samples that use them, and gradients that come straight from them.
 
+use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
-use persia_types::kernels::{Gradients, SegmentSum, Uses};
 use persia_types::schema::Initializer;
 use persia_types::tables::{
-    LookupRequest, Mode, PushReport, PushRequest, Run, SampleUses, TableGradients, TableIds, TablesError,
+    LookupRequest, Mode, PerSample, PushReport, PushRequest, Run, TableGradients, TableIds, TablesError,
 };
 
-use super::fixture::{Fixture, begun, begun_with, run, token};
-use super::{Case, Make};
+use crate::fixture::{Fixture, begun, begun_with, run, token};
+use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("samples get the rows of their ids and give their gradients", samples_equal_rows),
     ("a sample's bad gradient costs its own ids only", bad_sample),
-    ("uses that do not fit are refused whole", misfits),
+    ("lists that do not fit are refused whole", misfits),
 ];
 
 const TABLE: usize = 1;
@@ -42,13 +42,14 @@ impl Used {
         Self { ids, starts, samples }
     }
 
-    fn uses(&self) -> Uses<'_> {
-        Uses { starts: &self.starts, samples: &self.samples }
+    fn csr(&self) -> Csr<'_> {
+        Csr { offsets: &self.starts, indices: &self.samples }
     }
 
     fn lookup(&self, fixture: &Fixture, seq: u64, mode: Mode) -> Vec<f32> {
         let mut out = vec![f32::NAN; self.samples.len() * DIM];
-        let tables = [TableIds { table: TABLE, ids: &self.ids, uses: Some(SampleUses::Each(self.uses())) }];
+        let tables =
+            [TableIds { table: TABLE, ids: &self.ids, per_sample: Some(PerSample::Gathered(self.csr())) }];
         let request = LookupRequest { token: token(0, seq), step: seq, mode, tables: &tables };
         fixture.0.lookup(&request, &mut [&mut out]).expect("a look-up for samples");
         out
@@ -89,10 +90,17 @@ fn samples_equal_rows(make: Make<'_>) {
         let factors: Vec<f32> = (0..900).map(|sample| 1.0 / (1 + sample % 7) as f32).collect();
         let factors = (seq % 2 == 0).then_some(&factors[..]);
         let weight = |sample: usize| if seq == 3 { number(sample + 7) } else { 1.0 };
-        let weights: Vec<f32> = used.uses().samples.iter().map(|sample| weight(*sample as usize)).collect();
+        let weights: Vec<f32> = used.csr().indices.iter().map(|sample| weight(*sample as usize)).collect();
         let weights = (seq > 2).then_some(&weights[..]);
         let scale = if seq < 3 { 0.3 } else { 1.0 };
-        let sum = SegmentSum { gradients: &gradients, dim: DIM, uses: used.uses(), factors, weights, scale };
+        let sum = SegmentSum {
+            gradients: &gradients,
+            dim: DIM,
+            csr: used.csr(),
+            factors,
+            per_sample_weights: weights,
+            scale,
+        };
         let report = used.push(&by_sample, seq, sum);
         let summed: Vec<Vec<f32>> = used
             .ids
@@ -129,9 +137,9 @@ fn bad_sample(make: Make<'_>) {
     let sum = SegmentSum {
         gradients: &gradients,
         dim: DIM,
-        uses: used.uses(),
+        csr: used.csr(),
         factors: None,
-        weights: None,
+        per_sample_weights: None,
         scale: 2.0,
     };
     let report = used.push(&fixture, 1, sum);
@@ -144,17 +152,17 @@ fn bad_sample(make: Make<'_>) {
 fn misfits(make: Make<'_>) {
     let fixture = begun(make);
     let used = Used::new(&[7, 8, 7, 9]);
-    let Uses { starts, samples } = used.uses();
-    let bad_uses = [
-        Uses { starts: &starts[..3], samples },
-        Uses { starts: &[0, 1, 2, 3], samples },
-        Uses { starts, samples: &[0, 1, 2, 4] },
+    let Csr { offsets, indices } = used.csr();
+    let misfits = [
+        Csr { offsets: &offsets[..3], indices },
+        Csr { offsets: &[0, 1, 2, 3], indices },
+        Csr { offsets, indices: &[0, 1, 2, 4] },
     ];
-    for uses in bad_uses {
-        let tables = [TableIds { table: TABLE, ids: &used.ids, uses: Some(SampleUses::Each(uses)) }];
+    for csr in misfits {
+        let tables = [TableIds { table: TABLE, ids: &used.ids, per_sample: Some(PerSample::Gathered(csr)) }];
         let request = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &tables };
         let refused = fixture.0.lookup(&request, &mut [&mut [0.0; 4 * DIM]]);
-        assert!(matches!(refused, Err(TablesError::BadShape { .. })), "{uses:?}: {refused:?}");
+        assert!(matches!(refused, Err(TablesError::BadShape { .. })), "{csr:?}: {refused:?}");
     }
     assert_eq!(fixture.rows_held(), [0, 0]);
     used.lookup(&fixture, 1, Mode::Train);
@@ -162,15 +170,15 @@ fn misfits(make: Make<'_>) {
     let good = SegmentSum {
         gradients: &gradients,
         dim: DIM,
-        uses: used.uses(),
+        csr: used.csr(),
         factors: None,
-        weights: None,
+        per_sample_weights: None,
         scale: 1.0,
     };
-    let mut bad: Vec<SegmentSum<'_>> = bad_uses.map(|uses| SegmentSum { uses, ..good }).to_vec();
+    let mut bad: Vec<SegmentSum<'_>> = misfits.map(|csr| SegmentSum { csr, ..good }).to_vec();
     bad.push(SegmentSum { gradients: &gradients[1..], ..good });
     bad.push(SegmentSum { factors: Some(&[1.0; 3]), ..good });
-    bad.push(SegmentSum { weights: Some(&[1.0; 3]), ..good });
+    bad.push(SegmentSum { per_sample_weights: Some(&[1.0; 3]), ..good });
     for sum in bad {
         let tables = [TableGradients { table: TABLE, ids: &used.ids, gradients: Gradients::Samples(sum) }];
         let request = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };

@@ -6,8 +6,8 @@ use persia_types::schema::{Initializer, Optimizer};
 use persia_types::tables::{FileEntry, Run, TablesError};
 use persia_types::token::Token;
 
-use super::fixture::{Fixture, GENERATION, begun, begun_with, ids, run, telling, token, told};
-use super::{Case, Make};
+use crate::fixture::{Fixture, GENERATION, begun, begun_with, ids, run, telling, token, told};
+use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("a snapshot comes back, optimizer state included", a_snapshot_comes_back),

@@ -1,11 +1,11 @@
 //! Malformed requests change nothing, not even the part that was well formed.
 
+use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;
-use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupRequest, Mode, PushRequest, TableGradients, TableIds, Tables, TablesError};
 
-use super::fixture::{begun, ids, telling, token, told};
-use super::{Case, Make};
+use crate::fixture::{begun, ids, telling, token, told};
+use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("an unknown table is refused", an_unknown_table_is_refused),
@@ -27,8 +27,11 @@ fn push(tables: &dyn Tables, request: &[TableGradients<'_>]) -> TablesError {
 fn an_unknown_table_is_refused(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ShardedIds::group(&[1]).unwrap();
-    let error =
-        lookup(fixture.0.as_ref(), &[TableIds { table: 2, ids: &ids, uses: None }], &mut [&mut [0.0; 4]]);
+    let error = lookup(
+        fixture.0.as_ref(),
+        &[TableIds { table: 2, ids: &ids, per_sample: None }],
+        &mut [&mut [0.0; 4]],
+    );
     assert!(matches!(error, TablesError::BadTable { table: 2, .. }), "{error}");
     let gradients = TableGradients { table: 2, ids: &ids, gradients: Gradients::Rows(&[0.0; 4]) };
     let error = push(fixture.0.as_ref(), &[gradients]);
@@ -39,7 +42,7 @@ fn an_unknown_table_is_refused(make: Make<'_>) {
 fn a_table_named_twice_is_refused(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ShardedIds::group(&[1]).unwrap();
-    let table = TableIds { table: 0, ids: &ids, uses: None };
+    let table = TableIds { table: 0, ids: &ids, per_sample: None };
     let error = lookup(fixture.0.as_ref(), &[table, table], &mut [&mut [0.0; 4], &mut [0.0; 4]]);
     assert!(matches!(error, TablesError::BadTable { table: 0, .. }), "{error}");
     assert_eq!(fixture.rows_held(), [0, 0]);
@@ -53,7 +56,7 @@ fn a_table_named_twice_is_refused(make: Make<'_>) {
 fn wrong_buffers_are_refused(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ShardedIds::group(&[1, 2]).unwrap();
-    let table = TableIds { table: 0, ids: &ids, uses: None };
+    let table = TableIds { table: 0, ids: &ids, per_sample: None };
     for length in [0, 4, 7, 9] {
         let error = lookup(fixture.0.as_ref(), &[table], &mut [&mut vec![0.0; length]]);
         assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
