@@ -4,12 +4,12 @@ mod power_cut;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use persia_kernels::Gradients;
-use persia_server::node::{CheckpointRoot, Fence, GenerationFile, Node, NodeOptions, Phase};
+use persia_server::node::{CheckpointRoot, Fence, GenerationFile, LogOptions, Node, NodeOptions, Phase};
 use persia_types::config::LogSync;
 use persia_types::id::hash_id;
 use persia_types::tables::{
@@ -51,7 +51,7 @@ fn run(generation: u64, fresh: bool) -> Run {
     run
 }
 
-fn options(checkpoints: &Path, journal: Option<(PathBuf, LogSync)>) -> NodeOptions {
+fn options(checkpoints: &Path, log: Option<LogOptions>) -> NodeOptions {
     NodeOptions {
         job: JOB.into(),
         index: 0,
@@ -63,8 +63,12 @@ fn options(checkpoints: &Path, journal: Option<(PathBuf, LogSync)>) -> NodeOptio
         checkpoints: CheckpointRoot::new(Some(checkpoints.into())),
         turn_timeout: Duration::from_millis(50),
         address: "here".into(),
-        journal,
+        log,
     }
+}
+
+fn log_options(dir: &Path, sync: LogSync) -> LogOptions {
+    LogOptions { dir: dir.join("journal"), sync }
 }
 
 /// A server whose data are in `dir`.
@@ -73,7 +77,7 @@ fn server(dir: &Path, checkpoints: &Path) -> Node {
 }
 
 fn synced_server(dir: &Path, checkpoints: &Path, sync: LogSync) -> Node {
-    Node::new(options(checkpoints, Some((dir.join("journal"), sync))), owned(dir)).unwrap()
+    Node::new(options(checkpoints, Some(log_options(dir, sync))), owned(dir)).unwrap()
 }
 
 /// Another test that starts a process has our locks for a moment, too: between its fork and its exec.
@@ -335,18 +339,18 @@ fn a_cut_outlives_its_server() {
         twins.nodes[at].write_snapshot(fence(1), &name, Some(9)).unwrap().files
     });
     assert_eq!(files[0], files[1]);
-    let before = twins.nodes[0].journal_bytes().unwrap();
+    let before = twins.nodes[0].log_bytes().unwrap();
     // Told late, of a cut that is not the last one, it is no base: what came between would be lost.
     twins.both("prepare_snapshot", |node| node.prepare_snapshot(fence(1), 10));
     (0..5).for_each(|_| twins.train());
     twins.nodes[0].commit_snapshot(fence(1), 9, "cut-0", &files[0]).unwrap();
-    assert!(twins.nodes[0].journal_bytes().unwrap() > before);
+    assert!(twins.nodes[0].log_bytes().unwrap() > before);
     twins.kill();
     twins.check("behind a checkpoint that was told of late");
     // `check` wrote the rows of now, which ends the cut.
     twins.cut = 10;
     twins.save(true);
-    assert!(twins.nodes[0].journal_bytes().unwrap() < before);
+    assert!(twins.nodes[0].log_bytes().unwrap() < before);
     twins.kill();
     twins.check("behind the checkpoint");
 }
@@ -499,8 +503,8 @@ fn a_segment_that_was_only_begun_is_as_if_it_had_not() {
 fn copies_for_a_cut_hold_up_nobody_who_goes_on_where_a_log_ends() {
     let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let start = || {
-        let journal = Some((data.path().join("journal"), LogSync::EverySecond));
-        let options = NodeOptions { max_copy_bytes: 1, ..options(checkpoints.path(), journal) };
+        let log = Some(log_options(data.path(), LogSync::EverySecond));
+        let options = NodeOptions { max_copy_bytes: 1, ..options(checkpoints.path(), log) };
         Node::new(options, owned(data.path())).unwrap()
     };
     let node = start();
@@ -552,8 +556,8 @@ fn a_damaged_journal_is_never_used() {
     assert_eq!(Stats { memory_bytes: 0, ..node.stats().unwrap() }, *last);
     drop(node);
     // Nor is one of another server or job, or from before the generation that began last.
-    let journal = Some((data.path().join("journal"), LogSync::EverySecond));
-    let of = |capacity| NodeOptions { capacity, ..options(checkpoints.path(), journal.clone()) };
+    let log = Some(log_options(data.path(), LogSync::EverySecond));
+    let of = |capacity| NodeOptions { capacity, ..options(checkpoints.path(), log.clone()) };
     let other = Node::new(of(1024), owned(data.path())).unwrap();
     assert!(matches!(other.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)));
     drop(other);
@@ -578,20 +582,20 @@ async fn the_order_of_a_reproducible_run_goes_on_as_well() {
     node.begin(1, &run, false).unwrap();
     let parts = vec![(0, ShardedIds::group(&[1, 2, 3]).unwrap())];
     for rank in 0..2 {
-        let turn = node.turn(token(rank, 1), Phase::Lookup).await.unwrap();
+        let turn = node.admit(token(rank, 1), Phase::Lookup).await.unwrap();
         let tables = [TableIds { table: 0, ids: &parts[0].1, per_sample: None }];
         let request = LookupRequest { token: token(rank, 1), step: 1, mode: Mode::Train, tables: &tables };
         node.lookup(turn, &request, &mut [&mut [0.0; 9]]).unwrap();
     }
-    drop(node.turn(token(0, 1), Phase::Push).await.unwrap());
+    drop(node.admit(token(0, 1), Phase::Push).await.unwrap());
     push_to(&node, token(0, 1), 1, &parts, 1.0).unwrap();
     drop(node);
     let node = server(data.path(), checkpoints.path());
     // Of rank 0 it was served: rank 1 is next, and its look-up of the next step comes behind that.
-    assert!(node.turn(token(0, 1), Phase::Push).await.unwrap().is_none());
-    let early = node.turn(token(1, 2), Phase::Lookup).await.unwrap_err();
+    assert!(node.admit(token(0, 1), Phase::Push).await.unwrap().is_none());
+    let early = node.admit(token(1, 2), Phase::Lookup).await.unwrap_err();
     assert!(early.to_string().contains("push 1 of rank 1"), "{early}");
-    assert!(node.turn(token(1, 1), Phase::Push).await.unwrap().is_some());
+    assert!(node.admit(token(1, 1), Phase::Push).await.unwrap().is_some());
 }
 
 #[test]
@@ -634,7 +638,7 @@ fn a_killed_process_comes_back_and_every_update_counts_once() {
             let victim = round % 2;
             servers[victim].kill();
             servers[victim] = start(victim);
-            servers[victim].logged("goes on where the journal ends");
+            servers[victim].logged("run resumed from the log");
             wait_until("further steps", || {
                 trains.is_finished()
                     || client.stats_by_server().is_ok_and(|all| {
@@ -691,6 +695,6 @@ fn a_full_disk_refuses_requests_until_there_is_room() {
     let after = rows(&client);
     server.kill();
     let server = setting.server(0, 1, &flags);
-    server.logged("goes on where the journal ends");
+    server.logged("run resumed from the log");
     assert_eq!(rows(&client), after);
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use persia_kernels::Gradients;
-use persia_server::node::{CheckpointRoot, Fence, GenerationFile, Node, NodeOptions};
+use persia_server::node::{CheckpointRoot, Fence, GenerationFile, LogOptions, Node, NodeOptions};
 use persia_types::config::LogSync;
 use persia_types::tables::{FileEntry, LookupRequest, PushRequest, Run, Stats, TableGradients, TableIds};
 use persia_types::{
@@ -70,7 +70,7 @@ fn started(dir: &Path, generation: GenerationFile) -> Node {
         checkpoints: CheckpointRoot::new(Some(dir.join("checkpoints"))),
         turn_timeout: Duration::from_millis(50),
         address: "here".into(),
-        journal: Some((dir.join("journal"), LogSync::EverySecond)),
+        log: Some(LogOptions { dir: dir.join("journal"), sync: LogSync::EverySecond }),
     };
     Node::new(options, generation).expect("a server starts whatever its journal says")
 }

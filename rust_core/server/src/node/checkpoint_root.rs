@@ -1,11 +1,11 @@
-//! [`CheckpointRoot`]: the one directory below which a server writes and reads checkpoints.
+//! [`CheckpointRoot`]: the directory below which a server writes and reads checkpoints.
 
 use std::path::{Path, PathBuf};
 
 use persia_types::TablesError;
 use persia_types::limits::MAX_NAME_BYTES;
 
-/// Where snapshots may be, if anywhere.
+/// The directory for snapshots, if there is one.
 #[derive(Debug, Clone, Default)]
 pub struct CheckpointRoot(Option<PathBuf>);
 
@@ -15,11 +15,11 @@ impl CheckpointRoot {
         Self(root)
     }
 
-    /// The directory that `relative` names. What a request says is not trusted: every component is
-    /// `[A-Za-z0-9._-]{1,128}`, none is `.`, `..` or a symbolic link.
+    /// The directory that `relative` names. Requests are not trusted: each component must match
+    /// `[A-Za-z0-9._-]{1,128}`, and must not be `.`, `..` or a symbolic link.
     ///
     /// # Errors
-    /// `BadShape` for a name that is not allowed or without a root; `Io` where there is no such directory.
+    /// `BadShape` for a name that is not allowed, or without a root; `Io` if the directory does not exist.
     pub fn resolve(&self, relative: &str) -> Result<PathBuf, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
         let Some(root) = &self.0 else {
