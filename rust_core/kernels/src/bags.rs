@@ -23,7 +23,7 @@ impl<'a> Bags<'a> {
         self.offsets.map_or(self.indices.len(), |offsets| offsets.len().saturating_sub(1))
     }
 
-    /// Those of some samples; lengths were checked.
+    /// The bags of some samples; lengths were checked.
     pub fn of(&self, samples: Range<usize>) -> Self {
         let divisors = self.divisors.map(|divisors| &divisors[samples.clone()]);
         match self.offsets {

@@ -1,8 +1,8 @@
-//! Numbers of 16 bits: what a weight is stored as where its table is not of f32.
+//! Numbers of 16 bits, for weights that are not stored as f32.
 //!
-//! Widening is exact. Narrowing goes to the nearest number, ties to even, or is drawn: up or down to a neighbour
-//! with the probability that makes the expectation exact. A magnitude beyond the largest finite number, infinity
-//! included, becomes that number; a NaN stays one. All instruction sets give the same bits.
+//! Widening is exact. Narrowing rounds to the nearest number, ties to even, or stochastically: up or down with the
+//! probability that makes the expectation exact. A magnitude beyond the largest finite number, infinity included,
+//! becomes that number; a NaN stays a NaN. All instruction sets give the same bits.
 
 use ::half::f16;
 
@@ -10,12 +10,12 @@ use crate::simd::{LANES, Lanes};
 
 /// A format of 16 bits.
 pub trait Half {
-    /// The numbers that these bits stand for.
+    /// 16 bits to f32.
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
-    /// The nearest bits.
+    /// f32 to the nearest 16 bits.
     fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
-    /// One of the two neighbours: as many bits of `draw`, from its top, as are cut off are added to those; a carry
-    /// rounds up. Over all draws that is with the probability of the part that was cut off.
+    /// f32 to one of the two neighbours: the top bits of `draw` are added to the bits that are discarded, and a carry
+    /// rounds up. Over all draws, the probability of rounding up is the discarded part.
     fn round_stochastic(from: f32, draw: u32) -> u16;
 }
 
@@ -29,9 +29,9 @@ pub struct F16;
 const F16_MAX: u32 = 0x477F_E000;
 /// Bits of 2⁻¹⁴, the smallest normal one, as an f32.
 const F16_NORMAL: u32 = 0x3880_0000;
-/// Mantissa bits that an f32 has more.
+/// Mantissa bits that an f32 has in addition.
 const F16_CUT: u32 = 13;
-/// What the exponents of an f32 count more, as its bits.
+/// The difference of the exponents' biases, as bits of an f32.
 const F16_REBIAS: u32 = (127 - 15) << 23;
 
 impl Half for F16 {
@@ -53,8 +53,7 @@ impl Half for F16 {
         }
         let magnitude = magnitude.min(F16_MAX);
         let normal = (magnitude.wrapping_sub(F16_REBIAS).wrapping_add(draw >> (32 - F16_CUT))) >> F16_CUT;
-        // Below the normal ones the distance stays 2⁻²⁴: the smaller a number, the more bits go. Of one below 2⁻³²
-        // nothing is left.
+        // Subnormal numbers are 2⁻²⁴ apart: the smaller a number, the more bits are discarded. Below 2⁻³² all are.
         let cut = (126 - (magnitude >> 23).min(112)).min(31);
         let mantissa = (magnitude & 0x007F_FFFF) | 0x0080_0000;
         let tiny = (mantissa + (draw >> (32 - cut))) >> cut;
@@ -63,7 +62,7 @@ impl Half for F16 {
     }
 }
 
-/// As the processor's instruction does it: quiet, with the upper bits of the payload.
+/// Quiet, with the upper bits of the payload, as the processor's instruction does it.
 fn f16_nan(magnitude: u32) -> u16 {
     0x7E00 | (magnitude >> F16_CUT & 0x3FF) as u16
 }
@@ -123,7 +122,7 @@ fn split(number: f32) -> (u16, u32) {
     (((bits & SIGN) >> 16) as u16, bits & !SIGN)
 }
 
-/// Widen a row; both are as long.
+/// Widen a row. Both have one length.
 #[inline(always)]
 pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
     let at = widen_blocks::<L, H, LANES>(from, to, 0);
@@ -132,8 +131,8 @@ pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
     widen_blocks::<L, H, 1>(from, to, at);
 }
 
-/// Widen as many whole blocks as there are from element `at` on; where they end. What is copied is of a constant width, and
-/// so single moves. (A closure would be compiled for every processor, and call what should be one instruction.)
+/// Widen whole blocks from element `at` on, and return where they end. Copies have a constant width, so they are single
+/// moves. (A closure would be compiled without the instruction set, and call what should be one instruction.)
 #[inline(always)]
 fn widen_blocks<L: Lanes, H: Half, const WIDTH: usize>(from: &[u16], to: &mut [f32], mut at: usize) -> usize {
     while at + WIDTH <= to.len() {
@@ -145,7 +144,7 @@ fn widen_blocks<L: Lanes, H: Half, const WIDTH: usize>(from: &[u16], to: &mut [f
     at
 }
 
-/// Narrow a row to the nearest numbers; both are as long.
+/// Narrow a row to the nearest numbers. Both have one length.
 #[inline(always)]
 pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
     let at = narrow_blocks::<L, H, LANES>(from, to, 0);
@@ -154,7 +153,7 @@ pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
     narrow_blocks::<L, H, 1>(from, to, at);
 }
 
-/// As [`widen_blocks`].
+/// Narrow whole blocks, as [`widen_blocks`] does.
 #[inline(always)]
 fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
     from: &[f32],
@@ -170,7 +169,7 @@ fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
     at
 }
 
-/// Narrow a row as drawn: `draw(i)` is for element `i`. Both are as long.
+/// Round a row stochastically: `draw(i)` is for element `i`. Both have one length.
 #[inline(always)]
 pub fn round_stochastic<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {

@@ -1,4 +1,4 @@
-//! Sixteen bits against what they stand for, in f64; and every instruction set against every other.
+//! Numbers of 16 bits against their definition in f64, and every instruction set against every other.
 
 use std::marker::PhantomData;
 
@@ -39,7 +39,7 @@ fn narrowed<H: Half>(number: f32) -> u16 {
     bits[0]
 }
 
-/// What a format's finite bits stand for, by its definition: exponent and mantissa bits, and the bias.
+/// The number of finite bits, by the format's definition: exponent and mantissa bits, and the bias.
 fn meaning(bits: u16, mantissa_bits: u32, bias: i32) -> f64 {
     let magnitude = u32::from(bits & 0x7FFF);
     let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1));
@@ -96,12 +96,12 @@ fn wide<H: Half>(bits: u16) -> f32 {
 }
 
 #[test]
-fn every_f16_is_what_it_stands_for_and_every_f32_goes_to_its_nearest() {
+fn every_f16_has_its_value_and_every_f32_rounds_to_the_nearest() {
     check_format::<F16>(10, 15, 0x7BFF);
 }
 
 #[test]
-fn every_bf16_is_what_it_stands_for_and_every_f32_goes_to_its_nearest() {
+fn every_bf16_has_its_value_and_every_f32_rounds_to_the_nearest() {
     check_format::<Bf16>(7, 127, 0x7F7F);
 }
 
@@ -124,13 +124,13 @@ fn check_expectation<H: Half>(number: f32) {
         / f64::from(DRAWS);
     let nearest = H::narrow::<Portable>(&[number; LANES])[0];
     let distance = (exact(nearest) - f64::from(number)).abs().max(exact(1));
-    // Only what is cut off below the 16 bits that are drawn here can be missing.
+    // Only bits below the 16 that are drawn here can be missing.
     let error = (mean - f64::from(number)).abs();
     assert!(error <= 2.0 * distance / f64::from(DRAWS), "{number:e}: {mean:e}");
 }
 
 #[test]
-fn drawn_rounding_has_the_number_as_its_expectation() {
+fn stochastic_rounding_has_the_number_as_its_expectation() {
     for number in [1.0, -1.0, 1.0001, 3.1459, -0.02, 6.2e-5, 1e-3, 65_500.0, 2047.3] {
         check_expectation::<F16>(number);
         check_expectation::<Bf16>(number);

@@ -3,10 +3,10 @@
 use crate::bags::Bags;
 use crate::simd::{LANES, Lanes, Level, Work, prefetch};
 
-/// Floats that are fetched ahead of their use: enough rows to hide memory, few enough to stay in the nearest cache.
+/// Floats that are prefetched: enough rows to hide the latency of memory, few enough for the nearest cache.
 const AHEAD_FLOATS: usize = 4096;
 
-/// Rows of `dim` floats that are fetched ahead of their use.
+/// Rows of `dim` floats that are prefetched.
 #[inline(always)]
 pub fn rows_ahead(dim: usize) -> usize {
     (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
@@ -88,8 +88,8 @@ impl Work for ScaleWork<'_> {
     }
 }
 
-/// Copy a row of any length in blocks that become single moves; a call to `memcpy` costs more than a short row, and so
-/// does a loop over what the blocks leave: the last block overlaps the one before it instead.
+/// Copy a row of any length in blocks that become single moves: a call to `memcpy` costs more than a short row. The last
+/// block overlaps the one before, because a loop over the remainder would cost as much.
 #[inline(always)]
 pub fn copy(from: &[f32], to: &mut [f32]) {
     let to = &mut to[..from.len()];

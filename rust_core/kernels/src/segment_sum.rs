@@ -40,13 +40,13 @@ impl<'a> Csr<'a> {
         }
     }
 
-    /// Positions in [`Self::indices`] of those that use id number `unique`.
+    /// Positions in [`Self::indices`] of the samples of id number `unique`.
     #[inline(always)]
     pub fn range(&self, unique: usize) -> Range<usize> {
         self.offsets[unique] as usize..self.offsets[unique + 1] as usize
     }
 
-    /// Those that use id number `unique`.
+    /// The samples of id number `unique`.
     #[inline(always)]
     pub fn of(&self, unique: usize) -> &'a [u32] {
         &self.indices[self.range(unique)]
@@ -100,8 +100,7 @@ impl SegmentSum<'_> {
         self.sum(unique, false, self.scale, out);
     }
 
-    /// Bring near what is to be added some ids after `unique`. Called for one id after the other, it asks for each
-    /// sample once.
+    /// Prefetch what is added some ids after `unique`. Called for each id in order, it prefetches each sample once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
         for at in self.csr.range(unique) {
@@ -129,12 +128,12 @@ impl SegmentSum<'_> {
     }
 }
 
-/// Where the gradient of each unique id comes from.
+/// The gradients of unique ids.
 #[derive(Debug, Clone, Copy)]
 pub enum Gradients<'a> {
     /// `[ids, dim]`, summed already: row `i` is for id number `i`.
     Rows(&'a [f32]),
-    /// Those of samples, summed where they are used.
+    /// Of samples, summed where they are used.
     Samples(SegmentSum<'a>),
 }
 
@@ -156,7 +155,7 @@ impl<'a> Gradients<'a> {
         }
     }
 
-    /// Those of the ids in `range`, row after row; lengths were checked.
+    /// The gradients of the ids in `range`, row after row; lengths were checked.
     pub fn rows(&self, range: Range<usize>, dim: usize) -> Cow<'a, [f32]> {
         match self {
             Self::Rows(rows) => Cow::Borrowed(&rows[range.start * dim..range.end * dim]),

@@ -1,7 +1,7 @@
-//! [`Tables`]: the one interface between the engine and wherever rows live.
+//! [`Tables`]: the one interface between the engine and the rows.
 //!
-//! The in-process store implements it, and so does the network client. Embedded and distributed mode differ in
-//! nothing else; one contract suite runs on both.
+//! The in-process store implements it, and so does the network client. Embedded and distributed mode differ only in
+//! that; the crate `persia-contract` tests both.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,7 +25,7 @@ pub enum Mode {
     Infer,
 }
 
-/// What rank 0 tells every holder of rows before the first look-up.
+/// What rank 0 sends to every implementation of [`Tables`] before the first look-up.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// The job's name.
@@ -33,22 +33,22 @@ pub struct Run {
     /// 1 + the highest generation known.
     #[serde(alias = "epoch")]
     pub generation: u64,
-    /// Slots and tables; must equal what the holder was configured with.
+    /// Slots and tables; must equal those that the tables were configured with.
     pub schema: Schema,
     /// Seed of initialisers and admission.
     pub seed: u64,
-    /// None for evaluation: training look-ups and pushes are then refused, whatever the tables' settings say.
+    /// None for evaluation: training look-ups and pushes are then refused, also of tables with an optimizer of their own.
     pub optimizer: Option<Optimizer>,
     /// Weights of new rows.
     pub initializer: Initializer,
     /// Share of missing ids that get a row, decided by a hash of (seed, id, step). In `0..=1`.
     pub admit_probability: f32,
-    /// Training look-ups that must have asked for an id before it gets a row, from 1: see [`Admission`].
+    /// Training look-ups of an id before it gets a row, from 1: see [`Admission`].
     #[serde(default = "one")]
     pub admit_min_count: u32,
     /// Weights are clamped to ± this after an update; 0 switches it off.
     pub weight_bound: f32,
-    /// Drop the rows held: the run starts from nothing.
+    /// Drop the rows: the run starts without any.
     #[serde(default)]
     pub fresh: bool,
     /// Trainer ranks, at least 1.
@@ -65,7 +65,7 @@ fn one() -> u32 {
 }
 
 impl Run {
-    /// When ids get rows in tables that have no rule of their own.
+    /// When ids get rows in tables without a rule of their own.
     pub fn admission(&self) -> Admission {
         Admission { probability: self.admit_probability, min_count: self.admit_min_count }
     }
@@ -81,7 +81,7 @@ impl Run {
 pub struct TableIds<'a> {
     /// Index into the schema's tables. A request names a table at most once.
     pub table: usize,
-    /// What is asked for.
+    /// The ids.
     pub ids: &'a ShardedIds,
     /// Asks for one vector per sample in place of one row per id.
     pub per_sample: Option<PerSample<'a>>,
@@ -115,16 +115,16 @@ impl<'a> TableIds<'a> {
     }
 }
 
-/// Rows of unique ids, please.
+/// A look-up of unique ids.
 #[derive(Debug, Clone, Copy)]
 pub struct LookupRequest<'a> {
     /// Its side effects (insertion, recency) happen once per token. Ignored unless [`Mode::Train`].
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
-    /// What for.
+    /// What it is for.
     pub mode: Mode,
-    /// What.
+    /// The tables, with ids.
     pub tables: &'a [TableIds<'a>],
 }
 
@@ -139,7 +139,7 @@ pub struct LookupReport {
     pub missing: u64,
     /// Rows evicted to make room.
     pub evicted: u64,
-    /// Rows whose time to live had ended and which were found so: looked up again, swept, or in the way.
+    /// Expired rows that were found: looked up again, swept, or evicted.
     #[serde(default)]
     pub expired: u64,
 }
@@ -159,26 +159,26 @@ impl std::ops::AddAssign for LookupReport {
 pub struct TableGradients<'a> {
     /// Index into the schema's tables. A request names a table at most once.
     pub table: usize,
-    /// The ids of the look-up this answers, or a part of them.
+    /// The ids of the look-up, or some of them.
     pub ids: &'a ShardedIds,
-    /// One for each id, in their order.
+    /// One per id, in their order.
     pub gradients: Gradients<'a>,
 }
 
-/// Apply these gradients once.
+/// Gradients to apply once.
 #[derive(Debug, Clone, Copy)]
 pub struct PushRequest<'a> {
-    /// Counts once, whatever is retried.
+    /// Applied once, also when it is retried.
     pub token: Token,
     /// The global step, from 1; Adam's t.
     pub step: u64,
     /// Multiplies every optimizer's learning rate.
     pub lr_factor: f32,
-    /// What.
+    /// The tables, with gradients.
     pub tables: &'a [TableGradients<'a>],
 }
 
-/// What became of a push. `rows_pushed == rows_applied + rows_missing + rows_nonfinite + rows_duplicate`.
+/// The outcome of a push. `rows_pushed == rows_applied + rows_missing + rows_nonfinite + rows_duplicate`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushReport {
     /// Rows in the request.
@@ -196,7 +196,7 @@ pub struct PushReport {
 }
 
 impl PushReport {
-    /// Whether the report says of each of `rows` rows what became of it.
+    /// Whether the counts add up to `rows`.
     pub fn accounts_for(&self, rows: u64) -> bool {
         let Self { rows_pushed, rows_applied, rows_missing, rows_nonfinite, rows_duplicate, .. } = *self;
         rows_pushed == rows && rows_applied + rows_missing + rows_nonfinite + rows_duplicate == rows
@@ -204,7 +204,7 @@ impl PushReport {
 }
 
 impl std::ops::AddAssign for PushReport {
-    /// Sums all counts; `first_nonfinite` stays the first there was.
+    /// Sums all counts; `first_nonfinite` stays the first.
     fn add_assign(&mut self, more: Self) {
         self.rows_pushed += more.rows_pushed;
         self.rows_applied += more.rows_applied;
@@ -235,10 +235,10 @@ pub struct Snapshot {
     pub rows: Vec<u64>,
 }
 
-/// Counters and gauges of a holder of rows since it began the run.
+/// Counters and gauges since the run began.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Rows held now, per table in the schema's order.
+    /// Rows, per table in the schema's order.
     pub rows: Vec<u64>,
     /// Bytes of weights and optimizer state in those rows.
     pub payload_bytes: u64,
@@ -255,20 +255,20 @@ pub struct Stats {
     pub generation: u64,
 }
 
-/// Wherever rows live: the in-process store, or the network client.
+/// The rows: the in-process store, or the network client.
 ///
-/// Every method may be called from any thread. A failed call has changed nothing unless its documentation says so.
+/// Every method may be called from any thread. A failed call changes nothing, unless its documentation says so.
 pub trait Tables: Send + Sync {
     /// Start a run: forget older tokens, accept only this generation, use this optimizer and initialiser.
-    /// Rows stay unless the run is [`Run::fresh`].
+    /// Rows are kept unless the run is [`Run::fresh`].
     ///
     /// # Errors
     /// `BadRun` when the schema differs, the generation is not above the current one, a number is out of range, or
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
-    /// Whether samples whose `bags` use `ids` unique ids are better pooled by whoever holds the rows
-    /// ([`PerSample::Pooled`]): where those are far, and vectors of samples are fewer bytes than rows. Sizes alone decide.
+    /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): where
+    /// rows are remote, and vectors of samples are fewer bytes than rows. Sizes alone decide.
     fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let _ = (dim, ids, bags);
         false
@@ -324,7 +324,7 @@ pub trait Tables: Send + Sync {
         Ok(())
     }
 
-    /// Replace all rows by those of `files` in `dir`. Every file is read and checked before a row changes.
+    /// Replace all rows by those of `files` in `dir`. All files are read and checked before a row changes.
     ///
     /// # Errors
     /// `Corrupt`, `Foreign`, `Io`.
@@ -336,7 +336,7 @@ pub trait Tables: Send + Sync {
     /// `Unreachable`.
     fn stats(&self) -> Result<Stats, TablesError>;
 
-    /// Drop all rows. Tokens stay.
+    /// Drop all rows. Tokens are kept.
     ///
     /// # Errors
     /// `Unreachable`.

@@ -1,4 +1,4 @@
-//! [`Lanes`]: the few operations on sixteen floats, or on a bucket, that the compiler does not find by itself.
+//! [`Lanes`]: the few operations on sixteen floats, or on a bucket, that the compiler does not vectorise.
 
 #![allow(unsafe_code)]
 
@@ -7,7 +7,7 @@ use crate::half::{f16_to_f32, f32_to_f16};
 /// Floats that are computed side by side; reductions keep this many partial sums everywhere.
 pub const LANES: usize = 16;
 
-/// One instruction set's version of each. All give the same bits.
+/// The operations in one instruction set. All sets give the same bits.
 pub trait Lanes {
     /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
@@ -17,13 +17,13 @@ pub trait Lanes {
     fn all_finite(values: &[f32; LANES]) -> bool;
     /// Bit `i` says whether `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
-    /// The numbers that these binary16 are.
+    /// Binary16 to f32, exact.
     fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
-    /// The nearest binary16, ties to even; beyond the largest finite one, that one.
+    /// To the nearest binary16, ties to even; beyond the largest finite one, to that one.
     fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
 }
 
-/// What every processor can do.
+/// No instruction set: every processor runs it.
 pub struct Portable;
 
 impl Lanes for Portable {

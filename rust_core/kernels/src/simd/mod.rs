@@ -1,9 +1,8 @@
-//! The same loop compiled for three instruction sets, chosen once at run time; and prefetching.
+//! One loop compiled for three instruction sets, chosen at run time; and prefetching.
 //!
-//! Whole loops are compiled this way, not single operations: a call per row would cost more than it saves. The
-//! loops themselves are ordinary code over blocks of [`LANES`] floats, so there is one text for all three, save
-//! for the few operations of [`Lanes`]; and as no multiply-add is ever fused and reductions add fixed lanes in a
-//! fixed order, the results are the same bits on all of them.
+//! Whole loops are compiled this way, because a call per row costs more than it saves. A loop is ordinary code over
+//! blocks of [`LANES`] floats, the same for all three sets except for the operations of [`Lanes`]. No multiply-add is
+//! fused, and reductions add fixed lanes in a fixed order, so all sets give the same bits.
 
 #![allow(unsafe_code)]
 
@@ -28,7 +27,7 @@ pub trait Work {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Level(Width);
 
-/// Not public: a value may only come from asking the processor.
+/// Private, so that a value comes only from asking the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Width {
     Portable,
@@ -49,7 +48,7 @@ impl Level {
     /// What every processor of this architecture has.
     pub const PORTABLE: Self = Self(Width::Portable);
 
-    /// The widest this processor has.
+    /// The widest set of this processor.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         if has!("avx2", "f16c", "bmi1", "bmi2", "lzcnt", "popcnt") {
@@ -59,7 +58,7 @@ impl Level {
         Self::PORTABLE
     }
 
-    /// All this processor has, the widest last.
+    /// All sets of this processor, the widest last.
     pub fn supported() -> Vec<Self> {
         let all = [
             Width::Portable,
@@ -106,13 +105,13 @@ fn avx512<W: Work>(work: W) -> W::Output {
     work.run::<Avx512>()
 }
 
-/// Ask for the cache lines of `values[from..from + len]`; what lies beyond the end does no harm.
+/// Prefetch the cache lines of `values[from..from + len]`, which may extend beyond the end.
 #[inline(always)]
 pub fn prefetch<T>(values: &[T], from: usize, len: usize) {
     prefetch_from(values.as_ptr().wrapping_add(from), len);
 }
 
-/// As [`prefetch`], of `len` values from an address on, which may be any.
+/// Prefetch `len` values from any address.
 #[inline(always)]
 pub fn prefetch_from<T>(start: *const T, len: usize) {
     let start = start.cast::<u8>();
