@@ -2,10 +2,14 @@
 
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use crate::token::Token;
 
 /// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
-#[derive(Debug, thiserror::Error)]
+///
+/// A server sends the serialized error, so that its caller gets the same variant with the same fields.
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
     /// Another run began since.
     #[error("request {token} is of another run: generation {current} is current; start the trainer again")]
@@ -46,7 +50,7 @@ pub enum TablesError {
         /// Number of tables.
         tables: usize,
         /// Unknown, or named twice.
-        what: &'static str,
+        what: String,
     },
     /// A training request while no optimizer is configured.
     #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
@@ -83,6 +87,7 @@ pub enum TablesError {
         /// Where.
         path: PathBuf,
         /// Why.
+        #[serde(with = "io_error")]
         source: std::io::Error,
     },
     /// Ids that another server holds.
@@ -137,4 +142,26 @@ pub enum TablesError {
         /// What was tried, and what happened.
         what: String,
     },
+}
+
+/// An I/O error as the operating system's code, or as its text where it has none.
+mod io_error {
+    use std::io;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    struct Described {
+        code: Option<i32>,
+        text: String,
+    }
+
+    pub(super) fn serialize<S: Serializer>(error: &io::Error, serializer: S) -> Result<S::Ok, S::Error> {
+        Described { code: error.raw_os_error(), text: error.to_string() }.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<io::Error, D::Error> {
+        let Described { code, text } = Described::deserialize(deserializer)?;
+        Ok(code.map_or_else(|| io::Error::other(text), io::Error::from_raw_os_error))
+    }
 }
