@@ -1,18 +1,23 @@
-use persia_kernels::{Gradients, Pool};
+use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
 use persia_types::{Dtype, TablesError};
-use tonic::Code;
+use tonic::{Code, Status};
 
-use super::*;
-use crate::chunk::{CHUNK_BYTES, gradient_chunks, pooled_chunks, word_chunks};
+use crate::chunk::CHUNK_BYTES;
+use crate::collect::Collector;
 use crate::error::from_status;
-use crate::parts::check_parts;
+use crate::floats::RowFormat;
+use crate::parts::{Part, check_parts};
+use crate::proto::Chunk;
+use crate::samples::{Samples, Verb};
+use crate::send::{gradient_chunks, pooled_chunks, word_chunks};
+use crate::uses::{SentUses, bag_words, receive_uses, sum_words};
 
 fn ids(count: u64) -> ShardedIds {
     ShardedIds::group(&(0..count).collect::<Vec<Id>>()).unwrap()
 }
 
-fn part(samples: Samples, ids: &ShardedIds) -> Part {
+fn part_of(samples: Samples, ids: &ShardedIds) -> Part {
     let part = Part::new(6, RowFormat::f32(4), ids).with_samples(Some(samples));
     check_parts(&[part.to_proto()]).unwrap().remove(0)
 }
@@ -22,7 +27,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     builder.enable_all().start_paused(true).build().unwrap().block_on(future)
 }
 
-/// `None` is a message that is no uses.
+/// `None` is a message without uses.
 fn receive(verb: Verb, part: &Part, messages: Vec<Option<Chunk>>) -> Result<Option<SentUses>, Status> {
     let mut stream = tokio_stream::iter(messages.into_iter().map(Ok));
     let parts = std::slice::from_ref(part);
@@ -39,7 +44,7 @@ const WEIGHTS: &[f32] = &[1.0, -2.0, 0.5];
 const DIVISORS: &[f32] = &[2.0, 1.0, 0.5];
 
 #[test]
-fn uses_come_back_as_they_were() {
+fn uses_round_trip() {
     let ids = ids(60_000);
     let places: Vec<u32> = (0..70_000).map(|place| place * 7 % 60_000).collect();
     let offsets: Vec<u32> = (0..=7_000).map(|sample| sample * 10).collect();
@@ -54,7 +59,7 @@ fn uses_come_back_as_they_were() {
         let bags = Bags { indices: &places, offsets: Some(&offsets), per_sample_weights: weights, divisors };
         let chunks = sent(bag_words(&bags));
         assert!(chunks.iter().flatten().all(|chunk| chunk.data.len() <= CHUNK_BYTES));
-        let part_of_bags = part(Samples::of_bags(&bags).unwrap(), &ids);
+        let part_of_bags = part_of(Samples::of_bags(&bags).unwrap(), &ids);
         let uses = receive(Verb::Lookup, &part_of_bags, chunks).unwrap().unwrap();
         let back = uses.bags();
         assert_eq!((back.indices, back.offsets), (bags.indices, bags.offsets));
@@ -64,15 +69,8 @@ fn uses_come_back_as_they_were() {
         let samples: Vec<u32> = (0..70_000).map(|sample| sample % 7_000).collect();
         let gradients = vec![0.5; 7_000 * 4];
         let csr = Csr { offsets: &starts, indices: &samples };
-        let sum = SegmentSum {
-            gradients: &gradients,
-            dim: 4,
-            csr,
-            factors: divisors,
-            per_sample_weights: weights,
-            scale: 0.3,
-        };
-        let part_of_sum = part(Samples::of_sum(&sum), &ids);
+        let sum = SegmentSum { gradients: &gradients, dim: 4, csr, factors: divisors, per_sample_weights: weights, scale: 0.3 };
+        let part_of_sum = part_of(Samples::of_sum(&sum), &ids);
         let uses = receive(Verb::Push, &part_of_sum, sent(sum_words(&sum))).unwrap().unwrap();
         let back = uses.sum(&gradients, 4);
         back.check(60_000).unwrap();
@@ -114,14 +112,10 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
 }
 
 #[test]
-fn uses_that_make_no_sense_are_refused_by_name() {
-    let good = Bags {
-        indices: PLACES,
-        offsets: Some(OFFSETS),
-        per_sample_weights: Some(WEIGHTS),
-        divisors: Some(DIVISORS),
-    };
-    let part = part(Samples::of_bags(&good).unwrap(), &ids(3));
+fn malformed_uses_are_refused_by_name() {
+    let good =
+        Bags { indices: PLACES, offsets: Some(OFFSETS), per_sample_weights: Some(WEIGHTS), divisors: Some(DIVISORS) };
+    let part = part_of(Samples::of_bags(&good).unwrap(), &ids(3));
     let said = |messages| {
         receive(Verb::Lookup, &part, messages).map(drop).map_err(|status| {
             let error = from_status("", &status);
@@ -155,7 +149,7 @@ fn uses_that_make_no_sense_are_refused_by_name() {
         (&[0, 1, 2], &[0, 1, 2, 2], "from 0 to 2"),
     ] {
         let sum = sum(samples, starts);
-        let part = super::tests::part(Samples::of_sum(&sum), &ids(3));
+        let part = part_of(Samples::of_sum(&sum), &ids(3));
         let status = receive(Verb::Push, &part, sent(sum_words(&sum))).unwrap_err();
         assert!(from_status("", &status).to_string().contains(named), "{status}");
     }
@@ -163,13 +157,9 @@ fn uses_that_make_no_sense_are_refused_by_name() {
 
 #[test]
 fn uses_that_are_missing_damaged_or_out_of_place_are_refused() {
-    let bags = Bags {
-        indices: PLACES,
-        offsets: Some(OFFSETS),
-        per_sample_weights: Some(WEIGHTS),
-        divisors: Some(DIVISORS),
-    };
-    let part = part(Samples::of_bags(&bags).unwrap(), &ids(3));
+    let bags =
+        Bags { indices: PLACES, offsets: Some(OFFSETS), per_sample_weights: Some(WEIGHTS), divisors: Some(DIVISORS) };
+    let part = part_of(Samples::of_bags(&bags).unwrap(), &ids(3));
     let whole = sent(bag_words(&bags));
     let mut damaged = whole.clone();
     damaged[1].as_mut().unwrap().crc32c ^= 1;
@@ -205,7 +195,7 @@ fn no_words_do_harm() {
             factors: small(3) % 2 == 0,
             scale: f32::NAN,
         };
-        let part = part(head, &ids);
+        let part = part_of(head, &ids);
         for verb in [Verb::Lookup, Verb::Push] {
             let words: Vec<u32> = (0..head.words(verb, 3) as u64)
                 .map(|at| match small(at + 9) {
@@ -236,9 +226,9 @@ fn no_words_do_harm() {
 }
 
 #[test]
-fn a_claim_of_uses_allocates_little_before_they_come() {
+fn an_announcement_of_uses_allocates_little_before_they_arrive() {
     let head = Samples { samples: 1, uses: 1 << 27, weights: false, factors: false, scale: 1.0 };
-    let words = Collect::uses(&[part(head, &ids(3))], Verb::Lookup);
+    let words = Collector::uses(&[part_of(head, &ids(3))], Verb::Lookup);
     assert!(!words.is_complete());
     assert!(words.finish().unwrap_err().to_string().contains("0 of 134217730 values"));
 }

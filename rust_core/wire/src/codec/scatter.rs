@@ -1,21 +1,21 @@
-//! [`Scatter`]: rows of a reply, written straight to where they belong.
+//! [`Scatter`]: rows of a reply, written to their place.
 
 use std::ops::Range;
 
 use persia_kernels::{Csr, copy};
 use persia_types::{Dtype, TablesError};
 
-use crate::chunk::{ChunkError, check_sum};
-use crate::floats::RowFormat;
-use crate::parts::Part;
+use super::chunk::{ChunkError, verify};
+use super::floats::RowFormat;
+use super::parts::Part;
 use crate::proto::Chunk;
 
-/// Ranges of items that have come, ascending, with a gap between any two.
+/// Ranges of items that have arrived, ascending, with gaps between them.
 #[derive(Debug, Default)]
 struct Covered(Vec<Range<u64>>);
 
 impl Covered {
-    /// Add a range; false when some of it was there.
+    /// Add a range; false if it overlaps.
     fn add(&mut self, range: Range<u64>) -> bool {
         let at = self.0.partition_point(|other| other.end < range.start);
         let touches_left = self.0.get(at).is_some_and(|left| left.end == range.start);
@@ -41,13 +41,13 @@ impl Covered {
     }
 }
 
-/// Writes rows straight to where they belong. Chunks come in any order, each row once.
+/// Writes each row to its place. Chunks arrive in any order, each row once.
 #[derive(Debug)]
 pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
     uses: &'a [Option<Csr<'a>>],
     parts: Vec<(RowFormat, u64, Covered)>,
-    /// Rows of a chunk that travelled as 16 bits.
+    /// Rows of a chunk of 16 bits.
     widened: Vec<f32>,
 }
 
@@ -86,7 +86,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
     /// Write one chunk.
     ///
     /// # Errors
-    /// [`ChunkError`] for one that is damaged, was not asked for, or came before.
+    /// [`ChunkError`] for a chunk that is damaged, was not requested, or arrived before.
     pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
         let (index, parts) = (chunk.part as usize, self.parts.len());
         let Some((format, asked, covered)) = self.parts.get_mut(index) else {
@@ -96,7 +96,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
         let Some(end) = chunk.first.checked_add(items).filter(|end| end <= asked) else {
             return Err(ChunkError::out_of_range(chunk, items, *asked));
         };
-        check_sum(chunk)?;
+        verify(chunk)?;
         if !covered.add(chunk.first..end) {
             let Chunk { part, first, .. } = chunk;
             return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
@@ -114,7 +114,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
             }
             return Ok(());
         }
-        // Widened once for all samples of an id.
+        // Widen an id once for all its samples.
         self.widened.resize(items as usize * dim, 0.0);
         format.decode(&chunk.data, &mut self.widened);
         for (unique, row) in (chunk.first as usize..).zip(self.widened.chunks_exact(dim)) {
@@ -125,15 +125,15 @@ impl<'a, 'b> Scatter<'a, 'b> {
         Ok(())
     }
 
-    /// Check that every row has come.
+    /// Check that every row has arrived.
     ///
     /// # Errors
-    /// [`ChunkError::CutShort`] when one has not.
+    /// [`ChunkError::CutShort`] for a missing row.
     pub fn finish(self) -> Result<(), ChunkError> {
         for (part, (_, asked, covered)) in self.parts.iter().enumerate() {
-            let came = covered.count();
-            if came != *asked {
-                return Err(ChunkError::CutShort { what: format!("part {part}: {came} of {asked} rows") });
+            let arrived = covered.count();
+            if arrived != *asked {
+                return Err(ChunkError::CutShort { what: format!("part {part}: {arrived} of {asked} rows") });
             }
         }
         Ok(())

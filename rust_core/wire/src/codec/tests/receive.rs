@@ -1,10 +1,14 @@
-use persia_types::{JobId, TablesError};
-use tonic::Code;
+use futures_util::StreamExt;
+use persia_types::id::ShardedIds;
+use persia_types::{JobId, Mode, TablesError, Token};
+use tonic::{Code, Status};
 
-use super::*;
-use crate::chunk::{id_chunks, row_chunks};
 use crate::error::from_status;
 use crate::floats::RowFormat;
+use crate::parts::Part;
+use crate::proto;
+use crate::receive::{ReceivedLookup, ReceivedPush, lookup, push};
+use crate::send::{id_chunks, row_chunks};
 
 const DIM: usize = 2;
 
@@ -54,11 +58,11 @@ fn run<F: Future>(future: F) -> F::Output {
     builder.enable_all().start_paused(true).build().unwrap().block_on(future)
 }
 
-fn receive_lookup(messages: Vec<proto::LookupRequest>) -> Result<Lookup, Status> {
+fn receive_lookup(messages: Vec<proto::LookupRequest>) -> Result<ReceivedLookup, Status> {
     run(lookup(&mut tokio_stream::iter(messages.into_iter().map(Ok))))
 }
 
-fn receive_push(messages: Vec<proto::PushRequest>) -> Result<Push, Status> {
+fn receive_push(messages: Vec<proto::PushRequest>) -> Result<ReceivedPush, Status> {
     run(push(&mut tokio_stream::iter(messages.into_iter().map(Ok))))
 }
 

@@ -1,4 +1,4 @@
-//! Pauses between tries.
+//! Pauses between attempts.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// The pause after `failures` tries that failed: none, then 0.1 s doubling to 5 s, each cut by up to a half at random
-/// so that many clients do not come back at once.
+/// The pause after `failures` failed attempts: 0.1 s doubling to 5 s, none for 0. Each is shortened by up to a half at
+/// random, so that many clients do not reconnect at once.
 pub fn pause(failures: u32) -> Duration {
     let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
     let full = FIRST.saturating_mul(1 << doublings.min(16)).min(LONGEST);
-    // Keys of a RandomState are random; no other source of randomness is needed here.
+    // The keys of a RandomState are random.
     let random = RandomState::new().hash_one(failures) as u32;
     full / 2 + (full / 2).mul_f64(f64::from(random) / f64::from(u32::MAX))
 }

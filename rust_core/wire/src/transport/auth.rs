@@ -1,7 +1,7 @@
-//! Who may call what: one secret of the cluster, and a token for each role made of it.
+//! Authentication: one secret of the cluster, and a token for each role derived from it.
 //!
-//! A token is the lower-case hex of `sha256("persia role <role> " || secret)`, sent with every call beside the role.
-//! Without a secret a process serves only its own host (*protected mode*), and every role is believed.
+//! A token is the lower-case hex of `sha256("persia role <role> " || secret)`. Every call carries role and token. Without
+//! a secret, a process serves only its own host (*protected mode*) and does not check roles.
 
 use std::fmt;
 use std::io;
@@ -16,14 +16,14 @@ use tonic::{Extensions, Request, Status};
 
 use crate::settings::Endpoint;
 
-/// Shortest secret that is taken, in bytes.
+/// Shortest secret, in bytes.
 pub const MIN_SECRET_BYTES: usize = 32;
-/// Longest token file that is read, in bytes.
+/// Longest token file, in bytes.
 const MAX_SECRET_BYTES: u64 = 4096;
 const ROLE: &str = "persia-role";
 const AUTHORIZATION: &str = "authorization";
 
-/// What a caller is.
+/// The role of a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// A trainer rank: look-ups, pushes, statistics.
@@ -34,12 +34,12 @@ pub enum Role {
     Middleware,
     /// Begins, saves, restores, clears.
     Admin,
-    /// Whoever connects to NATS.
+    /// Any process, towards NATS.
     Nats,
 }
 
 impl Role {
-    /// Its name on the wire.
+    /// The name on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Self::Trainer => "trainer",
@@ -66,7 +66,7 @@ impl FromStr for Role {
     }
 }
 
-/// Why there is no secret, or no server without one.
+/// Why a secret is unusable or missing.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
     /// A token file that cannot be read.
@@ -77,7 +77,7 @@ pub enum AuthError {
         /// Why.
         source: io::Error,
     },
-    /// A token file with the wrong content.
+    /// A token file of a wrong size.
     #[error(
         "token file {}: a secret of {found} bytes, want {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}; \
          make one with: head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'",
@@ -86,16 +86,16 @@ pub enum AuthError {
     BadLength {
         /// The file.
         path: PathBuf,
-        /// Bytes without the white space at the end.
+        /// Size without trailing white space.
         found: u64,
     },
-    /// No secret, and not only this host could connect.
+    /// No secret, and an address that other hosts reach.
     #[error(
-        "refusing to listen on {endpoint} without a token: everyone in the network could connect; \
+        "refusing to listen on {endpoint} without a token: any host of the network could connect; \
          give --token-file or PERSIA_TOKEN_FILE, or listen on 127.0.0.1 or unix:/path"
     )]
     Unprotected {
-        /// Where it would have listened.
+        /// The address.
         endpoint: Endpoint,
     },
 }
@@ -111,7 +111,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The content of a token file, without white space at its end.
+    /// The content of a token file, without trailing white space.
     ///
     /// # Errors
     /// [`AuthError::Unreadable`], [`AuthError::BadLength`].
@@ -157,13 +157,13 @@ impl fmt::Debug for RoleToken {
 }
 
 impl RoleToken {
-    /// The token itself, to be sent.
+    /// The token, to be sent.
     pub fn reveal(&self) -> &str {
         &self.0
     }
 }
 
-/// A caller's role and token, put into every call.
+/// A caller's role and token. As an interceptor, it adds them to every call.
 #[derive(Debug, Clone)]
 pub struct Credentials {
     role: MetadataValue<Ascii>,
@@ -171,7 +171,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Call as `role`; without a secret only processes in protected mode will listen.
+    /// Call as `role`. Without a secret, only processes in protected mode accept it.
     pub fn new(role: Role, secret: Option<&Secret>) -> Self {
         let authorization = secret.and_then(|secret| {
             let bearer = format!("Bearer {}", secret.token(role).reveal());
@@ -194,7 +194,7 @@ impl Interceptor for Credentials {
     }
 }
 
-/// Checks every call to a service. As an interceptor it leaves the [`Role`] in the request's extensions, for
+/// Authenticates every call to a service. As an interceptor, it leaves the [`Role`] in the request's extensions for
 /// [`require`].
 #[derive(Debug, Clone)]
 pub struct Guard {
@@ -202,10 +202,10 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// A guard that knows `secret`; without one it believes every role, and serves this host only.
+    /// A guard with `secret`. Without one, it accepts every role, on this host only.
     ///
     /// # Errors
-    /// [`AuthError::Unprotected`] without a secret where others than this host could connect to `listen`.
+    /// [`AuthError::Unprotected`] without a secret where other hosts reach `listen`.
     pub fn new(secret: Option<Secret>, listen: &Endpoint) -> Result<Self, AuthError> {
         if secret.is_none() && !listen.is_local() {
             return Err(AuthError::Unprotected { endpoint: listen.clone() });
@@ -213,18 +213,18 @@ impl Guard {
         Ok(Self { secret })
     }
 
-    /// The role a call's metadata proves.
+    /// The role that a call's metadata proves.
     ///
     /// # Errors
-    /// `Unauthenticated`, saying what is missing or wrong.
+    /// `Unauthenticated`, with what is missing or wrong.
     pub fn check(&self, metadata: &MetadataMap) -> Result<Role, Status> {
         let claimed = match metadata.get(ROLE) {
             Some(name) => {
                 let name = name.to_str().unwrap_or_default();
-                // Part of it: strangers do not fill logs.
-                let told = || name.chars().take(32).collect::<String>();
+                // Truncated: the peer chooses this text.
+                let shown = || name.chars().take(32).collect::<String>();
                 let of_services = name.parse().ok().filter(|role| *role != Role::Nats);
-                of_services.ok_or_else(|| Status::unauthenticated(format!("unknown role {:?}", told())))?
+                of_services.ok_or_else(|| Status::unauthenticated(format!("unknown role {:?}", shown())))?
             }
             None if self.secret.is_none() => Role::Admin,
             None => return Err(Status::unauthenticated(format!("no {ROLE} was sent"))),
@@ -255,15 +255,15 @@ impl Interceptor for Guard {
     }
 }
 
-/// Let only callers of these roles, or an admin, go on with `verb`. Pass `request.extensions()`.
+/// Permit `method` to the `allowed` roles and to an admin. Pass `request.extensions()`.
 ///
 /// # Errors
-/// `PermissionDenied`, naming role and verb.
-pub fn require(extensions: &Extensions, verb: &str, allowed: &[Role]) -> Result<(), Status> {
+/// `PermissionDenied`, with role and method.
+pub fn require(extensions: &Extensions, method: &str, allowed: &[Role]) -> Result<(), Status> {
     match extensions.get::<Role>() {
         Some(role) if *role == Role::Admin || allowed.contains(role) => Ok(()),
-        Some(role) => Err(Status::permission_denied(format!("role {role} may not call {verb}"))),
-        None => Err(Status::unauthenticated("the call was not checked")),
+        Some(role) => Err(Status::permission_denied(format!("role {role} may not call {method}"))),
+        None => Err(Status::unauthenticated("the call was not authenticated")),
     }
 }
 
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn a_role_is_believed_with_its_own_token_only() {
+    fn a_role_is_accepted_with_its_own_token_only() {
         let (good, other) = (secret(SECRET), secret("another secret of at least 32 bytes"));
         for role in [Role::Trainer, Role::Data, Role::Middleware, Role::Admin] {
             assert_eq!(guard().check(&metadata(role, Some(&good))).unwrap(), role);
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn an_allowed_role_goes_on_and_another_does_not() {
+    fn an_allowed_role_may_call_and_another_may_not() {
         let request = |role| {
             let mut request = Request::new(());
             request.extensions_mut().insert::<Role>(role);

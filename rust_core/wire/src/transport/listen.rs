@@ -1,4 +1,4 @@
-//! Accepting connections: a bounded number of them, and none that says nothing.
+//! [`Listener`]: a bounded number of connections. Silent ones are closed.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,18 +15,19 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Sleep, sleep};
+use tokio_util::either::Either;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use crate::settings::{Endpoint, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
-/// Time a new connection has to send the first bytes of HTTP/2, or of TLS.
+/// Time limit of a new connection to send the preface of HTTP/2, or TLS.
 const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time without any byte after which a connection is closed: whoever is alive answers a ping by then.
+/// Time without a byte after which a connection is closed. A live peer answers a ping before.
 const SILENCE: Duration =
     KEEPALIVE_INTERVAL.saturating_add(KEEPALIVE_TIMEOUT).saturating_add(Duration::from_secs(15));
 /// Bytes of HTTP/2's connection preface.
 const FIRST_BYTES: usize = 24;
-/// Pause after an accept that failed, for want of file descriptors as a rule.
+/// Pause after a failed accept, which mostly lacks file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A bound socket.
@@ -42,23 +43,23 @@ enum Socket {
     Unix { socket: UnixListener, _file: SocketFile },
 }
 
-/// Removes the file of a Unix socket when nothing listens there any more.
+/// Removes the file of a Unix socket when it is dropped.
 #[derive(Debug)]
 struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_file(&self.0) {
-            tracing::debug!(path = %self.0.display(), %error, "socket file was gone");
+            tracing::debug!(path = %self.0.display(), %error, "socket file is already removed");
         }
     }
 }
 
 impl Listener {
-    /// Bind `endpoint`. A socket file that nobody listens on any more is replaced.
+    /// Bind `endpoint`. A socket file without a listener is replaced.
     ///
     /// # Errors
-    /// What the operating system says; its text does not name the endpoint.
+    /// The operating system's error, which does not name the endpoint.
     pub async fn bind(endpoint: &Endpoint) -> io::Result<Self> {
         match endpoint {
             Endpoint::Tcp { host, port } => {
@@ -75,12 +76,12 @@ impl Listener {
         }
     }
 
-    /// Where it listens: port 0 has become the port that was free.
+    /// The bound address: port 0 is replaced by the chosen port.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// The connections, at most [`MAX_CONNECTIONS`] at a time; others wait in the socket's backlog.
+    /// Connections, at most [`MAX_CONNECTIONS`] at a time. More wait in the socket's backlog.
     pub fn connections(self) -> impl Stream<Item = io::Result<Connection>> + Send {
         self.limited(MAX_CONNECTIONS)
     }
@@ -107,14 +108,14 @@ impl Listener {
 }
 
 impl Socket {
-    async fn accept(&self) -> io::Result<(EitherStream, Option<SocketAddr>)> {
+    async fn accept(&self) -> io::Result<(SocketStream, Option<SocketAddr>)> {
         match self {
             Self::Tcp(socket) => {
                 let (stream, peer) = socket.accept().await?;
                 stream.set_nodelay(true)?;
-                Ok((EitherStream::Tcp(stream), Some(peer)))
+                Ok((Either::Left(stream), Some(peer)))
             }
-            Self::Unix { socket, .. } => Ok((EitherStream::Unix(socket.accept().await?.0), None)),
+            Self::Unix { socket, .. } => Ok((Either::Right(socket.accept().await?.0), None)),
         }
     }
 }
@@ -130,21 +131,17 @@ async fn remove_stale(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-#[derive(Debug)]
-enum EitherStream {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
+type SocketStream = Either<TcpStream, UnixStream>;
 
-/// A connection that was accepted.
+/// An accepted connection.
 #[derive(Debug)]
 pub struct Connection {
-    stream: EitherStream,
-    /// By TCP.
+    stream: SocketStream,
+    /// None for a Unix socket.
     peer: Option<SocketAddr>,
-    /// Ends when something must have come, or before.
+    /// Fires at the deadline of the next byte, or before.
     timer: Pin<Box<Sleep>>,
-    /// When bytes came last, once those of the preface have; until then when it was accepted.
+    /// When the last byte arrived; until the preface is complete, when the connection was accepted.
     heard: Instant,
     read: usize,
     _permit: OwnedSemaphorePermit,
@@ -165,10 +162,7 @@ impl AsyncRead for Connection {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        let polled = match &mut self.stream {
-            EitherStream::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
-            EitherStream::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
-        };
+        let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
         if polled.is_ready() {
             self.read = self.read.saturating_add(buf.filled().len() - before);
             if self.read >= FIRST_BYTES {
@@ -178,14 +172,14 @@ impl AsyncRead for Connection {
         }
         loop {
             ready!(self.timer.as_mut().poll(cx));
-            let (missing, patience) = if self.read < FIRST_BYTES {
+            let (missing, limit) = if self.read < FIRST_BYTES {
                 ("HTTP/2 preface", FIRST_BYTES_TIMEOUT)
             } else {
                 ("byte, and no answer to a ping,", SILENCE)
             };
-            let end = self.heard + patience;
+            let end = self.heard + limit;
             if Instant::now() >= end {
-                let what = format!("no {missing} within {} s", patience.as_secs());
+                let what = format!("no {missing} within {} s", limit.as_secs());
                 return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, what)));
             }
             self.timer.as_mut().reset(end);
@@ -195,24 +189,15 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
-            EitherStream::Tcp(stream) => Pin::new(stream).poll_write(cx, bytes),
-            EitherStream::Unix(stream) => Pin::new(stream).poll_write(cx, bytes),
-        }
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
-            EitherStream::Tcp(stream) => Pin::new(stream).poll_flush(cx),
-            EitherStream::Unix(stream) => Pin::new(stream).poll_flush(cx),
-        }
+        Pin::new(&mut self.stream).poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
-            EitherStream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
-            EitherStream::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
-        }
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 
     fn poll_write_vectored(
@@ -220,14 +205,11 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         slices: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match &mut self.stream {
-            EitherStream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
-            EitherStream::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, slices),
-        }
+        Pin::new(&mut self.stream).poll_write_vectored(cx, slices)
     }
 
     fn is_write_vectored(&self) -> bool {
-        true
+        self.stream.is_write_vectored()
     }
 }
 
@@ -249,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_says_too_little_is_dropped() {
+    fn a_connection_without_a_preface_is_closed() {
         run(async {
             let (listener, at) = bound().await;
             let mut connections = Box::pin(listener.connections());
@@ -265,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_falls_silent_is_closed_and_one_that_answers_is_not() {
+    fn a_silent_connection_is_closed_and_an_answering_one_is_not() {
         run(async {
             let (listener, at) = bound().await;
             let mut connections = Box::pin(listener.connections());
@@ -309,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dead_socket_file_is_replaced_and_a_living_one_is_not() {
+    fn a_stale_socket_file_is_replaced_and_a_live_one_is_not() {
         run(async {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("s");

@@ -1,4 +1,4 @@
-//! A whole look-up or push out of a stream, everything in it checked.
+//! A whole, checked look-up or push from a stream.
 
 use std::time::Duration;
 
@@ -9,31 +9,31 @@ use persia_types::tables::{LookupRequest, PushRequest, TableGradients, TableIds}
 use persia_types::{Mode, Token};
 use tonic::Status;
 
-use crate::chunk::{ChunkError, Collect};
-use crate::convert;
-use crate::parts::{Part, check_parts};
-use crate::proto;
+use super::chunk::ChunkError;
+use super::collect::Collector;
+use super::parts::{Part, check_parts};
+use crate::{convert, proto};
 
-/// How long a sender may be silent in the middle of a request.
+/// How long a sender may be silent within a request.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// A look-up as its sender meant it.
+/// A received look-up.
 #[derive(Debug)]
-pub struct Lookup {
-    /// Who asks.
+pub struct ReceivedLookup {
+    /// The name of the look-up.
     pub token: Token,
     /// The global step.
     pub step: u64,
-    /// What for.
+    /// Training or evaluation.
     pub mode: Mode,
     /// Tables and dimensions, in the order of `ids`.
     pub parts: Vec<Part>,
-    /// Ids of every part, each in its own shard.
+    /// Ids of every part, by shard.
     pub ids: Vec<ShardedIds>,
 }
 
-impl Lookup {
-    /// For [`Self::request`].
+impl ReceivedLookup {
+    /// The tables of [`Self::request`].
     pub fn tables(&self) -> Vec<TableIds<'_>> {
         self.parts
             .iter()
@@ -42,21 +42,21 @@ impl Lookup {
             .collect()
     }
 
-    /// As the holder of rows takes it.
+    /// The request to the holder of rows.
     pub fn request<'a>(&self, tables: &'a [TableIds<'a>]) -> LookupRequest<'a> {
         LookupRequest { token: self.token, step: self.step, mode: self.mode, tables }
     }
 
-    /// A buffer of the right size for the rows of every part.
+    /// Buffers for the rows of every part.
     pub fn buffers(&self) -> Vec<Vec<f32>> {
         self.parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect()
     }
 }
 
-/// A push as its sender meant it.
+/// A received push.
 #[derive(Debug)]
-pub struct Push {
-    /// Who pushes.
+pub struct ReceivedPush {
+    /// The name of the push.
     pub token: Token,
     /// The global step.
     pub step: u64,
@@ -64,14 +64,14 @@ pub struct Push {
     pub lr_factor: f32,
     /// Tables and dimensions, in the order of `ids`.
     pub parts: Vec<Part>,
-    /// Ids of every part, each in its own shard.
+    /// Ids of every part, by shard.
     pub ids: Vec<ShardedIds>,
-    /// Gradients of every part's ids.
+    /// Gradients of the ids of every part.
     pub gradients: Vec<Vec<f32>>,
 }
 
-impl Push {
-    /// For [`Self::request`].
+impl ReceivedPush {
+    /// The tables of [`Self::request`].
     pub fn tables(&self) -> Vec<TableGradients<'_>> {
         let parts = self.parts.iter().zip(&self.ids).zip(&self.gradients);
         parts
@@ -83,13 +83,13 @@ impl Push {
             .collect()
     }
 
-    /// As the holder of rows takes it.
+    /// The request to the holder of rows.
     pub fn request<'a>(&self, tables: &'a [TableGradients<'a>]) -> PushRequest<'a> {
         PushRequest { token: self.token, step: self.step, lr_factor: self.lr_factor, tables }
     }
 }
 
-/// The next message of a stream, which may not take long.
+/// The next message of a stream.
 ///
 /// # Errors
 /// The stream's own, and `DeadlineExceeded` after a minute of silence.
@@ -99,7 +99,7 @@ pub async fn next<T>(
     match tokio::time::timeout(SILENCE, stream.next()).await {
         Ok(message) => message.transpose(),
         Err(_) => Err(Status::deadline_exceeded(format!(
-            "the sender was silent for {} s in the middle of a request",
+            "the sender was silent for {} s within a request",
             SILENCE.as_secs()
         ))),
     }
@@ -113,10 +113,10 @@ fn two_heads() -> Status {
     Status::invalid_argument("a second head, or an empty message, in one stream")
 }
 
-/// The head a stream of look-up messages begins with.
+/// The head of a stream of look-up messages.
 ///
 /// # Errors
-/// `InvalidArgument` when it does not.
+/// `InvalidArgument` for another first message.
 pub async fn lookup_head(
     stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
 ) -> Result<proto::LookupHead, Status> {
@@ -126,10 +126,10 @@ pub async fn lookup_head(
     }
 }
 
-/// The head a stream of push messages begins with.
+/// The head of a stream of push messages.
 ///
 /// # Errors
-/// `InvalidArgument` when it does not.
+/// `InvalidArgument` for another first message.
 pub async fn push_head(
     stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
 ) -> Result<proto::PushHead, Status> {
@@ -139,7 +139,7 @@ pub async fn push_head(
     }
 }
 
-/// The parts of a head, all of which are to be rows of ids.
+/// The parts of a head that may only have rows of ids.
 fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
     let parts = check_parts(head)?;
     match parts.iter().find(|part| part.samples.is_some()) {
@@ -151,19 +151,19 @@ fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
     }
 }
 
-/// Collect a look-up, as an embedding server takes it.
+/// Receive a look-up of an embedding server.
 ///
 /// # Errors
-/// A status that says what is wrong with it.
+/// A status with the problem.
 pub async fn lookup(
     stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
-) -> Result<Lookup, Status> {
+) -> Result<ReceivedLookup, Status> {
     use proto::lookup_request::Part as Message;
     let head = lookup_head(stream).await?;
     let parts = parts_of_rows(&head.parts)?;
     let token = convert::token(head.token).map_err(ChunkError::from)?;
     let mode = convert::mode(head.mode).map_err(ChunkError::from)?;
-    let mut ids = Collect::ids(&parts);
+    let mut ids = Collector::ids(&parts);
     while let Some(message) = next(stream).await? {
         match message.part {
             Some(Message::Ids(chunk)) => ids.take(&chunk)?,
@@ -171,21 +171,21 @@ pub async fn lookup(
         }
     }
     let ids = grouped(&parts, ids.finish()?)?;
-    Ok(Lookup { token, step: head.step, mode, parts, ids })
+    Ok(ReceivedLookup { token, step: head.step, mode, parts, ids })
 }
 
-/// Collect a push, as an embedding server takes it.
+/// Receive a push of an embedding server.
 ///
 /// # Errors
-/// A status that says what is wrong with it.
+/// A status with the problem.
 pub async fn push(
     stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
-) -> Result<Push, Status> {
+) -> Result<ReceivedPush, Status> {
     use proto::push_request::Part as Message;
     let head = push_head(stream).await?;
     let parts = parts_of_rows(&head.parts)?;
     let token = convert::token(head.token).map_err(ChunkError::from)?;
-    let (mut ids, mut gradients) = (Collect::ids(&parts), Collect::gradients(&parts));
+    let (mut ids, mut gradients) = (Collector::ids(&parts), Collector::gradients(&parts));
     while let Some(message) = next(stream).await? {
         match message.part {
             Some(Message::Ids(chunk)) => ids.take(&chunk)?,
@@ -195,13 +195,9 @@ pub async fn push(
     }
     let ids = grouped(&parts, ids.finish()?)?;
     let gradients = gradients.finish()?;
-    Ok(Push { token, step: head.step, lr_factor: head.lr_factor, parts, ids, gradients })
+    Ok(ReceivedPush { token, step: head.step, lr_factor: head.lr_factor, parts, ids, gradients })
 }
 
 fn grouped(parts: &[Part], ids: Vec<Vec<u64>>) -> Result<Vec<ShardedIds>, ChunkError> {
     parts.iter().zip(ids).map(|(part, ids)| part.ids(ids).map_err(ChunkError::from)).collect()
 }
-
-#[cfg(test)]
-#[path = "receive_tests.rs"]
-mod tests;

@@ -1,4 +1,4 @@
-//! Endpoints, and channels and servers that all have the same limits.
+//! [`Endpoint`], and channels and servers with the same limits.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -11,36 +11,36 @@ use tonic::transport::{Channel, ClientTlsConfig, Server, ServerTlsConfig};
 
 /// Bytes of one message: a chunk, or a head with the counts of all shards of 4,096 tables.
 pub const MAX_MESSAGE_BYTES: usize = MAX_CHUNK_BYTES + (256 << 10);
-/// HTTP/2 flow control: what may be under way before the receiver has read it.
+/// HTTP/2 flow control: bytes of a request in flight.
 const WINDOW_BYTES: u32 = 64 << 20;
-/// As above, of all requests of a connection: one whose receiver does not read leaves room for others.
+/// Bytes of a connection in flight. A request whose receiver does not read leaves room for others.
 const CONNECTION_WINDOW_BYTES: u32 = 4 * WINDOW_BYTES;
 const MAX_FRAME_BYTES: u32 = 256 << 10;
 const MAX_HEADER_BYTES: u32 = 64 << 10;
-/// Time a connection has to come about.
+/// Time limit of connecting.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How often a silent peer is asked whether it is there, and how long it may take to answer.
+/// Interval of pings to a silent peer, and the time limit of its answer.
 pub(crate) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 pub(crate) const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Where a process listens.
+/// The address of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Endpoint {
-    /// `host:port`; an IPv6 address stands in brackets.
+    /// `host:port`, with an IPv6 address in brackets.
     Tcp {
         /// Name or address, without brackets.
         host: String,
-        /// 0 asks for a free one where it is bound.
+        /// 0 binds any free port.
         port: u16,
     },
     /// `unix:/path`.
     Unix(PathBuf),
 }
 
-/// A text that is no endpoint.
+/// An invalid endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is no endpoint: want host:port, [ipv6]:port or unix:/path")]
+#[error("{text:?} is not an endpoint: want host:port, [ipv6]:port or unix:/path")]
 pub struct BadEndpoint {
     text: String,
 }
@@ -91,7 +91,7 @@ impl From<Endpoint> for String {
 }
 
 impl Endpoint {
-    /// Whether only processes of this host can connect to it.
+    /// Whether only processes of this host reach it.
     pub fn is_local(&self) -> bool {
         match self {
             Self::Unix(_) => true,
@@ -102,11 +102,10 @@ impl Endpoint {
         }
     }
 
-    /// A channel to it that connects when it is used, and again after it broke. TLS is for TCP only. Must be called
-    /// inside a tokio runtime.
+    /// A channel that connects when it is used and reconnects by itself. TLS is for TCP only. Requires a tokio runtime.
     ///
     /// # Errors
-    /// What is wrong with the certificates.
+    /// Invalid certificates.
     pub fn channel(&self, tls: Option<&ClientTlsConfig>) -> Result<Channel, tonic::transport::Error> {
         let builder = match (self, tls) {
             (Self::Tcp { .. }, Some(tls)) => {
@@ -131,10 +130,10 @@ impl Endpoint {
     }
 }
 
-/// A server with the limits of this module. Services are added, and their messages bounded, by [`bounded!`].
+/// A server with the limits of this module. Bound the messages of its services with [`bounded!`].
 ///
 /// # Errors
-/// What is wrong with the certificate or its key.
+/// An invalid certificate or key.
 pub fn server(tls: Option<ServerTlsConfig>) -> Result<Server, tonic::transport::Error> {
     let server = Server::builder()
         .initial_stream_window_size(WINDOW_BYTES)

@@ -1,4 +1,4 @@
-//! [`RowFormat`]: how the floats of a row or gradient travel: whole, or as numbers of 16 bits.
+//! [`RowFormat`]: how many floats a row or gradient has, and their format on the wire.
 
 use bytemuck::pod_read_unaligned;
 use bytes::Bytes;
@@ -6,20 +6,20 @@ use persia_kernels::half::{Bf16, F16, Half};
 use persia_kernels::simd::{LANES, Lanes, Level, Work};
 use persia_types::Dtype;
 
-use crate::chunk::Width;
+use super::chunk::Width;
 
-/// Floats of a row, and what each of them travels as.
+/// Number and format of the floats of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowFormat {
     /// Floats in a row.
     pub dim: usize,
-    /// What a float is on the way. Sixteen bits round to the nearest, ties to even; a magnitude beyond the largest
-    /// finite number becomes that, and an infinity a NaN, so that what is not finite is still seen as such.
+    /// Format of a float on the wire. 16 bits round to nearest, ties to even. A magnitude beyond the largest finite number
+    /// becomes that number. An infinity becomes a NaN, so that it stays visible.
     pub dtype: Dtype,
 }
 
 impl RowFormat {
-    /// Rows of `dim` floats that travel as they are.
+    /// Rows of `dim` floats of 32 bits.
     pub fn f32(dim: usize) -> Self {
         Self { dim, dtype: Dtype::F32 }
     }
@@ -29,7 +29,7 @@ impl RowFormat {
         Width::new(self.dim * if self.dtype == Dtype::F32 { 4 } else { 2 })
     }
 
-    /// Rows as bytes; what travels as it is, is not copied.
+    /// Rows as bytes. Floats of 32 bits are not copied.
     pub(crate) fn encode(self, rows: Vec<f32>) -> Bytes {
         match self.dtype {
             Dtype::F32 => Bytes::from_owner(Floats(rows)),
@@ -47,7 +47,7 @@ impl RowFormat {
         Bytes::from_owner(Halves(half))
     }
 
-    /// Write what `bytes` stand for to `rows`, of as many floats.
+    /// Write the floats of `bytes` to `rows`, of the same number of floats.
     pub(crate) fn decode(self, bytes: &[u8], rows: &mut [f32]) {
         match self.dtype {
             Dtype::F32 => bytemuck::cast_slice_mut(rows).copy_from_slice(bytes),
@@ -57,7 +57,7 @@ impl RowFormat {
     }
 }
 
-/// Floats that are given away as bytes.
+/// Floats that are owned as bytes.
 struct Floats(Vec<f32>);
 
 impl AsRef<[u8]> for Floats {
@@ -128,7 +128,7 @@ impl<H: Half> Work for Decode<'_, H> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        // The bytes of a message lie anywhere.
+        // The bytes of a message are not aligned.
         let (blocks, rest) = self.bytes.as_chunks::<{ 2 * LANES }>();
         let (outs, out_rest) = self.floats.as_chunks_mut::<LANES>();
         for (block, out) in blocks.iter().zip(outs) {
@@ -148,7 +148,7 @@ mod tests {
         let format = RowFormat { dim: 1, dtype };
         let bytes = format.encode(floats.to_vec());
         assert_eq!(bytes, format.encode_copy(floats));
-        // Moved by one byte: nothing is aligned.
+        // Moved by one byte, so that nothing is aligned.
         let moved = [&[0], &bytes[..]].concat();
         let mut back = vec![f32::NAN; floats.len()];
         format.decode(&moved[1..], &mut back);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_sixteen_bits_can_say_arrives_as_it_was() {
+    fn representable_numbers_arrive_unchanged() {
         let floats: Vec<f32> = (0..37).map(|i| (i as f32 - 18.0) / 8.0).collect();
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             for length in [0, 1, 15, 16, 17, 32, 37] {
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_cannot_say_is_rounded_or_bounded_and_what_is_not_finite_stays_so() {
+    fn other_numbers_are_rounded_or_bounded_and_non_finite_ones_stay_non_finite() {
         let third = 1.0f32 / 3.0;
         for (dtype, within, largest) in
             [(Dtype::F16, 1.0 / 2048.0, 65_504.0), (Dtype::Bf16, 1.0 / 256.0, 3.3895314e38)]

@@ -1,4 +1,4 @@
-//! TLS between processes, optional: `PERSIA_TLS_CERT` and `PERSIA_TLS_KEY` for a server, `PERSIA_TLS_CA` for a client.
+//! Optional TLS between processes: `PERSIA_TLS_CERT` and `PERSIA_TLS_KEY` of a server, `PERSIA_TLS_CA` of a client.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,19 +7,19 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity, ServerTlsConfig};
 
 use crate::settings::CONNECT_TIMEOUT;
 
-/// The name a certificate is checked against, unless another is given.
+/// The name that certificates are checked against by default.
 pub const DEFAULT_NAME: &str = "persia";
 
-/// Files of certificates, as flags or environment name them.
+/// Files of certificates and keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
     /// The server's certificate chain, PEM.
     pub cert: Option<PathBuf>,
     /// Its key, PEM.
     pub key: Option<PathBuf>,
-    /// The authority a client trusts, PEM; with it a client uses TLS.
+    /// The authority that a client trusts, PEM. Without it, the client does not use TLS.
     pub ca: Option<PathBuf>,
-    /// The name in the server's certificate; [`DEFAULT_NAME`] if not given.
+    /// The name in the server's certificate; None is [`DEFAULT_NAME`].
     pub name: Option<String>,
 }
 
@@ -29,35 +29,35 @@ pub enum TlsError {
     /// A file that cannot be read.
     #[error("{variable}={}: {source}", .path.display())]
     Unreadable {
-        /// What named it.
+        /// The variable that names it.
         variable: &'static str,
         /// The file.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
-    /// A file that holds nothing of its kind.
-    #[error("{variable}={}: no PEM block of {kind} in it", .path.display())]
+    /// A file without a PEM block of its kind.
+    #[error("{variable}={}: it has no PEM block of {kind}", .path.display())]
     NotPem {
-        /// What named it.
+        /// The variable that names it.
         variable: &'static str,
         /// The file.
         path: PathBuf,
         /// What is missing.
         kind: &'static str,
     },
-    /// One half of a pair.
+    /// A certificate without a key, or a key without a certificate.
     #[error("{given} is set and {missing} is not: a server needs both")]
     Half {
-        /// The one that is there.
+        /// The variable that is set.
         given: &'static str,
-        /// The one that is not.
+        /// The variable that is not set.
         missing: &'static str,
     },
 }
 
 impl TlsFiles {
-    /// What `PERSIA_TLS_CERT`, `_KEY`, `_CA` and `_NAME` say; an empty variable is not set.
+    /// From `PERSIA_TLS_CERT`, `_KEY`, `_CA` and `_NAME`. An empty variable counts as not set.
     pub fn from_env() -> Self {
         let file = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         Self {
@@ -68,7 +68,7 @@ impl TlsFiles {
         }
     }
 
-    /// For a process that listens; None without a certificate.
+    /// The configuration of a server; None without a certificate.
     ///
     /// # Errors
     /// [`TlsError`].
@@ -89,7 +89,7 @@ impl TlsFiles {
         Ok(Some(ServerTlsConfig::new().identity(identity).timeout(CONNECT_TIMEOUT)))
     }
 
-    /// For a process that connects; None without an authority.
+    /// The configuration of a client; None without an authority.
     ///
     /// # Errors
     /// [`TlsError`].

@@ -1,7 +1,17 @@
+use bytes::Bytes;
+use persia_types::TablesError;
 use persia_types::id::ShardedIds;
+use persia_kernels::Gradients;
+use persia_types::limits::MAX_CHUNK_BYTES;
+use tonic::Status;
 
-use super::*;
+use crate::chunk::{CHUNK_BYTES, ChunkError};
+use crate::collect::Collector;
+use crate::floats::RowFormat;
+use crate::parts::Part;
+use crate::proto::Chunk;
 use crate::scatter::Scatter;
+use crate::send::{gradient_chunks, id_chunks, row_chunks};
 
 fn sharded(count: u64) -> ShardedIds {
     ShardedIds::group(&(0..count).map(|id| id * 3 + 1).collect::<Vec<_>>()).unwrap()
@@ -12,11 +22,11 @@ fn part(dim: usize, ids: u64) -> Part {
 }
 
 #[test]
-fn ids_and_gradients_come_back_as_they_were() {
+fn ids_and_gradients_round_trip() {
     let ids = sharded(50_000);
     let gradients: Vec<f32> = (0..50_000 * 19).map(|value| value as f32).collect();
     let parts = [part(4, 0), Part::new(1, RowFormat::f32(19), &ids)];
-    let mut collect = Collect::ids(&parts);
+    let mut collect = Collector::ids(&parts);
     assert!(id_chunks(1, ids.ids()).count() > 1);
     for chunk in id_chunks(1, ids.ids()) {
         // An odd start, as a chunk has it inside a message.
@@ -32,7 +42,7 @@ fn ids_and_gradients_come_back_as_they_were() {
         assert!(
             chunks.iter().all(|chunk| chunk.data.len() <= CHUNK_BYTES && chunk.data.len() % (19 * 4) == 0)
         );
-        let mut collect = Collect::gradients(&parts);
+        let mut collect = Collector::gradients(&parts);
         chunks.iter().for_each(|chunk| collect.take(chunk).unwrap());
         assert_eq!(collect.finish().unwrap(), [vec![], gradients.clone()]);
     }
@@ -61,7 +71,7 @@ fn every_flipped_bit_is_found() {
         let mut data = good.data.to_vec();
         data[bit / 8] ^= 1 << (bit % 8);
         let bad = Chunk { data: data.into(), ..good.clone() };
-        let error = Collect::ids(&[part(1, 20)]).take(&bad).unwrap_err();
+        let error = Collector::ids(&[part(1, 20)]).take(&bad).unwrap_err();
         assert!(matches!(error, ChunkError::Damaged { .. }), "bit {bit}: {error}");
         assert_eq!(Status::from(error).code(), tonic::Code::DataLoss);
     }
@@ -71,7 +81,7 @@ fn every_flipped_bit_is_found() {
 fn what_was_not_announced_is_refused() {
     let ids = sharded(100);
     let good: Vec<Chunk> = id_chunks(0, ids.ids()).collect();
-    let refused = |parts: &[Part], chunk: Chunk| Collect::ids(parts).take(&chunk).unwrap_err();
+    let refused = |parts: &[Part], chunk: Chunk| Collector::ids(parts).take(&chunk).unwrap_err();
     let whole = [part(1, 100)];
     let summed =
         |data: &'static [u8]| Chunk { crc32c: crc32c::crc32c(data), data: data.into(), ..good[0].clone() };
@@ -89,13 +99,13 @@ fn what_was_not_announced_is_refused() {
     }
     let error = refused(&[part(1, 99)], good[0].clone());
     assert!(error.to_string().contains("99 were announced"), "{error}");
-    let mut collect = Collect::ids(&[part(1, 101)]);
+    let mut collect = Collector::ids(&[part(1, 101)]);
     collect.take(&good[0]).unwrap();
     assert!(matches!(collect.finish().unwrap_err(), ChunkError::CutShort { .. }));
 }
 
 #[test]
-fn a_row_that_comes_twice_or_never_is_refused() {
+fn a_duplicate_or_missing_row_is_refused() {
     let rows = [1.0; 10 * 3];
     let parts = [part(3, 10)];
     let mut buffer = [0.0; 30];
@@ -117,14 +127,6 @@ fn a_row_that_comes_twice_or_never_is_refused() {
     }
     let error = scatter.finish().unwrap_err();
     assert!(error.to_string().contains("9 of 10 rows"), "{error}");
-}
-
-#[test]
-fn a_claim_allocates_little_before_bytes_come() {
-    let parts = [part(64, 1_000_000)];
-    let mut collect = Collect::gradients(&parts);
-    collect.take(&row_chunks(0, RowFormat::f32(64), vec![0.0; 64]).next().unwrap()).unwrap();
-    assert!(collect.parts[0].values.capacity() * 4 <= ALLOCATE_AHEAD);
 }
 
 #[test]

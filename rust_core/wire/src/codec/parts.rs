@@ -4,19 +4,19 @@ use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards};
 use persia_types::limits::{MAX_DIM, MAX_IDS_PER_REQUEST, MAX_REQUEST_BYTES, MAX_SERVERS, MAX_SLOTS};
 use persia_types::{Dtype, TablesError};
 
-use crate::chunk::{ChunkError, Width, cut};
-use crate::floats::RowFormat;
+use super::chunk::{self, ChunkError, Width};
+use super::floats::RowFormat;
+use super::samples::Samples;
 use crate::proto::{self, Chunk, TablePart};
-use crate::samples::Samples;
 
-/// One table's share of a request, whose numbers were checked against the limits.
+/// The part of a request that concerns one table. Numbers of a received part are within their limits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// Index into the schema's tables; whether there is such a table, the holder of rows knows.
+    /// Index into the schema's tables. The holder of rows checks it.
     pub table: usize,
-    /// How rows and gradients travel. Of 0 floats only where there are no ids.
+    /// Format of rows and gradients. Its dimension is 0 only without ids.
     pub format: RowFormat,
-    /// Some where vectors of samples travel in the place of rows of ids.
+    /// Some where vectors of samples replace rows of ids.
     pub samples: Option<Samples>,
     offsets: Vec<u32>,
 }
@@ -27,12 +27,12 @@ impl Part {
         Self { table, format, samples: None, offsets: ids.offsets().to_vec() }
     }
 
-    /// The part with vectors of samples, or with rows of ids.
+    /// The part with vectors of samples, or with None rows of ids.
     pub fn with_samples(self, samples: Option<Samples>) -> Self {
         Self { samples, ..self }
     }
 
-    /// Number of vectors that travel: of samples, or of ids.
+    /// Number of vectors: of samples, or of ids.
     pub fn vectors(&self) -> usize {
         self.samples.map_or(self.len(), |head| head.samples)
     }
@@ -52,21 +52,21 @@ impl Part {
         &self.offsets
     }
 
-    /// The ids that were sent for this part.
+    /// The received `ids`, by shard.
     ///
     /// # Errors
-    /// `BadShape` when an id stands in a shard that is not its own.
+    /// `BadShape` for an id in a shard that is not its own.
     pub fn ids(&self, ids: Vec<Id>) -> Result<ShardedIds, TablesError> {
         ShardedIds::from_parts(ids, self.offsets.clone())
     }
 
-    /// As it travels.
+    /// The message.
     pub fn to_proto(&self) -> TablePart {
         let samples = self.samples.map(Samples::to_proto);
         TablePart { samples, ..self.counts_within(0..VIRTUAL_SHARDS) }
     }
 
-    /// Rows of the ids of some shards, as they travel.
+    /// The message for the ids of some shards, with rows of ids.
     fn counts_within(&self, shards: std::ops::Range<usize>) -> TablePart {
         let count = |shard: usize| {
             if shards.contains(&shard) { self.offsets[shard + 1] - self.offsets[shard] } else { 0 }
@@ -81,7 +81,7 @@ impl Part {
     }
 }
 
-/// Check the parts of a head before anything is allocated for them.
+/// Check the parts of a head, before memory is allocated for them.
 ///
 /// # Errors
 /// `TooManyIds`, or `BadShape` for a dimension, a number of shards or a size that is out of range.
@@ -158,20 +158,20 @@ impl From<Dtype> for proto::Dtype {
     }
 }
 
-/// How a request is divided among the servers of a job, and how their answers come together again.
+/// The split of a request among the servers of a job, and the merge of their replies.
 ///
-/// Part `p` of a server's request is part `p` of the whole one, with the ids of its shards only, so a chunk that
-/// lies within one server's range is passed on as it is, except for its position.
+/// Part `p` of a server's request has the ids of part `p` that are in its shards. A chunk within one server's range is
+/// forwarded with another position only.
 #[derive(Debug, Clone)]
 pub struct Split {
     parts: Vec<Part>,
-    /// Per part: position of every server's first id, and the number of ids at the end.
+    /// For each part, the position of each server's first id, and at the end the number of ids.
     bounds: Vec<Vec<u64>>,
     servers: usize,
 }
 
 impl Split {
-    /// Divide `parts` among `servers`.
+    /// Split `parts` among `servers`.
     ///
     /// # Errors
     /// As [`check_parts`]; `BadShape` for no servers or more than there are shards.
@@ -194,37 +194,37 @@ impl Split {
         &self.parts
     }
 
-    /// The parts of one server's head: rows of ids, also where the whole request has samples.
+    /// The parts of one server's head. They have rows of ids, even if the request has samples.
     pub fn parts_of(&self, server: usize) -> Vec<TablePart> {
         let shards = server_shards(server, self.servers);
         self.parts.iter().map(|part| part.counts_within(shards.clone())).collect()
     }
 
-    /// Number of ids one server gets, over all parts.
+    /// Number of one server's ids in all parts.
     pub fn ids_of(&self, server: usize) -> u64 {
         self.bounds.iter().map(|bounds| bounds[server + 1] - bounds[server]).sum()
     }
 
-    /// A chunk of ids as one chunk for every server it concerns, in ascending order of servers.
+    /// Split a chunk of ids: the chunks of the servers concerned, in ascending order.
     ///
     /// # Errors
-    /// [`ChunkError`] for a chunk that is none of this request, or is damaged where it has to be cut.
+    /// [`ChunkError`] for a chunk that is not of this request, or that is damaged and has to be split.
     pub fn ids(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
-        self.divide(chunk, |_| Width::ID)
+        self.split(chunk, |_| Width::ID)
     }
 
-    /// As [`Self::ids`], for a chunk of gradients.
+    /// Split a chunk of gradients as [`Self::ids`] does.
     ///
     /// # Errors
     /// As [`Self::ids`].
     pub fn gradients(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
-        self.divide(chunk, |part| part.format.width())
+        self.split(chunk, |part| part.format.width())
     }
 
-    /// A chunk of rows that `server` sent, as one of the whole reply.
+    /// A chunk of rows from `server`, as a chunk of the whole reply.
     ///
     /// # Errors
-    /// [`ChunkError`] for a chunk that is none of this request.
+    /// [`ChunkError`] for a chunk that is not of this request.
     pub fn rows(&self, server: usize, mut chunk: Chunk) -> Result<Chunk, ChunkError> {
         let (part, bounds) = self.part(&chunk)?;
         let count = part.format.width().items(&chunk)?;
@@ -244,27 +244,23 @@ impl Split {
         }
     }
 
-    fn divide(
-        &self,
-        chunk: Chunk,
-        width: impl Fn(&Part) -> Width,
-    ) -> Result<Vec<(usize, Chunk)>, ChunkError> {
+    fn split(&self, chunk: Chunk, width: impl Fn(&Part) -> Width) -> Result<Vec<(usize, Chunk)>, ChunkError> {
         let (part, bounds) = self.part(&chunk)?;
-        cut(chunk, width(part), bounds)
+        chunk::split(chunk, width(part), bounds)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::chunk::{id_chunks, row_chunks};
+    use crate::send::{id_chunks, row_chunks};
 
     fn sharded(count: u64) -> ShardedIds {
         ShardedIds::group(&(0..count).map(|id| id * 7 + 1).collect::<Vec<_>>()).unwrap()
     }
 
     #[test]
-    fn heads_of_all_servers_hold_every_id_once() {
+    fn heads_of_all_servers_have_every_id_once() {
         let ids = sharded(1000);
         let part = Part::new(3, RowFormat::f32(8), &ids);
         for servers in [1, 2, 3, 7, 256] {
@@ -284,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_are_divided_among_servers_and_come_together_again() {
+    fn chunks_are_split_among_servers_and_merged_again() {
         let ids = sharded(40_000);
         let dim = 5;
         let rows: Vec<f32> = (0..ids.len() * dim).map(|value| value as f32).collect();
