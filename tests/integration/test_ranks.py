@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from stack import MakeStack, Part, Stack
 
-from persia import job
+from persia.runtime import job
 from persia_core import checkpoint
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"

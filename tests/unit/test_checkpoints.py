@@ -13,7 +13,7 @@ import torch
 from conftest import Batches, Configure
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia.checkpoint import Save
+from persia.checkpoint.snapshot import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
 from persia.errors import CheckpointError, PersiaError, StorageError, UsageError

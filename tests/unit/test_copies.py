@@ -17,8 +17,8 @@ from test_training import SLOTS, everything, make, train
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from persia.cli import app
-from persia.copies import MANIFEST, Copies, copy
+from persia.checkpoint.object_store import MANIFEST, Copies, copy
+from persia.cli.main import app
 from persia.ctx import Checkpoints
 from persia.data import DataLoader
 from persia.errors import CheckpointError, ConfigError, StorageError, UsageError
@@ -118,7 +118,7 @@ def test_the_newer_one_of_folder_and_store_counts(
 def test_large_files_go_in_parts(
     configure: Configure, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia.copies.PART_BYTES", 5 << 20)  # the least that S3 takes
+    monkeypatch.setattr("persia.checkpoint.object_store.PART_BYTES", 5 << 20)  # the least that S3 takes
     saved = checkpoint(configure, tmp_path / "run")
     content = os.urandom(12 << 20)
     (tmp_path / "large").write_bytes(content)
@@ -208,7 +208,7 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole(configure, tmp_path / "run", steps=11)
-    monkeypatch.setattr("persia.copies.RETRY_S", 0.1)
+    monkeypatch.setattr("persia.checkpoint.object_store.RETRY_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     configure(SLOTS)
     checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL)

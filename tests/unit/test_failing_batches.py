@@ -17,13 +17,13 @@ from test_checkpoints import STEPS, names, step
 from test_training import SLOTS, everything, make
 from waiting import wait_until
 
-from persia import checkpoint
-from persia.checkpoint import Save
+from persia.backend.local import LocalBackend
+from persia.checkpoint.snapshot import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
-from persia.embedded import EmbeddedContext
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import DataError, NonFiniteError, RunLostError, StorageError, UnreachableError, UsageError
+from persia.runtime import files
 from persia_core import checkpoint as core
 from persia_core.forward import Pipeline, TrainingBatch
 
@@ -274,7 +274,7 @@ def test_a_batch_is_left_out_with_that_of_another_rank(
     fail(2, folder, Marked)
     theirs = True
 
-    def gather(self: EmbeddedContext, what: str, mine: Any) -> list[Any]:
+    def gather(self: LocalBackend, what: str, mine: Any) -> list[Any]:
         if what == "batches that always fail":
             assert mine == []
             return [[], [13]]
@@ -283,8 +283,8 @@ def test_a_batch_is_left_out_with_that_of_another_rank(
             return [False, theirs]
         return [mine]
 
-    monkeypatch.setattr(EmbeddedContext, "gather", gather)
-    monkeypatch.setattr(EmbeddedContext, "collect", lambda _, mine: [mine])
+    monkeypatch.setattr(LocalBackend, "gather", gather)
+    monkeypatch.setattr(LocalBackend, "collect", lambda _, mine: [mine])
     _, checkpoints, _ = run(folder, Marked, policy="skip")
     assert checkpoints.skipped == 1 and "its batch on rank 1 always fails" in caplog.text
     assert record(folder)["times"] == 2
@@ -391,7 +391,7 @@ def test_a_step_is_not_forgotten_before_its_save_is_written(
 
     checkpoints = Checkpoints(folder, every=10)
     monkeypatch.setattr(Save, "_write", refuse)
-    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("persia.ctx.base._WRITTEN_S", 0.1)
     with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(Marked(), reproducible=True):
@@ -441,7 +441,7 @@ def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pyt
 
 
 def test_far_apart_both_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persia.ctx.poison.APART", 5)
+    monkeypatch.setattr("persia.loop.quarantine.APART", 5)
 
     def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
         if batch.step in {3, 8}:
@@ -651,7 +651,7 @@ def test_a_failure_that_cannot_be_written_down_hides_no_error(
     fail(1, folder, Marked)
     assert "step 13 failed, but that cannot be written down" in caplog.text
     (folder / "poison").unlink()
-    monkeypatch.setattr(checkpoint, "_publish", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(files, "publish", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     fail(1, folder, Marked)
     assert "that cannot be written down: no space left" in caplog.text
     assert names(folder / "poison") == []

@@ -14,11 +14,11 @@ from conftest import Batches, Configure
 from test_checkpoints import STEPS, names, step, whole
 from test_training import SLOTS, everything, make, train
 
-from persia import checkpoint
-from persia.checkpoint import Save
+from persia.backend.local import LocalBackend
+from persia.checkpoint import snapshot
+from persia.checkpoint.snapshot import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
-from persia.embedded import EmbeddedContext
 from persia.errors import RunLostError, StorageError, UnreachableError, UsageError
 
 
@@ -48,7 +48,7 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 
     monkeypatch.setattr(Save, "_write", refuse_to_write)
     monkeypatch.setattr(TrainCtx, "begin_checkpoint", refuse_to_begin)
-    monkeypatch.setattr("persia.ctx.checkpoints.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
     checkpoints = Checkpoints(tmp_path / "run", every=10)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
@@ -155,11 +155,11 @@ def test_a_save_that_is_given_up_as_ranks_agree_is_counted(
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "run", every=10)
 
-    def gather(self: EmbeddedContext, what: str, mine: object) -> list[object]:
+    def gather(self: LocalBackend, what: str, mine: object) -> list[object]:
         checkpoints.failed += what == "checkpoint"  # in the thread that writes
         return [mine]
 
-    monkeypatch.setattr(EmbeddedContext, "gather", gather)
+    monkeypatch.setattr(LocalBackend, "gather", gather)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
         train(ctx, DataLoader(Batches(STEPS)))
@@ -171,7 +171,7 @@ def test_a_long_wait_for_a_save_is_logged(
 ) -> None:
     released = threading.Event()
     monkeypatch.setattr(Save, "_write", lambda _: released.wait(30))
-    monkeypatch.setattr("persia.checkpoint.REMIND_S", 0.1)
+    monkeypatch.setattr("persia.checkpoint.snapshot.REMIND_S", 0.1)
     configure(SLOTS)
     with make() as ctx:
         train(ctx, DataLoader(Batches(5)))
@@ -223,7 +223,7 @@ def test_a_save_that_was_written_keeps_no_copy_of_the_model(
         train(ctx, DataLoader(Batches(2)))
         save = ctx.begin_checkpoint(tmp_path / "run", {})
         if fails:
-            monkeypatch.setattr(checkpoint.Save, "_write", lambda self: self.add_state("bad/name", {}))
+            monkeypatch.setattr(snapshot.Save, "_write", lambda self: self.add_state("bad/name", {}))
         with pytest.raises(UsageError) if fails else contextlib.nullcontext():
             save.write()
         assert not save._files

@@ -19,7 +19,8 @@ from test_training import SLOTS, everything, loss_fn, make, train
 from persia.ctx import Checkpoints, DataCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
-from persia.feed import SERVED, Stopped
+from persia.feed.protocol import Stopped
+from persia.runtime.settings import SERVED
 
 Script = Callable[[str], Path]
 

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import torch
 
-from persia.checkpoint import Save
+from persia.checkpoint.snapshot import Save
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
@@ -97,7 +97,7 @@ def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
 import sys
 import time
 
-from persia import watchdog
+from persia.runtime import watchdog
 
 
 class Tee:

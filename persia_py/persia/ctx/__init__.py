@@ -11,8 +11,8 @@ them.
 * :mod:`persia.ctx.data`: sending batches to trainers
 """
 
+from persia.checkpoint.autosave import Checkpoints
 from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
-from persia.ctx.checkpoints import Checkpoints
 from persia.ctx.data import DataCtx
 from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx
 from persia.ctx.train import TrainCtx

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from persia import checkpoint, distributed, env, stopping, watchdog
-from persia.common import CommonContext
+from persia.backend.base import Backend
+from persia.checkpoint import rng_state, snapshot
+from persia.checkpoint.autosave import Checkpoints
 from persia.ctx.base import PreprocessMode
-from persia.ctx.checkpoints import Checkpoints
 from persia.ctx.embedding import EmbeddingCtx, bare
-from persia.ctx.poison import Work
-from persia.distributed import DistributedBaseOption
+from persia.distributed import run
+from persia.distributed.options import DistributedBaseOption
 from persia.embedding.optim import Optimizer
-from persia.errors import UsageError
-from persia.gradients import Backward, LossScale
-from persia.logger import get_logger
+from persia.loop.backward import Backward
+from persia.loop.loss_scale import LossScale
+from persia.loop.quarantine import Work
+from persia.runtime import preemption, settings, watchdog
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
 from persia_core.forward import Pipeline, TrainingBatch
 
 if TYPE_CHECKING:
@@ -117,16 +120,16 @@ class TrainCtx(EmbeddingCtx):
         self._loader: DataLoader | None = None
         self._stopping = contextlib.ExitStack()
 
-    def _open(self) -> CommonContext:
-        if env.nats_url() is not None:
-            if distributed.holds_session():
+    def _open(self) -> Backend:
+        if settings.nats_url() is not None:
+            if run.holds_session():
                 raise UsageError(
                     "TrainCtx beside an EmbeddingCollection, whose rows are on the same servers: it would begin with "
                     "empty tables; close() the collection first"
                 )
-            from persia.remote import RemoteContext
+            from persia.backend.remote import RemoteBackend
 
-            return RemoteContext(
+            return RemoteBackend(
                 trains=True, device=self._device, option=self._option, gradient_scale=self._gradient_scale
             )
         return super()._open()
@@ -140,7 +143,7 @@ class TrainCtx(EmbeddingCtx):
             self._checkpoints.poison.forget()
             if self._common.writes:
                 self._checkpoints.load(self)
-            self._stopping.enter_context(stopping.saving_run())
+            self._stopping.enter_context(preemption.saving_run())
 
     def _exit(self) -> None:
         if self._bare is not None:
@@ -200,10 +203,10 @@ class TrainCtx(EmbeddingCtx):
         self._loader, self._cursor = None, state["cursor"]
         if self._checkpoints is not None and state["more"] is not None:
             self._checkpoints.go_on(state["saved"], state["more"])
-        random = state["random"].get(checkpoint.rank_state(env.get_rank()))
+        random = state["random"].get(rng_state.rank_state(settings.get_rank()))
         self._passed = None if random is None else random.get(_PASSED)
         if random is not None:
-            checkpoint.restore_random_state(random, self._optimizer)
+            rng_state.restore_random_state(random, self._optimizer)
 
     def _loss_scale_state(self) -> dict[str, Any] | None:
         scale = self._backward.loss_scale
@@ -221,14 +224,14 @@ class TrainCtx(EmbeddingCtx):
         return None if scale is None else scale.scaler
 
     @property
-    def common(self) -> CommonContext:
+    def common(self) -> Backend:
         """What nested contexts share. For :class:`Checkpoints`."""
         return self._common
 
     def rank_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
         passed = self._passed if self._loader is None else self._loader.passed()
-        return {**checkpoint.random_state(self._optimizer), _PASSED: passed}
+        return {**rng_state.random_state(self._optimizer), _PASSED: passed}
 
     @property
     def step(self) -> int:
@@ -272,7 +275,7 @@ class TrainCtx(EmbeddingCtx):
         """Note that training is behind a batch."""
         self.at_work(None)
         self._common.trained_step = batch.step
-        stopping.trained()
+        preemption.trained()
         if self._loader is not None and batch.position is not None:
             self._loader.consumed(batch.position)
 
@@ -389,7 +392,7 @@ class TrainCtx(EmbeddingCtx):
         dense: str = "dense.pt",
         optimizer: str = "opt.pt",
         jit: str | None = None,
-    ) -> checkpoint.Save:
+    ) -> snapshot.Save:
         """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
         cursor = self._cursor if self._loader is None else self._loader.cursor()
         with self._begin_save(directory, cursor).kept() as save:
@@ -400,7 +403,7 @@ class TrainCtx(EmbeddingCtx):
             save.add_state(optimizer, self.dense_optimizer.state_dict())
             if (scale := self._loss_scale_state()) is not None:
                 save.add_state(_LOSS_SCALE, scale)
-            for name, state in {checkpoint.rank_state(0): self.rank_state(), **more}.items():
+            for name, state in {rng_state.rank_state(0): self.rank_state(), **more}.items():
                 save.add_state(name, state)
         return save
 
@@ -437,12 +440,12 @@ class TrainCtx(EmbeddingCtx):
             return
         if self.engine.iterating:
             raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
-        loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
+        loaded = snapshot.Load(self._common.checkpoint_dir(src_dir))
         self.go_on_from(loaded, map_location, dense_model_filename, opt_filename)
 
     def go_on_from(
         self,
-        loaded: checkpoint.Load,
+        loaded: snapshot.Load,
         map_location: str | torch.device | None = None,
         dense_name: str = "dense.pt",
         optimizer_name: str = "opt.pt",
@@ -450,20 +453,20 @@ class TrainCtx(EmbeddingCtx):
         """Continue the run of a verified checkpoint, on rank 0; nothing has changed where it does not fit."""
         dense = None if self.model is None else loaded.state(dense_name, map_location)
         optimizer = loaded.state(optimizer_name, map_location)
-        ranks = {name: loaded.state(name) for name in loaded.names if checkpoint.is_rank_state(name)}
-        rank = loaded.state(checkpoint.rank_state(0))
+        ranks = {name: loaded.state(name) for name in loaded.names if rng_state.is_rank_state(name)}
+        rank = loaded.state(rng_state.rank_state(0))
         more = None if self._checkpoints is None else self._checkpoints.state_in(loaded)
         scale = loaded.state(_LOSS_SCALE) if _LOSS_SCALE in loaded.names else None
         if self.model is not None and dense is not None:
-            checkpoint.check_module(bare(self.model), dense, loaded.path)
-        checkpoint.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
-        checkpoint.check_random_state(rank, self._optimizer, loaded.path / checkpoint.rank_state(0))
+            snapshot.check_module(bare(self.model), dense, loaded.path)
+        snapshot.check_optimizer(self.dense_optimizer, optimizer, loaded.path)
+        rng_state.check_random_state(rank, self._optimizer, loaded.path / rng_state.rank_state(0))
         self._restore(loaded)
         if self.model is not None and dense is not None:
             bare(self.model).load_state_dict(dense)
         self.dense_optimizer.load_state_dict(optimizer)
         self._load_loss_scale(scale)
-        checkpoint.restore_random_state(rank, self._optimizer)
+        rng_state.restore_random_state(rank, self._optimizer)
         self._loader, self._cursor, self._random = None, loaded.cursor, ranks
         self._passed = rank.get(_PASSED)
         if self._checkpoints is not None:
@@ -473,6 +476,6 @@ class TrainCtx(EmbeddingCtx):
 def _log_first(step: int) -> None:
     """Log the first step of this process, on rank 0: everything is up and runs."""
     global _first_done
-    if not _first_done and env.get_rank() == 0:
+    if not _first_done and settings.get_rank() == 0:
         _logger.info("first step done: step %d", step)
     _first_done = True

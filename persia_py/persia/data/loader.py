@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from persia import distributed, env, stopping, watchdog
 from persia.ctx import EmbeddingCtx, PreprocessMode, TrainCtx, cnt_ctx
-from persia.ctx.poison import Work, blank
 from persia.data.source import Cursor, IterableDataset, Stateful
 from persia.data.streaming import StreamingDataset
+from persia.distributed import run
 from persia.embedding.data import PersiaBatch
-from persia.errors import DataError, FeatureTypeError, UsageError
-from persia.logger import get_logger
+from persia.loop.quarantine import Work, blank
+from persia.runtime import preemption, settings, watchdog
+from persia.runtime.errors import DataError, FeatureTypeError, UsageError
+from persia.runtime.logging import get_logger
 from persia_core.forward import Pipeline, TrainingBatch
 
 _logger = get_logger("data")
@@ -64,13 +65,13 @@ class DataLoader:
                 f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
             )
         self.dataset = dataset
-        self.reproducible = reproducible or env.flag("REPRODUCIBLE")
+        self.reproducible = reproducible or settings.flag("REPRODUCIBLE")
         if self.reproducible and embedding_staleness not in (None, 1):
             raise UsageError(
                 f"DataLoader(embedding_staleness={embedding_staleness}): reproducible training (the argument, or "
                 "REPRODUCIBLE in the environment) has staleness 1"
             )
-        self.staleness = 1 if self.reproducible else env.staleness(embedding_staleness)
+        self.staleness = 1 if self.reproducible else settings.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
         self._cursor: Cursor | None = None
         self._start: Cursor | None = None  # of the whole pass, also when it is entered behind it
@@ -98,8 +99,8 @@ class DataLoader:
             self._skip = self._resume(*context.adopt(self))
             feeder.start()
             with (
-                stopping.stoppable(context.saves_itself),
-                watchdog.watching(lambda: context.step, distributed.hung),
+                preemption.stoppable(context.saves_itself),
+                watchdog.watching(lambda: context.step, run.hung),
             ):
                 context.save_if_due()  # a loop before this one may have been left behind any step
                 while self._all_go_on(pipeline, fed, context) and (held := self._next(pipeline, fed)):
@@ -108,16 +109,16 @@ class DataLoader:
                         held.clear()
                     else:
                         context.at_work(work)
-                        stopping.begin_step()
+                        preemption.begin_step()
                         yield held.pop()
-                        stopping.end_step()
+                        preemption.end_step()
                         context.at_work(None)
                     watchdog.progress()
                     context.save_if_due()
                 context.save_last()
-                stopping.leave_if_asked()
+                preemption.leave_if_asked()
             together = True
-            if distributed.peers() is None or not pipeline.has_next():
+            if run.peers() is None or not pipeline.has_next():
                 self._cursor = self._start = self._end
                 whole = True
             elif not isinstance(self.dataset, StreamingDataset):  # another rank's data ended: the pass is over
@@ -140,14 +141,14 @@ class DataLoader:
 
         Ranks train in lock-step: when one has no batch left, all stop there. Rank 0 says who, and what is left over.
         """
-        peers = distributed.peers()
+        peers = run.peers()
         if peers is None and not context.saves_itself:
             return True
-        with stopping.waiting_for_data(), watchdog.waiting():
+        with preemption.waiting_for_data(), watchdog.waiting():
             ready = pipeline.has_next()
-        stopping.leave_if_asked()
+        preemption.leave_if_asked()
         again = context.saves_again
-        if distributed.agree(ready and not again):
+        if run.agree(ready and not again):
             return True
         if peers is None:
             if again:
@@ -310,7 +311,7 @@ def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> Persi
     """Return the next item; waiting for the data set has no limit, and is logged."""
     started = reminded = time.monotonic()
     while True:
-        stopping.leave_if_asked()
+        preemption.leave_if_asked()
         try:
             return ready.get(timeout=_SLICE_S)
         except queue.Empty:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from persia.embedding.data import PersiaBatch
-from persia.errors import UsageError
+from persia.runtime.errors import UsageError
 
 Cursor = dict[str, Any]
 """Where a data set stands: ``batches`` read in this pass, and the data set's own ``source`` state or None."""

@@ -4,9 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-from persia.errors import UsageError
-from persia.feed import SERVED, RunRestarted
+from persia.feed.protocol import RunRestarted
 from persia.launch.script import guarded, run_script
+from persia.runtime.errors import UsageError
+from persia.runtime.settings import SERVED
 
 AGAIN = 75
 """Exit code: a new generation of the run began, the script has to run again."""

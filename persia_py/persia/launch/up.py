@@ -6,14 +6,14 @@ import sys
 import time
 from pathlib import Path
 
-from persia import job as jobs
 from persia.launch import trainer
-from persia.launch.local import Command, LocalJob
+from persia.launch.local_job import Command, LocalJob
 from persia.launch.logs import Logs
 from persia.launch.private import private_folder
 from persia.launch.process import Process
 from persia.launch.stack import StackConfig, makes_token, read_stack
 from persia.launch.watch import SAVING_GRACE, Events, stop
+from persia.runtime import job as jobs
 
 AGAIN = 75
 _NATS = "nats"
