@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use persia_server::node::{CheckpointRoot, GenerationFile, Fence, Node, NodeOptions};
+use persia_server::node::{CheckpointRoot, Fence, GenerationFile, Node, NodeOptions};
 use persia_types::config::LogSync;
 use persia_types::kernels::Gradients;
 use persia_types::tables::{FileEntry, LookupRequest, PushRequest, Run, Stats, TableGradients, TableIds};
@@ -43,7 +43,7 @@ fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
     let stats = Stats { memory_bytes: 0, ..node.stats().expect("a server has counters") };
     let saved = dir.join("checkpoints/save");
     fs::create_dir_all(&saved).expect("a directory");
-    let files = node.snapshot(fence(), "save", None).ok().map(|snapshot| snapshot.files);
+    let files = node.write_snapshot(fence(), "save", None).ok().map(|snapshot| snapshot.files);
     fs::remove_dir_all(&saved).expect("it was there");
     (stats, files)
 }
@@ -163,7 +163,8 @@ fn input_of(dir: &Path) -> Vec<u8> {
 pub fn seeds() -> Vec<Vec<u8>> {
     let grouped = |ids: &[Id]| ShardedIds::group(ids).expect("some ids");
     let train = |node: &Node, seq: u64, table: usize, ids: &[Id]| {
-        let (token, ids) = (Token { job: JobId::from_name(JOB), generation: GENERATION, rank: 0, seq }, grouped(ids));
+        let (token, ids) =
+            (Token { job: JobId::from_name(JOB), generation: GENERATION, rank: 0, seq }, grouped(ids));
         let mut rows = vec![0.0; ids.len() * run().schema.tables[table].dim];
         let tables = [TableIds { table, ids: &ids, uses: None }];
         let request = LookupRequest { token, step: seq, mode: Mode::Train, tables: &tables };
@@ -184,7 +185,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         left_by(&|node| train(node, 1, 0, &[5, 900, 6])),
         left_by(&|node| {
             train(node, 1, 1, &[1, 2]);
-            node.cut(fence(), 1).expect("a cut");
+            node.prepare_snapshot(fence(), 1).expect("a cut");
             train(node, 2, 0, &[2, u64::MAX]);
             train(node, 3, 1, &[3]);
         }),

@@ -6,7 +6,7 @@ use persia_types::TablesError;
 use persia_wire::auth::Secret;
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 
-use crate::mock::{GENERATION, Fault, JOB, ids, lookup, push, start, start_with};
+use crate::mock::{Fault, GENERATION, JOB, ids, lookup, push, start, start_with};
 
 #[test]
 fn rows_come_in_many_chunks_and_any_order() {
