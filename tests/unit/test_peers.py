@@ -21,11 +21,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is e
 from waiting import wait_until
 
 from persia.backend import remote
+from persia.ctx import Checkpoints
 from persia.discovery import nats
 from persia.distributed import control_plane, handshake, network, options, rendezvous, run
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
-from persia.loop.quarantine import Poison, Work
+from persia.loop.feeder import Work
+from persia.loop.quarantine import Quarantine
 from persia.runtime import preemption
 from persia.runtime.job import finished_summary
 
@@ -141,17 +143,19 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
     batch = PersiaBatch(
         [IDTypeFeatureWithSingleID("a", np.arange(3, dtype=np.uint64))], labels=[Label(np.zeros((3, 1)))]
     )
-    common: Any = SimpleNamespace(engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True)
-    poison = Poison(skip=False)
-    poison.begin(common, tmp_path, ())
-    poison.at_work(Work(5, json.dumps({"batches": 5, "source": None}), batch.data))
+    backend: Any = SimpleNamespace(
+        engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True, checkpoint_dir=Path
+    )
+    quarantine = Quarantine(Checkpoints(tmp_path))
+    quarantine.on_start(SimpleNamespace(backend=backend))
+    work = Work(5, json.dumps({"batches": 5, "source": None}), batch.data)
     if how == "not at all":
         monkeypatch.setattr(control_plane, "_NOTICED_S", 0.2)
     else:
         reason = "its error" if how == "by an error" else None
         leave = last._links[0].hang_up if how == "killed" else lambda: last.leave(reason)
         threading.Timer(0.3, leave).start()
-    poison.failed(RuntimeError("Connection closed by peer"))
+    quarantine.on_error(RuntimeError("Connection closed by peer"), work)
     assert ([*tmp_path.iterdir()] == []) == (how != "not at all")
 
 

@@ -12,10 +12,11 @@ import torch
 
 from persia.embedding.config import Configuration, EmbeddingConfig, get_default_embedding_config
 from persia.embedding.optim import Optimizer
-from persia.runtime import settings, watchdog
+from persia.runtime import watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
@@ -102,6 +103,8 @@ class Backend(ABC):
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or given up.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
+        activity: How many loops and evaluating look-ups have begun.
+        closed: The outermost context has ended.
         gradient_scale: What every summed embedding gradient is multiplied by.
     """
 
@@ -114,6 +117,8 @@ class Backend(ABC):
         self.device = device
         self.trained_step = 0
         self.writing: BackgroundSave | None = None
+        self.activity = 0
+        self.closed = False
         self._unwritten: BaseException | None = None
         self.feed: Any = None
         self._seed: int | None = None
@@ -239,8 +244,15 @@ class Backend(ABC):
         yield
 
     @abstractmethod
-    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
-        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
+        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments.
+
+        Args:
+            staleness: K: a look-up may miss up to K - 1 updates.
+            reproducible: Equal runs give equal bits.
+            buffer: Batches that wait for their look-up.
+            hooks: What ranks compare of the loop's hooks.
+        """
 
     def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
@@ -257,6 +269,7 @@ class Backend(ABC):
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
         """Look a batch up for evaluation, on the context's device or another; no row is changed."""
+        self.activity += 1
         return self.engine.lookup(batch, device_id)
 
     def first_offender(self, mine: Offender | None) -> str | None:
@@ -282,6 +295,11 @@ class Backend(ABC):
         yield
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return True
+
+    @property
     def writes(self) -> bool:
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
         return True
@@ -302,10 +320,10 @@ class Backend(ABC):
         """
         if is_url(directory):
             raise UsageError(
-                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(copy_to=...) copies what it saves to "
+                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(upload_to=...) copies what it saves to "
                 "an object store, and `persia ckpt copy` one checkpoint, there or back"
             )
-        return Path(settings.checkpoint_root() or "", directory)
+        return Path(settings.checkpoint_root or "", directory)
 
     def wait_ready(self) -> None:
         """Return when the rows' holders can be used."""

@@ -16,9 +16,10 @@ from persia.distributed.options import DistributedBaseOption, get_default_distri
 from persia.distributed.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia.embedding.config import Configuration
 from persia.feed import server as feed_server
-from persia.runtime import errors, job, settings, tokens, watchdog
+from persia.runtime import errors, job, tokens, watchdog
 from persia.runtime.errors import ConfigError, PersiaError, StaleGenerationError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.discovery import advertised_host
 from persia_core.engine import Engine
@@ -66,7 +67,7 @@ class RemoteBackend(Backend):
     ) -> None:
         super().__init__(configuration, device)
         network.check()
-        self.rank, self.world_size = (settings.get_rank(), settings.get_world_size()) if trains else (0, 1)
+        self.rank, self.world_size = (settings.rank, settings.world_size) if trains else (0, 1)
         self._trains = trains
         self._device_id = None if device is None else device.number
         self._option = option or get_default_distributed_option(self._device_id)
@@ -95,15 +96,15 @@ class RemoteBackend(Backend):
             rank=self.rank,
             world_size=self.world_size,
             token_file=tokens.token_file(),
-            checkpoint_root=settings.checkpoint_root(),
-            rpc_timeout_s=settings.rpc_timeout(),
+            checkpoint_root=settings.checkpoint_root,
+            rpc_timeout_s=settings.rpc_timeout,
         )
         if self.device is not None:
             self.device.serve(self.engine)
         self._discovery.wait_connected(self._place.left())
         if self._trains:
             self._meet()
-        self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout())))
+        self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout)))
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
 
     def _meet(self) -> None:
@@ -162,7 +163,7 @@ class RemoteBackend(Backend):
         """
         super().settle()
         if self._peers is not None and self.rank == 0:
-            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout())
+            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout)
 
     def gather(self, what: str, mine: Any) -> list[Any]:
         """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
@@ -230,13 +231,19 @@ class RemoteBackend(Backend):
             )
         self.engine.observe(generation, step)
 
-    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self._peers is None
+
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
         """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
+        self.activity += 1
         if self._peers is None:
             self.engine.renew(reproducible)
         else:
             wire_dtype = self.configuration.general.wire_dtype
-            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
+            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
             self._agree_on_loop({**own, **self._rate()})
             generation = self.engine.renew(reproducible) if self.rank == 0 else 0
             # A loop that was left may have taken a batch that was not trained on.
@@ -301,6 +308,7 @@ class RemoteBackend(Backend):
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
         """Look a batch up for evaluation, in the generation that is current by now."""
+        self.activity += 1
         try:
             return self.engine.lookup(batch, device_id)
         except StaleGenerationError:
@@ -350,7 +358,7 @@ class RemoteBackend(Backend):
     @property
     def writes(self) -> bool:
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
-        return settings.get_rank() == 0
+        return settings.rank == 0
 
     def check_alone(self, what: str) -> None:
         """Refuse to drop rows under another process that trains.
@@ -384,7 +392,7 @@ class RemoteBackend(Backend):
         Raises:
             UsageError: It is not; the servers write there and nowhere else.
         """
-        root = settings.checkpoint_root()
+        root = settings.checkpoint_root
         path = super().checkpoint_dir(directory).absolute()
         if root is None:
             raise UsageError(f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share")
@@ -396,7 +404,7 @@ class RemoteBackend(Backend):
 
     def wait_ready(self) -> None:
         """Return when every server answers."""
-        self.engine.wait_ready(settings.start_timeout())
+        self.engine.wait_ready(settings.start_timeout)
 
     def close(self, error: BaseException | None) -> None:
         """End the engine's threads, and tell everybody who counts on this process.

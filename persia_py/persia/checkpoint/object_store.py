@@ -1,4 +1,4 @@
-"""Copies of checkpoints in an object store: S3, what speaks its protocol, and what else ``obstore`` knows.
+"""ObjectStore of checkpoints in an object store: S3, what speaks its protocol, and what else ``obstore`` knows.
 
 A checkpoint is written to the folder that ranks and servers share, and copied from there. A copy has the order of a
 save: its manifest is put last, so that what has one is whole, and nothing is renamed.
@@ -38,7 +38,7 @@ RETRY_S = 60
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """A whole checkpoint in an object store, by its manifest.
 
     Attributes:
@@ -56,7 +56,7 @@ class Copy:
     created_at: str
 
 
-class Copies:
+class ObjectStore:
     """The checkpoints below a URL, each under a name of its own.
 
     Args:
@@ -89,7 +89,7 @@ class Copies:
             raise ConfigError(f"{self.url}: {_message(error)}; want a URL such as s3://bucket/prefix") from error
 
     def put(self, directory: Path, name: str) -> None:
-        """Copy the checkpoint in ``directory``; one of that name that is there goes first.
+        """Replica the checkpoint in ``directory``; one of that name that is there goes first.
 
         Raises:
             CheckpointError: No checkpoint there.
@@ -115,7 +115,7 @@ class Copies:
         obstore.put(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
 
     def get(self, name: str, directory: Path) -> None:
-        """Copy the checkpoint ``name`` into ``directory``, which there is not yet, verified; whole or not at all.
+        """Replica the checkpoint ``name`` into ``directory``, which there is not yet, verified; whole or not at all.
 
         Raises:
             CheckpointError: No checkpoint of that name, or damaged: the file is named.
@@ -161,14 +161,14 @@ class Copies:
             into.flush()
             os.fsync(into.fileno())
 
-    def whole(self) -> list[Copy]:
+    def whole(self) -> list[Replica]:
         """Return the copies that have a manifest, the newest first.
 
         Raises:
             CheckpointError: The manifest of one is damaged.
             StorageError: They cannot be listed.
         """
-        found: list[Copy] = []
+        found: list[Replica] = []
         with self._telling("not listed"), tempfile.TemporaryDirectory() as folder:
             for name in self._names():
                 manifest = self._read(f"{name}/{MANIFEST}")
@@ -177,14 +177,14 @@ class Copies:
                     found.append(self._describe(name, folder))
         return sorted(found, key=lambda one: one.age, reverse=True)
 
-    def _describe(self, name: str, folder: str) -> Copy:
+    def _describe(self, name: str, folder: str) -> Replica:
         try:
             opened = _core.Checkpoint(folder)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(folder, f"{self.url}/{name}")) from error
         head = json.loads(opened.manifest)["head"]
         size = sum(file["bytes"] for file in opened.files)
-        return Copy(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
+        return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
 
     def prune(self, keep_last: int) -> list[str]:
         """Delete all but the newest copies, and what copies of saves before them left that were broken off.
@@ -246,7 +246,7 @@ class Copies:
 
 
 def copy(source: str, destination: str) -> None:
-    """Copy a checkpoint from a folder to an object store or back: one of the two is a URL, with the copy's name.
+    """Replica a checkpoint from a folder to an object store or back: one of the two is a URL, with the copy's name.
 
     Raises:
         ConfigError: Neither is one, or both are.
@@ -260,10 +260,10 @@ def copy(source: str, destination: str) -> None:
     if not name or place.endswith("/"):
         raise ConfigError(f"{url}: want the name of the checkpoint, too, such as s3://bucket/run/step-100")
     if is_url(source):
-        Copies(place).get(name, Path(folder))
+        ObjectStore(place).get(name, Path(folder))
     else:
         _core.Checkpoint(folder).verify()
-        Copies(place).put(Path(folder), name)
+        ObjectStore(place).put(Path(folder), name)
 
 
 def _all(work: Callable[[Path], None], paths: list[Path]) -> None:

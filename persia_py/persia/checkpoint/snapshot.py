@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from persia.runtime import files, settings
+from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core import checkpoint as _core
 from persia_core.engine import Engine
 
@@ -177,7 +178,7 @@ class Writing:
             if self._thread.is_alive() and left > REMIND_S:
                 _logger.warning(
                     "rank %d waits for %s since %.0f s",
-                    settings.get_rank(),
+                    settings.rank,
                     self.what,
                     time.monotonic() - self._started,
                 )

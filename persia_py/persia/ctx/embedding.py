@@ -9,7 +9,9 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import RowSettings
 from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import restore_rows
 from persia.ctx.base import BaseCtx, PreprocessMode
+from persia.distributed.options import bare
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.runtime import preemption, watchdog
@@ -198,10 +200,10 @@ class EmbeddingCtx(BaseCtx):
                     save.add_module(jit_dense_filename, bare(self.model))
         self._write(save, blocking=blocking)
 
-    def _begin_save(self, directory: Path, cursor: dict[str, Any] | None = None) -> snapshot.Save:
+    def _begin_save(self, directory: Path) -> snapshot.Save:
         """Return a save of the rows as they are now, when no other is being written."""
         self._common.wait_writing()
-        return snapshot.Save(self.engine, directory, self._common.trained_step, cursor)
+        return snapshot.Save(self.engine, directory, self._common.trained_step)
 
     def _write(self, save: snapshot.Save, *, blocking: bool) -> None:
         if blocking:
@@ -240,16 +242,9 @@ class EmbeddingCtx(BaseCtx):
         if self.model is not None and state is not None:
             snapshot.check_module(bare(self.model), state, loaded.path)
         if self._common.writes:
-            self._restore(loaded)
+            restore_rows(self._common, loaded)
         if self.model is not None and state is not None:
             bare(self.model).load_state_dict(state)
-
-    def _restore(self, loaded: snapshot.Load) -> None:
-        common = self._common
-        common.wait_written()
-        common.settle()  # what another rank pushed after this would reach the restored rows
-        loaded.restore(common.engine)
-        common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
@@ -276,7 +271,7 @@ class EmbeddingCtx(BaseCtx):
         del blocking
         self._common.check_loads("load_embedding")
         if self._common.writes:
-            self._restore(snapshot.Load(self._common.checkpoint_dir(src_dir)))
+            restore_rows(self._common, snapshot.Load(self._common.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
         """Return when the last dump is complete, also one with ``blocking=False``.
@@ -345,14 +340,6 @@ def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> l
 
 def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
-
-
-def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module, without what trains it on several ranks."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        module: torch.nn.Module = model.module
-        return module
-    return model
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:

@@ -287,7 +287,7 @@ class Peers:
                 if self._lost is not None:
                     raise self._lost_error()
                 if self._met and self.rank not in self._met:
-                    raise SystemExit(preemption.AGAIN)
+                    raise SystemExit(preemption.exit_code())
                 if preemption.stop_asked() and not self._asked:
                     self._spread(self.rank, {"stop": self.rank})  # whoever is waited for may be evaluating
                 self._changed.wait(SLICE_S)

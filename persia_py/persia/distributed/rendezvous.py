@@ -13,8 +13,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is ex
 from persia import __version__
 from persia.discovery import services
 from persia.distributed import handshake
-from persia.runtime import job, settings, tokens
+from persia.runtime import job, tokens
 from persia.runtime.errors import UnreachableError, UsageError
+from persia.runtime.settings import settings
 from persia_core.discovery import Discovery, advertised_host
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Rendezvous:
         self._rank, self._world_size = rank, world_size
         self._job = job.job_name()
         self._address = advertised_host(url)
-        self._deadline = time.monotonic() + settings.start_timeout()
+        self._deadline = time.monotonic() + settings.start_timeout
         self._listener: socket.socket | None = None
         self._store_listener: socket.socket | None = None
 
@@ -154,7 +155,7 @@ class Rendezvous:
                 except UnreachableError as error:
                     why = str(error)
             if time.monotonic() > self._deadline:
-                raise UnreachableError(f"{why}; waited {settings.start_timeout():g} s (PERSIA_START_TIMEOUT)")
+                raise UnreachableError(f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)")
 
 
 def _listen(address: str) -> socket.socket:

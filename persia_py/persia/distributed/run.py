@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import distributed as torch_distributed
 
 from persia.distributed.control_plane import Peers
-from persia.runtime import job, settings
+from persia.runtime import job
 from persia.runtime.errors import ConfigError, RunLostError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -149,14 +150,14 @@ def finish() -> None:
     for session in list(_process.sessions):
         session.close()
     others = _process.peers
-    if others is None and settings.get_world_size() > 1 and settings.nats_url() is not None:
+    if others is None and settings.world_size > 1 and settings.nats_url is not None:
         raise UsageError(
-            f"the script of rank {settings.get_rank()} of {settings.get_world_size()} ended without a TrainCtx or an "
+            f"the script of rank {settings.rank} of {settings.world_size} ended without a TrainCtx or an "
             "EmbeddingCollection; each needs one"
         )
     if others is not None:
         others.share("finish", None)
-    if settings.get_rank() == 0:
+    if settings.rank == 0:
         _write_summary(job.run_dir())
     if others is not None:
         others.share("finished", None)
@@ -171,7 +172,7 @@ def _write_summary(folder: Path) -> None:
         "status": "finished",
         "job": job.job_name(),
         "generation": _process.generation,
-        "world_size": settings.get_world_size(),
+        "world_size": settings.world_size,
         "steps": _process.steps,
         "seconds": round(time.monotonic() - _process.started, 3),
         "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),

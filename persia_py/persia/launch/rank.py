@@ -13,6 +13,7 @@ from types import FrameType
 from persia.launch.script import guarded, run_script
 from persia.launch.watch import ONE_SIGNAL
 from persia.runtime import preemption
+from persia.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -53,12 +54,12 @@ def _end_on_sigterm() -> None:
         now = time.monotonic()
         if first_at is not None:
             if now - first_at > ONE_SIGNAL:
-                os._exit(preemption.AGAIN)
+                os._exit(ExitCode.AGAIN)
             return
         first_at = now
         if not preemption.ask_to_stop():
             sys.stderr.write("SIGTERM: leaving before the end of the run\n")
-            raise SystemExit(preemption.AGAIN)  # the contexts tell their peers on the way out
+            raise SystemExit(ExitCode.AGAIN)  # the contexts tell their peers on the way out
 
     signal.signal(signal.SIGTERM, heard)
 

@@ -20,8 +20,8 @@ from persia.launch.local_job import Command, LocalJob, free_ports
 from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.watch import Events, stop
-from persia.runtime import settings
 from persia.runtime.errors import ConfigError, PersiaError, UnreachableError
+from persia.runtime.settings import settings
 
 _AGAIN = 0.1
 """Seconds until the next look whether everything has announced itself."""
@@ -153,7 +153,7 @@ class PersiaServiceCtx:
 
     def _wait_announced(self, url: str) -> None:
         wanted = {"persia-server": self._servers, "persia-middleware": self._middlewares}
-        deadline = time.monotonic() + settings.start_timeout()
+        deadline = time.monotonic() + settings.start_timeout
         while True:
             found = Counter(service.kind for service in nats.services(url))
             absent = [f"{wanted[kind] - found[kind]} {kind}" for kind in wanted if found[kind] < wanted[kind]]

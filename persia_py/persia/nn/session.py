@@ -16,7 +16,7 @@ from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.config import Configuration
 from persia.embedding.optim import Optimizer
 from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
-from persia.runtime import contexts, settings
+from persia.runtime import contexts
 from persia.runtime.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +27,7 @@ from persia.runtime.errors import (
     UsageError,
 )
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, Tensor, TrainingBatch
@@ -102,7 +103,7 @@ class Session:
                 "EmbeddingCollection inside a context of persia.ctx, which has tables of its own: make it outside, or "
                 "give its features to the context's batches"
             )
-        self._reproducible = settings.flag("REPRODUCIBLE")
+        self._reproducible = settings.reproducible
         if self._reproducible and staleness not in (None, 1):
             raise UsageError(
                 f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
@@ -124,7 +125,7 @@ class Session:
             raise
 
     def _open(self, configuration: Configuration, device: Device | None) -> Backend:
-        if settings.nats_url() is None:
+        if settings.nats_url is None:
             return LocalBackend(configuration, device)
         if run.holds_session():
             raise UsageError(

@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import os
 import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from persia.runtime.errors import ConfigError
+from persia.runtime.settings import settings
 
 RUN = "RUN"
 """Names the run that is going on; gone when it is finished."""
@@ -25,8 +25,8 @@ def job_name() -> str:
     Raises:
         ConfigError: The name has other characters than letters, digits, ``.``, ``_`` and ``-``, or more than 64.
     """
-    name, origin = os.environ.get("PERSIA_JOB", "").strip(), "PERSIA_JOB"
-    if not name:
+    name, origin = settings.job, "PERSIA_JOB"
+    if name is None:
         name, origin = _configured_name()
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
@@ -41,8 +41,7 @@ def _checked(name: str, origin: str) -> str:
 
 def run_dir() -> Path:
     """Return ``PERSIA_RUN_DIR``, else ``runs/JOB`` below the working directory."""
-    given = os.environ.get("PERSIA_RUN_DIR", "").strip()
-    return Path(given) if given else Path("runs") / job_name()
+    return Path(settings.run_dir or Path("runs", job_name()))
 
 
 def run_name() -> str:

@@ -10,11 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from persia.runtime import settings
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.settings import settings
 
-HUNG = 70
-"""Exit code of a rank that makes no progress, and of all others with it."""
 _HINT = (
     "the threads below show where it stands; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
     "take, and 0 is without limit"
@@ -63,38 +63,54 @@ def collective() -> Iterator[None]:
         _state.collectives -= 1
 
 
-@contextlib.contextmanager
-def watching(step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[None]:
-    """Around a training loop: end this process if there is no progress for ``PERSIA_HANG_TIMEOUT`` seconds.
+class Watched(Protocol):
+    """What the watchdog needs of a training loop."""
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+
+
+class Watchdog:
+    """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
 
     Args:
-        step: Returns the last step that was trained.
         tell: Lets the other ranks know why.
     """
-    timeout_s = settings.hang_timeout()
-    if timeout_s == 0:
-        yield
-        return
-    ended = threading.Event()
 
-    def watch() -> None:
-        while not ended.wait(timeout_s / _SLICES):
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._timeout_s = settings.hang_timeout
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, loop: Watched) -> None:
+        """Start watching."""
+        progress()
+        if self._timeout_s:
+            self._thread = threading.Thread(target=self._watch, args=(loop,), name="persia-watchdog", daemon=True)
+            self._thread.start()
+
+    def before_step(self) -> None:
+        """Note the progress."""
+        progress()
+
+    def on_end(self, complete: bool) -> None:
+        """Stop watching."""
+        del complete
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, loop: Watched) -> None:
+        while not self._ended.wait(self._timeout_s / _SLICES):
             silent = time.monotonic() - _state.last
-            if silent > timeout_s * (2 if _state.collectives else 1) and not _state.waits:
+            if silent > self._timeout_s * (2 if _state.collectives else 1) and not _state.waits:
                 reason = (
-                    f"rank {settings.get_rank()} (pid {os.getpid()}) makes no progress behind step {step()} since "
-                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={timeout_s:g})"
+                    f"rank {settings.rank} (pid {os.getpid()}) has made no progress after step {loop.step} for "
+                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={self._timeout_s:g})"
                 )
-                end(reason, tell)
-
-    progress()
-    watcher = threading.Thread(target=watch, name="persia-watchdog", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
+                end(reason, self._tell)
 
 
 def end(reason: str, tell: Callable[[str], None]) -> None:
@@ -104,7 +120,7 @@ def end(reason: str, tell: Callable[[str], None]) -> None:
         reason: Why.
         tell: Lets the other ranks know.
     """
-    limit = threading.Timer(_LAST_S, os._exit, [HUNG])
+    limit = threading.Timer(_LAST_S, os._exit, [int(ExitCode.HUNG)])
     limit.daemon = True
     limit.start()
     try:
@@ -112,7 +128,7 @@ def end(reason: str, tell: Callable[[str], None]) -> None:
             tell(reason)
         except Exception as error:
             reason += f"; the other ranks were not told: {type(error).__name__}: {error}"
-        os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.get_rank()}:\n".encode())
+        os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.rank}:\n".encode())
         faulthandler.dump_traceback(_ERRORS, all_threads=True)
     finally:
-        os._exit(HUNG)
+        os._exit(ExitCode.HUNG)
