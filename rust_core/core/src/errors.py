@@ -2,10 +2,17 @@
 
 
 class PersiaError(Exception):
-    """Base of all exceptions of persia."""
+    """Base of all exceptions of persia.
+
+    Attributes:
+        exit_code: The exit code of a process that ends by it.
+        hint: What to do next; empty where the message says it.
+        step: The step whose look-up or push was refused; None for any other error.
+    """
 
     exit_code: int = 1
     hint: str = ""
+    step: int | None = None
 
 
 class UsageError(PersiaError, RuntimeError):

@@ -80,5 +80,12 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
         | Error::FeatureMismatch { .. }
         | Error::BadGradient { .. } => "DataError",
     };
-    raise(py, class, error.to_string())
+    let raised = raise(py, class, error.to_string());
+    if let Error::Lookup { step, .. } | Error::Push { step, .. } | Error::BadGradient { step, .. } = error {
+        // A class of `errors.py` takes any attribute; without this one the batch that failed is not known.
+        if let Err(failed) = raised.value(py).setattr("step", step) {
+            return failed;
+        }
+    }
+    raised
 }
