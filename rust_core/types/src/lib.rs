@@ -16,12 +16,14 @@ pub mod half;
 pub mod id;
 pub mod kernels;
 pub mod limits;
+mod optimizer;
 pub mod schema;
 pub mod simd;
 pub mod tables;
 pub mod token;
 
 pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards, shard_of};
+pub use optimizer::InvalidNumber;
 pub use schema::{
     Admission, Dtype, HashStack, Initializer, Optimizer, Pooling, Rounding, Schema, Slot, Table,
     TableSettings,
