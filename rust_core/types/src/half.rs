@@ -14,7 +14,7 @@ pub trait Half {
     fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
     /// One of the two neighbours: as many bits of `draw`, from its top, as are cut off are added to those; a carry
     /// rounds up. Over all draws that is with the probability of the part that was cut off.
-    fn narrow_drawn(from: f32, draw: u32) -> u16;
+    fn round_stochastic(from: f32, draw: u32) -> u16;
 }
 
 const SIGN: u32 = 0x8000_0000;
@@ -44,7 +44,7 @@ impl Half for F16 {
     }
 
     #[inline(always)]
-    fn narrow_drawn(from: f32, draw: u32) -> u16 {
+    fn round_stochastic(from: f32, draw: u32) -> u16 {
         let (sign, magnitude) = split(from);
         if magnitude > INFINITY {
             return sign | f16_nan(magnitude);
@@ -118,7 +118,7 @@ impl Half for Bf16 {
     }
 
     #[inline(always)]
-    fn narrow_drawn(from: f32, draw: u32) -> u16 {
+    fn round_stochastic(from: f32, draw: u32) -> u16 {
         let (sign, magnitude) = split(from);
         let rounded = (magnitude.min(BF16_MAX) + (draw >> 16)) >> 16;
         sign | if magnitude > INFINITY { bf16_nan(magnitude) } else { rounded as u16 }
@@ -185,9 +185,9 @@ fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
 
 /// Narrow a row as drawn: `draw(i)` is for element `i`. Both are as long.
 #[inline(always)]
-pub fn narrow_drawn<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
+pub fn round_stochastic<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {
-        *to = H::narrow_drawn(*from, draw(i as u32));
+        *to = H::round_stochastic(*from, draw(i as u32));
     }
 }
 

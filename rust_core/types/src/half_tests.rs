@@ -81,11 +81,12 @@ fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
     }
     for beyond in [f32::INFINITY, f32::MAX] {
         assert_eq!((narrowed::<H>(beyond), narrowed::<H>(-beyond)), (largest, 0x8000 | largest));
-        assert_eq!(H::narrow_drawn(beyond, u32::MAX), largest);
-        assert_eq!(H::narrow_drawn(-beyond, 0), 0x8000 | largest);
+        assert_eq!(H::round_stochastic(beyond, u32::MAX), largest);
+        assert_eq!(H::round_stochastic(-beyond, 0), 0x8000 | largest);
     }
     for nan in [0x7FC0_0000, 0xFFC0_0000, 0x7F80_0001, 0xFFFF_FFFF, 0x7FA5_5A5A] {
-        let (nearest, drawn) = (narrowed::<H>(f32::from_bits(nan)), H::narrow_drawn(f32::from_bits(nan), 7));
+        let (nearest, drawn) =
+            (narrowed::<H>(f32::from_bits(nan)), H::round_stochastic(f32::from_bits(nan), 7));
         assert!(wide::<H>(nearest).is_nan() && wide::<H>(drawn).is_nan(), "{nan:x}");
     }
 }
@@ -119,7 +120,7 @@ fn all_levels_agree_on_any_bits() {
 fn check_expectation<H: Half>(number: f32) {
     const DRAWS: u32 = 1 << 16;
     let exact = |bits| f64::from(wide::<H>(bits));
-    let mean = (0..DRAWS).map(|draw| exact(H::narrow_drawn(number, draw << 16 | 0x8000))).sum::<f64>()
+    let mean = (0..DRAWS).map(|draw| exact(H::round_stochastic(number, draw << 16 | 0x8000))).sum::<f64>()
         / f64::from(DRAWS);
     let nearest = H::narrow::<Portable>(&[number; LANES])[0];
     let distance = (exact(nearest) - f64::from(number)).abs().max(exact(1));
@@ -138,12 +139,12 @@ fn drawn_rounding_has_the_number_as_its_expectation() {
     for number in [6e-5, -3.3e-5, 1e-6, 6e-8, -2e-8, 1e-9] {
         check_expectation::<F16>(number);
     }
-    assert_eq!(F16::narrow_drawn(1e-10, u32::MAX), 0);
-    assert_eq!(F16::narrow_drawn(-0.0, u32::MAX), 0x8000);
+    assert_eq!(F16::round_stochastic(1e-10, u32::MAX), 0);
+    assert_eq!(F16::round_stochastic(-0.0, u32::MAX), 0x8000);
     // What is exact stays, whatever is drawn.
     for bits in [0u16, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF] {
         for draw in [0, 1, u32::MAX] {
-            assert_eq!(F16::narrow_drawn(wide::<F16>(bits), draw), bits);
+            assert_eq!(F16::round_stochastic(wide::<F16>(bits), draw), bits);
         }
     }
 }
@@ -155,11 +156,11 @@ fn rows_of_any_length_are_converted_element_by_element() {
         let (mut halves, mut drawn, mut wide) = (vec![0; len], vec![0; len], vec![0.0; len]);
         narrow::<Portable, F16>(&numbers, &mut halves);
         widen::<Portable, F16>(&halves, &mut wide);
-        narrow_drawn::<F16>(&numbers, &mut drawn, |i| i.wrapping_mul(0x9E37_79B9));
+        round_stochastic::<F16>(&numbers, &mut drawn, |i| i.wrapping_mul(0x9E37_79B9));
         for i in 0..len {
             assert_eq!(halves[i], f32_to_f16(numbers[i]));
             assert_eq!(wide[i], f16_to_f32(halves[i]));
-            assert_eq!(drawn[i], F16::narrow_drawn(numbers[i], (i as u32).wrapping_mul(0x9E37_79B9)));
+            assert_eq!(drawn[i], F16::round_stochastic(numbers[i], (i as u32).wrapping_mul(0x9E37_79B9)));
         }
     }
 }
