@@ -18,5 +18,5 @@ mod shard;
 mod snapshot;
 mod store;
 
-use persia_types::simd;
+use persia_kernels::simd;
 pub use store::{Progress, Store, StoreOptions};

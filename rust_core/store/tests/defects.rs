@@ -86,7 +86,7 @@ fn adam_does_not_depend_on_requests_per_step_or_restarts() {
         answer(&whole, 0, &ids);
         ids.chunks(7).enumerate().for_each(|(rank, ids)| answer(&split, rank as u32, ids));
         if step == 3 {
-            let files = split.snapshot(dir.path(), None).unwrap().files;
+            let files = split.write_snapshot(dir.path(), None).unwrap().files;
             split.clear().unwrap();
             split.restore(dir.path(), &files).unwrap();
         }
@@ -187,7 +187,7 @@ fn a_snapshot_has_every_row_and_no_file_for_an_empty_shard() {
     train(&store, 1, 0, &ids_of_shard(3, 5));
     train(&store, 2, 0, &ids_of_shard(250, 1));
     let dir = tempfile::tempdir().unwrap();
-    let files = store.snapshot(dir.path(), None).unwrap().files;
+    let files = store.write_snapshot(dir.path(), None).unwrap().files;
     assert_eq!(
         files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(),
         ["shard-003.arrow", "shard-250.arrow"]

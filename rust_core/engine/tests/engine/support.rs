@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use persia_engine::{
-    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Looked, Next, Pipeline, PushOptions,
+    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, Pipeline, PooledBatch,
+    PushOptions,
 };
 use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Run, Tables, TablesError};
@@ -84,7 +85,7 @@ pub(crate) fn feed(pipeline: &Pipeline, batch: Batch) {
     assert!(matches!(fed, Fed::Accepted), "{fed:?}");
 }
 
-pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
+pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {
     match pipeline.next(LONG).unwrap() {
         Next::Ready(looked) => *looked,
         other => panic!("{other:?}"),
@@ -92,12 +93,12 @@ pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
 }
 
 /// The same value for every output of the batch.
-pub(crate) fn gradients(looked: &Looked, value: f32) -> Vec<Option<Gradient>> {
+pub(crate) fn gradients(looked: &PooledBatch, value: f32) -> Vec<Option<Gradient>> {
     let gradient = |floats: usize| Some(Box::new(vec![value; floats]) as Gradient);
     looked.outputs.iter().map(|output| gradient(output.as_ref().len())).collect()
 }
 
-pub(crate) fn push(mut looked: Looked, value: f32) {
+pub(crate) fn push(mut looked: PooledBatch, value: f32) {
     let gradients = gradients(&looked, value);
     looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
 }
@@ -136,18 +137,18 @@ macro_rules! tables_by_wrapping {
             fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
                 Wrapped::push(self, request)
             }
-            fn cut(&self, cut: u64) -> Result<(), TablesError> {
-                self.inner().cut(cut)
+            fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+                self.inner().prepare_snapshot(number)
             }
-            fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-                self.inner().uncut(cut)
+            fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+                self.inner().abort_snapshot(number)
             }
-            fn snapshot(
+            fn write_snapshot(
                 &self,
                 dir: &std::path::Path,
-                cut: Option<u64>,
+                number: Option<u64>,
             ) -> Result<persia_types::tables::Snapshot, TablesError> {
-                self.inner().snapshot(dir, cut)
+                self.inner().write_snapshot(dir, number)
             }
             fn restore(
                 &self,

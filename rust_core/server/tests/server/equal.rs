@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use persia_kernels::half::{f16_to_f32, f32_to_f16};
 use persia_store::{Store, StoreOptions};
-use persia_types::half::{f16_to_f32, f32_to_f16};
 use persia_types::tables::{LookupReport, PushReport, Run};
 use persia_types::{
     Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, Schema, TableSettings, Tables, TablesError,
@@ -219,12 +219,13 @@ fn several_servers_begin_and_restore_all_or_none() {
     let error = client.begin(&sgd).unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, TablesError::BadRun { .. }) && text.contains("of 3 at 127.0.0.1:"), "{text}");
-    let generations: Vec<u64> = client.stats_by_server().unwrap().iter().map(|stats| stats.generation).collect();
+    let generations: Vec<u64> =
+        client.stats_by_server().unwrap().iter().map(|stats| stats.generation).collect();
     assert_eq!(generations, [1, 1, 1]);
 
     let ids = ids(0, 2);
     lookup(client.as_ref(), token(0, 2), Mode::Train, &DIMS, &ids).unwrap();
-    let snapshot = client.snapshot(stack.dir(), None).unwrap();
+    let snapshot = client.write_snapshot(stack.dir(), None).unwrap();
     push(client.as_ref(), token(0, 2), &DIMS, &ids).unwrap();
     let before = lookup(client.as_ref(), token(0, 3), Mode::Eval, &DIMS, &ids).unwrap();
     let path = stack.dir().join(&snapshot.files.last().unwrap().name);

@@ -3,12 +3,12 @@
 use persia_types::tables::Run;
 use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
-use persia_wire::chunk::{id_chunks, row_chunks};
 use persia_wire::error::from_status;
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::{self, BeginRequest, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks};
 use persia_wire::{PROTOCOL, VERSION, bounded};
 use tonic::Status;
 
@@ -226,8 +226,9 @@ fn snapshots_stay_below_their_root() {
             let channel = stack.servers[0].channel(None).unwrap();
             let admin = Credentials::new(Role::Admin, None);
             let fence = Some(proto::Fence { job: token(0, 1).job.0, generation: 1 });
-            let request = proto::SnapshotRequest { fence, directory: directory.into(), ..Default::default() };
-            EmbeddingServerClient::with_interceptor(channel, admin).snapshot(request).await.unwrap_err()
+            let request =
+                proto::WriteSnapshotRequest { fence, directory: directory.into(), ..Default::default() };
+            EmbeddingServerClient::with_interceptor(channel, admin).write_snapshot(request).await.unwrap_err()
         });
         let error = from_status("", &status);
         assert!(matches!(error, TablesError::BadShape { .. } | TablesError::Io { .. }), "{error}");

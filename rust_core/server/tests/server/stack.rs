@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use persia_server::middleware::{Link, MiddlewareService, Servers};
+use persia_kernels::{Bags, Gradients};
+use persia_server::middleware::{Link, MiddlewareService, ServerPool};
 use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
-use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -145,7 +145,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
         checkpoints: CheckpointRoot::new(Some(std::env::temp_dir())),
         turn_timeout: plan.turn_timeout,
         address: endpoint.to_string(),
-        journal: None,
+        log: None,
     };
     let data = dir.join(format!("data-{index}"));
     let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
@@ -159,7 +159,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     let listener = bind(plan, "middleware", dir).await;
     let endpoint = listener.endpoint().clone();
     let link = Link { secret: plan.secret.clone(), tls: plan.tls.client().unwrap() };
-    let servers = Arc::new(Servers::fixed(servers, &link).unwrap());
+    let servers = Arc::new(ServerPool::fixed(servers, &link).unwrap());
     let (host, health) = host(plan, &listener).await;
     let service = MiddlewareService::new(servers, Duration::from_secs(30), "the middleware".into());
     let service = bounded!(MiddlewareServer::new(service));
@@ -195,20 +195,20 @@ impl<T: Send + Sync> Tables for Held<T> {
         self.tables.push(request)
     }
 
-    fn cut(&self, cut: u64) -> Result<(), TablesError> {
-        self.tables.cut(cut)
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.tables.prepare_snapshot(number)
     }
 
-    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-        self.tables.uncut(cut)
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.tables.abort_snapshot(number)
     }
 
-    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
-        self.tables.snapshot(dir, cut)
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.tables.write_snapshot(dir, number)
     }
 
-    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        self.tables.saved(cut, dir, files)
+    fn commit_snapshot(&self, number: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.tables.commit_snapshot(number, dir, files)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
@@ -260,7 +260,7 @@ pub(crate) fn lookup(
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let parts: Vec<TableIds<'_>> =
-        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, uses: None }).collect();
+        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, per_sample: None }).collect();
     let mut rows: Vec<Vec<f32>> =
         grouped.iter().zip(dims).map(|(ids, dim)| vec![-77.0; ids.len() * dim]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();

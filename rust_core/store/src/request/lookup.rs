@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 
 use parking_lot::Mutex;
-use persia_types::kernels::{Uses, copy};
+use persia_kernels::{Csr, copy};
 use persia_types::tables::{LookupReport, TableIds};
 use persia_types::{Dtype, Id, Schema, TablesError};
 
@@ -62,13 +62,13 @@ impl CheckedLookup<'_> {
             let (dim, out) = (layout.dim, &mut *rows[number]);
             let Ok(()) = for_each_batch(shards, part.table, part.ids, |batch| {
                 let found = &mut found;
-                report.hits += match part.each() {
+                report.hits += match part.gathered() {
                     None => {
                         let output = InOrder { dim, out };
                         self.level.run(ReadBatch { batch, part, layout, found, output, step, trains })
                     }
-                    Some(uses) => {
-                        let output = BySample { dim, uses, out };
+                    Some(csr) => {
+                        let output = BySample { dim, csr, out };
                         self.level.run(ReadBatch { batch, part, layout, found, output, step, trains })
                     }
                 };
@@ -117,9 +117,9 @@ impl CheckedLookup<'_> {
                         };
                         let shard = &mut batch.shards[shard];
                         slots[at] = self.resolve_missing(shard, &missing, row, scratch, report)?;
-                        match part.each() {
+                        match part.gathered() {
                             None => InOrder { dim, out }.write::<Portable>(at, F32Row(row)),
-                            Some(uses) => BySample { dim, uses, out }.write::<Portable>(at, F32Row(row)),
+                            Some(csr) => BySample { dim, csr, out }.write::<Portable>(at, F32Row(row)),
                         }
                     }
                 }
@@ -222,14 +222,14 @@ impl Output for InOrder<'_> {
 /// `[samples, dim]`: one row per sample, that of its id.
 struct BySample<'a> {
     dim: usize,
-    uses: Uses<'a>,
+    csr: Csr<'a>,
     out: &'a mut [f32],
 }
 
 impl Output for BySample<'_> {
     #[inline(always)]
     fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow) {
-        for sample in self.uses.of(at) {
+        for sample in self.csr.of(at) {
             row.write::<L>(&mut self.out[*sample as usize * self.dim..][..self.dim]);
         }
     }

@@ -3,8 +3,8 @@
 //! A row is `[weights | optimizer state]` in words of 32 bits. A weight of f32 is a word. Two weights of 16 bits share a
 //! word; if their number is odd, the last half is unused. State is always f32.
 
-use persia_types::half::{Bf16, F16, narrow, round_stochastic, widen};
-use persia_types::kernels::copy;
+use persia_kernels::copy;
+use persia_kernels::half::{Bf16, F16, narrow, round_stochastic, widen};
 use persia_types::{Dtype, Table};
 
 use crate::math::random::RowDraws;

@@ -45,8 +45,10 @@ pub struct StoreOptions {
     /// The virtual shards held. Requests with ids of others are refused, files of others are skipped.
     pub shards: Range<usize>,
     /// Bytes of rows that may be copied because they change before their snapshot is written. Above this, training requests
-    /// wait: through [`Tables`] at most 10 s each. A request that does not wait may exceed it.
+    /// wait for room. One request may exceed it.
     pub max_copy_bytes: u64,
+    /// How long a training request waits for room. Zero if the caller waits before: see [`Store::wait_for_room`].
+    pub throttle: Duration,
 }
 
 impl Default for StoreOptions {
@@ -56,6 +58,7 @@ impl Default for StoreOptions {
             snapshot_threads: 4,
             shards: 0..VIRTUAL_SHARDS,
             max_copy_bytes: u64::MAX,
+            throttle: Duration::from_secs(10),
         }
     }
 }
@@ -87,9 +90,6 @@ pub struct Store {
     prepared: Mutex<PreparedSnapshot>,
     copy_budget: Arc<CopyBudget>,
 }
-
-/// How long a training request of this process waits for the copy budget.
-const COPY_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Store {
     /// An empty store.
@@ -165,26 +165,26 @@ impl Tables for Store {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         if request.mode == Mode::Train {
-            self.wait_for_room(COPY_TIMEOUT);
+            self.wait_for_room(self.options.throttle);
         }
-        self.lookup_at_once(request, rows)
+        self.apply_lookup(request, rows)
     }
 
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        self.wait_for_room(COPY_TIMEOUT);
-        self.push_at_once(request)
+        self.wait_for_room(self.options.throttle);
+        self.apply_push(request)
     }
 
-    fn cut(&self, number: u64) -> Result<(), TablesError> {
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
         self.prepare(number)
     }
 
-    fn uncut(&self, number: u64) -> Result<(), TablesError> {
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
         self.abort(number);
         Ok(())
     }
 
-    fn snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
         self.write(dir, number)
     }
 

@@ -25,11 +25,7 @@ impl Store {
         self.copy_budget.wait(timeout);
     }
 
-    /// As [`Tables::lookup`](persia_types::Tables::lookup), without waiting for room.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn lookup_at_once(
+    pub(super) fn apply_lookup(
         &self,
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
@@ -53,11 +49,7 @@ impl Store {
         }
     }
 
-    /// As [`Tables::push`](persia_types::Tables::push), without waiting for room.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn push_at_once(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+    pub(super) fn apply_push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
@@ -142,7 +134,7 @@ impl Store {
         check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
         for part in request.tables {
             let Table { name, dim, .. } = &self.schema.tables[part.table];
-            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error))?;
+            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error.into()))?;
         }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let (lr_factor, rank) = (request.lr_factor, request.token.rank);

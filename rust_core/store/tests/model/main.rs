@@ -153,13 +153,15 @@ fn replay(ops: &[Op], policy: Policy) {
             }
             Op::Prepare => {
                 snapshot += 1;
-                store.cut(snapshot).unwrap();
+                store.prepare_snapshot(snapshot).unwrap();
                 model.prepared = Some((model.rows.clone(), model.counts.clone()));
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
-                let files =
-                    store.snapshot(dir.path(), model.prepared.as_ref().map(|_| snapshot)).unwrap().files;
+                let files = store
+                    .write_snapshot(dir.path(), model.prepared.as_ref().map(|_| snapshot))
+                    .unwrap()
+                    .files;
                 store.restore(dir.path(), &files).unwrap();
                 if let Some((rows, counts)) = model.prepared.take() {
                     (model.rows, model.counts) = (rows, counts);
