@@ -15,7 +15,7 @@ use persia_types::TablesError;
 use persia_types::limits::MAX_MIN_COUNT;
 use persia_types::tables::FileEntry;
 
-use super::{FORMAT_KEY, FORMATS, SHARD_KEY, TABLES_KEY, TableHead, fields};
+use super::format::{FORMAT_KEY, FORMATS, SHARD_KEY, TABLES_KEY, TableHead, fields};
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::rows::{ShardRows, TableRows, check_counted, check_sizes};
 use crate::checkpoint::{content, names};

@@ -16,7 +16,7 @@ use arrow_schema::{ArrowError, Schema, SchemaRef};
 use persia_types::TablesError;
 use persia_types::tables::FileEntry;
 
-use super::{FORMAT_KEY, SHARD_KEY, TABLES_KEY, TableHead, fields, floats};
+use super::format::{FORMAT_KEY, SHARD_KEY, TABLES_KEY, TableHead, fields, floats};
 use crate::checkpoint::disk::{Output, crash_point};
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::names;
