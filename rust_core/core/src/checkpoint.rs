@@ -80,7 +80,7 @@ impl Saver {
                     | TablesError::Timeout { .. }),
                 ) => {
                     let _ = tables.abort_snapshot(number);
-                    saver.leave();
+                    saver.abandon();
                     return Err(error);
                 }
                 other => other?,

@@ -11,11 +11,13 @@ pub mod config;
 mod error;
 pub mod id;
 pub mod limits;
+mod optimizer;
 pub mod schema;
 pub mod tables;
 pub mod token;
 
 pub use id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards, shard_of};
+pub use optimizer::InvalidNumber;
 pub use schema::{
     Admission, Dtype, HashStack, Initializer, Optimizer, Pooling, Rounding, Schema, Slot, Table,
     TableSettings,

@@ -1,8 +1,8 @@
-//! Eviction, admission by count and time to live under load, beside a simulation of the same policy.
+//! Eviction, admission by count and time to live under load, against a simulation of the same policy.
 //!
 //! `cargo run --release -p persia-store --example soak_store -- [LOOK-UPS] [CAPACITY]` (10⁸ look-ups of ids, 10⁶ rows)
-//! trains on ids that are ten times as many as the table may hold and drift. Each report is compared with the
-//! simulation's, all rows at the end. Prints a line every tenth of the way, and panics at the first difference.
+//! trains on drifting ids, ten times as many as the capacity. It compares each report with the simulation's, and all rows
+//! at the end. It prints ten lines of progress, and panics at the first difference.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 #[path = "../../tests/policy/simulation.rs"]
