@@ -206,17 +206,17 @@ fn place_feature(
     FeaturePlaces {
         table: feature.table,
         samples: feature.samples,
-        unique: feature.uses.map_or(0, |uses| uses.starts.len().saturating_sub(1)),
+        unique: feature.csr.map_or(0, |csr| csr.offsets.len().saturating_sub(1)),
         by_samples: bags.is_none(),
         raw: feature.raw,
-        places: inputs.add_list(bags.map(|bags| bags.places)),
+        places: inputs.add_list(bags.map(|bags| bags.indices)),
         map: inputs.add_list(feature.map),
         offsets: inputs.add_list(bags.and_then(|bags| bags.offsets)),
-        weights: inputs.add_list(bags.and_then(|bags| bags.weights)),
+        weights: inputs.add_list(bags.and_then(|bags| bags.per_sample_weights)),
         divisors: inputs.add_list(bags.and_then(|bags| bags.divisors)),
-        use_starts: inputs.add_list(feature.uses.map(|uses| uses.starts)),
-        use_samples: inputs.add_list(feature.uses.map(|uses| uses.samples)),
-        use_weights: inputs.add_list(feature.uses.and(feature.use_weights)),
+        use_starts: inputs.add_list(feature.csr.map(|csr| csr.offsets)),
+        use_samples: inputs.add_list(feature.csr.map(|csr| csr.indices)),
+        use_weights: inputs.add_list(feature.csr.and(feature.csr_weights)),
         vectors: outputs.add(feature.samples * dim * element_bytes(vectors)),
         mask: outputs.add(if feature.raw { feature.samples } else { 0 }),
     }
@@ -224,14 +224,14 @@ fn place_feature(
 
 fn copy_feature(memory: &mut [u8], feature: &DeviceFeature<'_>, places: &FeaturePlaces) {
     let bags = feature.bags;
-    put(memory, places.places, bags.map(|bags| bags.places));
+    put(memory, places.places, bags.map(|bags| bags.indices));
     put(memory, places.map, feature.map);
     put(memory, places.offsets, bags.and_then(|bags| bags.offsets));
-    put(memory, places.weights, bags.and_then(|bags| bags.weights));
+    put(memory, places.weights, bags.and_then(|bags| bags.per_sample_weights));
     put(memory, places.divisors, bags.and_then(|bags| bags.divisors));
-    put(memory, places.use_starts, feature.uses.map(|uses| uses.starts));
-    put(memory, places.use_samples, feature.uses.map(|uses| uses.samples));
-    put(memory, places.use_weights, feature.use_weights);
+    put(memory, places.use_starts, feature.csr.map(|csr| csr.offsets));
+    put(memory, places.use_samples, feature.csr.map(|csr| csr.indices));
+    put(memory, places.use_weights, feature.csr_weights);
 }
 
 fn put<T: Pod>(memory: &mut [u8], place: Option<Place>, list: Option<&[T]>) {

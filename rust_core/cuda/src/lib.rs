@@ -5,7 +5,7 @@
 //! * [`Step`]: the tensors of one look-up, and the sums of their gradients
 //! * [`kernels`]: the three kernels and their arguments
 //! * [`layout`]: where a step's lists, vectors and sums lie
-//! * [`by_hand`]: memory and launches for tests and measurements
+//! * `by_hand`: memory and launches for tests and measurements, behind the feature of that name
 //!
 //! Neither building nor loading needs anything of CUDA: the driver's library is opened when a device is asked for.
 //!
@@ -13,6 +13,7 @@
 //! streams is by events; no call here waits for a device, except [`Sums`](Step::sum) for its copy, in the push thread.
 #![allow(unsafe_code)] // the driver is a C library
 
+#[cfg(feature = "by_hand")]
 pub mod by_hand;
 mod driver;
 mod error;

@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use persia_engine::device::{DeviceError, DeviceGradients};
+use persia_kernels::half::{Bf16, F16, widen};
+use persia_kernels::simd::{Lanes, Level, Work};
 use persia_types::Dtype;
-use persia_types::half::{Bf16, F16, widen};
-use persia_types::simd::{Lanes, Level, Work};
 
 use crate::driver::Event;
 use crate::error::CudaError;

@@ -1,12 +1,12 @@
 //! Devices that pool rows and sum gradients in the place of the CPU. The engine itself knows none: whoever makes it brings one.
 //!
-//! A device gives what [`kernels`](persia_types::kernels) give, element by element and in the same order of sums.
+//! A device gives what [`kernels`](persia_kernels) give, element by element and in the same order of sums.
 
 use std::any::Any;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use persia_types::kernels::{Bags, Uses};
+use persia_kernels::{Bags, Csr};
 
 /// What went wrong: where, why, and what to do next.
 pub type DeviceError = Arc<dyn std::error::Error + Send + Sync>;
@@ -69,9 +69,9 @@ pub struct DeviceFeature<'a> {
     /// From its own unique ids to the table's; `None` where they are the same.
     pub map: Option<&'a [u32]>,
     /// Of a training batch: which samples use each of its unique ids.
-    pub uses: Option<Uses<'a>>,
-    /// The weights in the order of `uses`.
-    pub use_weights: Option<&'a [f32]>,
+    pub csr: Option<Csr<'a>>,
+    /// The weights in the order of `csr`.
+    pub csr_weights: Option<&'a [f32]>,
     /// Whether a mask says which places have an id.
     pub raw: bool,
 }

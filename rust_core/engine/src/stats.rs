@@ -45,7 +45,7 @@ pub struct SlotStats {
     /// Unique ids, batch by batch.
     pub unique: u64,
     /// Ids of a raw feature that were left out, because their samples have more of them than places.
-    pub cut: u64,
+    pub truncated: u64,
 }
 
 /// How long one stage took, over all steps.

@@ -7,9 +7,9 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use persia_kernels::Gradients;
 use persia_server::node::{CheckpointRoot, Fence, GenerationFile, LogOptions, Node, NodeOptions};
 use persia_types::config::LogSync;
-use persia_types::kernels::Gradients;
 use persia_types::tables::{FileEntry, LookupRequest, PushRequest, Run, Stats, TableGradients, TableIds};
 use persia_types::{
     Dtype, Id, Initializer, JobId, Mode, Optimizer, Rounding, Schema, ShardedIds, Table, Token,
@@ -166,7 +166,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         let (token, ids) =
             (Token { job: JobId::from_name(JOB), generation: GENERATION, rank: 0, seq }, grouped(ids));
         let mut rows = vec![0.0; ids.len() * run().schema.tables[table].dim];
-        let tables = [TableIds { table, ids: &ids, uses: None }];
+        let tables = [TableIds { table, ids: &ids, per_sample: None }];
         let request = LookupRequest { token, step: seq, mode: Mode::Train, tables: &tables };
         node.lookup(None, &request, &mut [&mut rows]).expect("looked up");
         let tables = [TableGradients { table, ids: &ids, gradients: Gradients::Rows(&rows) }];

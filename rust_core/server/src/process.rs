@@ -266,7 +266,7 @@ async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     let Some(discovery) = discovery else { return std::future::pending().await };
     let mut since = None;
     while !discovery.is_connected() {
-        match discovery.trouble() {
+        match discovery.last_error() {
             Some(error @ DiscoveryError::Refused { .. }) => {
                 if since.get_or_insert_with(Instant::now).elapsed() >= NATS_AUTH_TIMEOUT {
                     return Exit::Auth(error.to_string());

@@ -7,10 +7,10 @@ use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
 use persia_types::{JobId, Mode, TablesError};
 use persia_wire::auth::{Role, require};
-use persia_wire::chunk::row_chunks;
 use persia_wire::error::to_status;
 use persia_wire::proto::embedding_server_server::EmbeddingServer;
 use persia_wire::proto::{self, lookup_reply, server_push};
+use persia_wire::send::row_chunks;
 use persia_wire::{PROTOCOL, VERSION, receive};
 use tonic::{Extensions, Request, Response, Status, Streaming};
 

@@ -1,7 +1,7 @@
 //! Whole requests on every instruction set, by rows and by samples: the same bits.
 
-use persia_types::kernels::{Gradients, SegmentSum, Uses};
-use persia_types::tables::{LookupRequest, PushRequest, Run, SampleUses, TableGradients, TableIds};
+use persia_kernels::{Csr, Gradients, SegmentSum};
+use persia_types::tables::{LookupRequest, PerSample, PushRequest, Run, TableGradients, TableIds};
 use persia_types::{Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Tables, Token};
 
 use super::{Level, Store, StoreOptions};
@@ -69,19 +69,19 @@ fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
     for step in 1..=3 {
         let token = Token { job: JobId::from_name("levels"), generation: 1, rank: 0, seq: step };
         let (ids, starts, samples) = used(step);
-        let uses = Uses { starts: &starts, samples: &samples };
+        let csr = Csr { offsets: &starts, indices: &samples };
 
         let rows = if by_sample { SAMPLES } else { ids.len() };
         let mut outs = DIMS.map(|dim| vec![f32::NAN; rows * dim]);
         let tables = [0, 1, 2, 3].map(|table| TableIds {
             table,
             ids: &ids,
-            uses: by_sample.then_some(SampleUses::Each(uses)),
+            per_sample: by_sample.then_some(PerSample::Gathered(csr)),
         });
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
         store.lookup(&request, &mut outs.each_mut().map(Vec::as_mut_slice)).unwrap();
         for (out, dim) in outs.iter().zip(DIMS) {
-            let of_samples = if by_sample { out.clone() } else { spread(out, dim, uses) };
+            let of_samples = if by_sample { out.clone() } else { spread(out, dim, csr) };
             bits.extend(of_samples.iter().map(|value| value.to_bits()));
         }
 
@@ -92,9 +92,9 @@ fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
         let sums = [0, 1, 2, 3].map(|table| SegmentSum {
             gradients: &gradients[table],
             dim: DIMS[table],
-            uses,
+            csr,
             factors: Some(&factors),
-            weights: None,
+            per_sample_weights: None,
             scale: 0.01,
         });
         let summed = sums.map(|sum| plainly(&sum, ids.len()));
@@ -114,10 +114,10 @@ fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
 }
 
 /// A row for each sample.
-fn spread(rows: &[f32], dim: usize, uses: Uses<'_>) -> Vec<f32> {
+fn spread(rows: &[f32], dim: usize, csr: Csr<'_>) -> Vec<f32> {
     let mut of_samples = vec![0.0; SAMPLES * dim];
     for (unique, row) in rows.chunks(dim).enumerate() {
-        for sample in uses.of(unique) {
+        for sample in csr.of(unique) {
             of_samples[*sample as usize * dim..][..dim].copy_from_slice(row);
         }
     }
@@ -128,7 +128,7 @@ fn spread(rows: &[f32], dim: usize, uses: Uses<'_>) -> Vec<f32> {
 fn plainly(sum: &SegmentSum<'_>, ids: usize) -> Vec<f32> {
     let factor = |sample: usize| sum.factors.map_or(1.0, |factors| factors[sample]);
     let of = |unique: usize, column: usize| {
-        let samples = sum.uses.of(unique).iter().map(|sample| *sample as usize);
+        let samples = sum.csr.of(unique).iter().map(|sample| *sample as usize);
         samples.fold(0.0f32, |all, sample| all + sum.gradients[sample * sum.dim + column] * factor(sample))
             * sum.scale
     };

@@ -35,5 +35,5 @@ mod store;
 mod table;
 mod tokens;
 
-use persia_types::simd;
+use persia_kernels::simd;
 pub use store::{Progress, Store, StoreOptions};

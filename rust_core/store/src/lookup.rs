@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 
 use parking_lot::Mutex;
-use persia_types::kernels::{Uses, copy};
+use persia_kernels::{Csr, copy};
 use persia_types::tables::{LookupReport, TableIds};
 use persia_types::{Dtype, Id, Schema, TablesError};
 
@@ -65,13 +65,13 @@ impl Lookup<'_> {
             let (dim, out) = (layout.dim, &mut *rows[number]);
             let Ok(()) = for_each_span(shards, part.table, part.ids, |span| {
                 let found = &mut found;
-                report.hits += match part.each() {
+                report.hits += match part.gathered() {
                     None => {
                         let places = InOrder { dim, out };
                         self.level.run(ReadSpan { span, part, layout, found, places, step, trains })
                     }
-                    Some(uses) => {
-                        let places = BySample { dim, uses, out };
+                    Some(csr) => {
+                        let places = BySample { dim, csr, out };
                         self.level.run(ReadSpan { span, part, layout, found, places, step, trains })
                     }
                 };
@@ -119,9 +119,9 @@ impl Lookup<'_> {
                             admitted: first.map(|slots| slots[at] != NO_SLOT),
                         };
                         slots[at] = self.absent_id(&mut span.shards[shard], &absent, row, room, report)?;
-                        match part.each() {
+                        match part.gathered() {
                             None => InOrder { dim, out }.write::<Portable>(at, Whole(row)),
-                            Some(uses) => BySample { dim, uses, out }.write::<Portable>(at, Whole(row)),
+                            Some(csr) => BySample { dim, csr, out }.write::<Portable>(at, Whole(row)),
                         }
                     }
                 }
@@ -218,14 +218,14 @@ impl Places for InOrder<'_> {
 /// `[samples, dim]`: to each sample that uses the id.
 struct BySample<'a> {
     dim: usize,
-    uses: Uses<'a>,
+    csr: Csr<'a>,
     out: &'a mut [f32],
 }
 
 impl Places for BySample<'_> {
     #[inline(always)]
     fn write<L: Lanes>(&mut self, at: usize, row: impl Kept) {
-        for sample in self.uses.of(at) {
+        for sample in self.csr.of(at) {
             row.write::<L>(&mut self.out[*sample as usize * self.dim..][..self.dim]);
         }
     }

@@ -3,8 +3,8 @@
 use std::convert::Infallible;
 
 use parking_lot::Mutex;
+use persia_kernels::Gradients;
 use persia_types::Dtype;
-use persia_types::kernels::Gradients;
 use persia_types::tables::{PushReport, TableGradients};
 
 use crate::index::NO_SLOT;

@@ -1,7 +1,7 @@
 //! What is checked of a request before it has any effect.
 
 use persia_types::limits::MAX_IDS_PER_REQUEST;
-use persia_types::tables::{SampleUses, TableIds};
+use persia_types::tables::{PerSample, TableIds};
 use persia_types::{Schema, Table, TablesError};
 
 pub(crate) fn malformed<T>(what: String) -> Result<T, TablesError> {
@@ -24,7 +24,7 @@ pub(crate) fn check_tables(
     let tables = schema.tables.len();
     let (mut named, mut all) = (vec![false; tables], 0);
     for (table, ids) in parts {
-        let refused = |what| Err(TablesError::BadTable { table, tables, what });
+        let refused = |what: &str| Err(TablesError::BadTable { table, tables, what: what.into() });
         match named.get_mut(table) {
             None => return refused("unknown"),
             Some(true) => return refused("named twice in one request"),
@@ -42,16 +42,18 @@ pub(crate) fn check_tables(
 pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
     let Table { name, dim, .. } = table;
     let ids = part.ids.len();
-    let (what, vectors) = (if part.uses.is_some() { "samples" } else { "ids" }, part.vectors());
+    let (what, vectors) = (if part.per_sample.is_some() { "samples" } else { "ids" }, part.vectors());
     if vectors.checked_mul(*dim) != Some(floats) {
         return malformed(format!(
             "table {name}: {floats} floats of buffer for {vectors} {what} of dim {dim}"
         ));
     }
-    match &part.uses {
+    match &part.per_sample {
         None => Ok(()),
-        Some(SampleUses::Each(uses)) => uses.check(ids, vectors).map_err(|error| of_table(name, error)),
-        Some(SampleUses::Pooled(_)) => {
+        Some(PerSample::Gathered(csr)) => {
+            csr.check(ids, vectors).map_err(|error| of_table(name, error.into()))
+        }
+        Some(PerSample::Pooled(_)) => {
             malformed(format!("table {name}: a store gives rows, it does not pool"))
         }
     }

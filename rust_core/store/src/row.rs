@@ -3,8 +3,8 @@
 //! A row is `[weights | optimizer state]` in words of 32 bits. A weight of f32 fills a word; of 16 bits two share
 //! one, and of an odd number the last half is not used. State is always f32.
 
-use persia_types::half::{Bf16, F16, narrow, narrow_drawn, widen};
-use persia_types::kernels::copy;
+use persia_kernels::copy;
+use persia_kernels::half::{Bf16, F16, narrow, round_stochastic, widen};
 use persia_types::{Dtype, Table};
 
 use crate::random::RowDraws;
@@ -77,9 +77,9 @@ impl Layout {
         };
         match (self.dtype, draws) {
             (Dtype::F16, None) => narrow::<L, F16>(from, halves),
-            (Dtype::F16, Some(draws)) => narrow_drawn::<F16>(from, halves, |i| draws.draw(i)),
+            (Dtype::F16, Some(draws)) => round_stochastic::<F16>(from, halves, |i| draws.draw(i)),
             (_, None) => narrow::<L, Bf16>(from, halves),
-            (_, Some(draws)) => narrow_drawn::<Bf16>(from, halves, |i| draws.draw(i)),
+            (_, Some(draws)) => round_stochastic::<Bf16>(from, halves, |i| draws.draw(i)),
         }
     }
 

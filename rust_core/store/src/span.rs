@@ -7,8 +7,8 @@
 use std::ops::Range;
 
 use parking_lot::{Mutex, MutexGuard};
+use persia_kernels::rows_ahead;
 use persia_types::id::hash_id;
-use persia_types::kernels::rows_ahead;
 use persia_types::{Id, ShardedIds};
 
 use crate::index::NO_SLOT;

@@ -570,7 +570,7 @@ impl Store {
         check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
         for part in request.tables {
             let Table { name, dim, .. } = &self.schema.tables[part.table];
-            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error))?;
+            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error.into()))?;
         }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let (lr_factor, rank) = (request.lr_factor, request.token.rank);

@@ -4,8 +4,8 @@
 
 mod sample;
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_IDS_PER_REQUEST;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients};
 use persia_types::{Id, Initializer, Mode, Optimizer, ShardedIds, Tables, TablesError, Token};
@@ -104,7 +104,7 @@ fn malformed_look_ups_are_refused_whole() {
     let look = |parts: &[(usize, ShardedIds)], floats: &[usize], step: u64| {
         let tables: Vec<_> = parts
             .iter()
-            .map(|(table, ids)| persia_types::tables::TableIds { table: *table, ids, uses: None })
+            .map(|(table, ids)| persia_types::tables::TableIds { table: *table, ids, per_sample: None })
             .collect();
         let mut rows: Vec<Vec<f32>> = floats.iter().map(|floats| vec![0.0; *floats]).collect();
         let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();

@@ -4,8 +4,8 @@
 
 mod sample;
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, Run};
 use persia_types::{
     Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, TableSettings, Tables, TablesError,

@@ -179,7 +179,8 @@ impl Deduplicator {
             let range = shard[0] as usize..shard[1] as usize;
             for (occurrence, place) in self.partition[range.clone()].iter().zip(&mut self.local[range]) {
                 let (unique, count) = (&mut self.unique, &mut self.count);
-                let unique = find_or_insert(&mut self.table, self.generation, mask, unique, count, occurrence.id);
+                let unique =
+                    find_or_insert(&mut self.table, self.generation, mask, unique, count, occurrence.id);
                 inverse[occurrence.position as usize] = unique;
                 self.starts[unique as usize + 1] += 1;
                 *place = unique;

@@ -3,8 +3,8 @@
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
+use persia_kernels::Csr;
 use persia_types::id::{Id, ShardedIds};
-use persia_types::kernels::Uses;
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, MAX_OCCURRENCES};
 
 use crate::batch::dedup::{self, Unique};
@@ -147,8 +147,8 @@ impl IdFeature {
     }
 
     /// Per unique id the samples it occurs in (a sample twice where the id is in it twice).
-    pub fn uses(&self) -> Uses<'_> {
-        Uses { starts: self.occurrences.starts(), samples: self.occurrences.samples() }
+    pub fn csr(&self) -> Csr<'_> {
+        Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }
 
     /// Occurrences of one sample, which is below [`Self::samples`].
@@ -160,12 +160,12 @@ impl IdFeature {
     }
 
     /// Per occurrence, in batch order, what its row is multiplied by; `None` is 1 for all.
-    pub fn weights(&self) -> Option<&[f32]> {
+    pub fn per_sample_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::in_order)
     }
 
-    /// The weights in the order of [`Self::uses`].
-    pub(crate) fn grouped_weights(&self) -> Option<&[f32]> {
+    /// The weights in the order of [`Self::csr`].
+    pub(crate) fn csr_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::grouped)
     }
 
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(feature.samples(), 3);
         assert_eq!(feature.unique().len(), 2);
         let place = feature.inverse()[0] as usize;
-        assert_eq!(feature.uses().of(place), [0, 0]);
+        assert_eq!(feature.csr().of(place), [0, 0]);
     }
 
     #[test]
@@ -268,9 +268,9 @@ mod tests {
     fn weights_follow_their_ids() {
         let feature = IdFeature::lists("a", &[5, 6, 5, 7, 5], &[0, 2, 2, 5]).unwrap();
         let feature = feature.with_weights(&[0.5, 2.0, -1.0, 3.0, 4.0]).unwrap();
-        let grouped = feature.grouped_weights().unwrap();
+        let grouped = feature.csr_weights().unwrap();
         for (place, id) in feature.unique().ids().iter().enumerate() {
-            let weights = &grouped[feature.uses().range(place)];
+            let weights = &grouped[feature.csr().range(place)];
             let expected: &[f32] = match id {
                 5 => &[0.5, -1.0, 4.0],
                 6 => &[2.0],

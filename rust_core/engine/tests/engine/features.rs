@@ -155,11 +155,11 @@ proptest! {
             let mask: Vec<bool> =
                 samples.iter().flat_map(|sample| (0..size).map(|place| place < sample.len())).collect();
             prop_assert_eq!((raw.places, &raw.mask), (size, &mask));
-            let cut: usize = samples.iter().map(|sample| sample.len().saturating_sub(size)).sum();
-            prop_assert_eq!(raw.cut, cut);
+            let truncated: usize = samples.iter().map(|sample| sample.len().saturating_sub(size)).sum();
+            prop_assert_eq!(raw.truncated, truncated);
         }
-        let cuts: u64 = engine.stats().slots.iter().map(|slot| slot.cut).sum();
-        prop_assert_eq!(cuts, looked.outputs.iter().filter_map(|o| o.raw()).map(|raw| raw.cut as u64).sum::<u64>());
+        let cuts: u64 = engine.stats().slots.iter().map(|slot| slot.truncated).sum();
+        prop_assert_eq!(cuts, looked.outputs.iter().filter_map(|o| o.raw()).map(|raw| raw.truncated as u64).sum::<u64>());
 
         let gradients: Vec<Vec<f32>> =
             looked.outputs.iter().map(|output| output.as_ref().iter().map(|v| v * 0.3 + 0.1).collect()).collect();

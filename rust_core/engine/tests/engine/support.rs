@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use persia_engine::{
-    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Looked, Next, Pipeline, PushOptions,
+    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, Pipeline, PooledBatch,
+    PushOptions,
 };
 use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Run, Tables, TablesError};
@@ -84,7 +85,7 @@ pub(crate) fn feed(pipeline: &Pipeline, batch: Batch) {
     assert!(matches!(fed, Fed::Accepted), "{fed:?}");
 }
 
-pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
+pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {
     match pipeline.next(LONG).unwrap() {
         Next::Ready(looked) => *looked,
         other => panic!("{other:?}"),
@@ -92,12 +93,12 @@ pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
 }
 
 /// The same value for every output of the batch.
-pub(crate) fn gradients(looked: &Looked, value: f32) -> Vec<Option<Gradient>> {
+pub(crate) fn gradients(looked: &PooledBatch, value: f32) -> Vec<Option<Gradient>> {
     let gradient = |floats: usize| Some(Box::new(vec![value; floats]) as Gradient);
     looked.outputs.iter().map(|output| gradient(output.as_ref().len())).collect()
 }
 
-pub(crate) fn push(mut looked: Looked, value: f32) {
+pub(crate) fn push(mut looked: PooledBatch, value: f32) {
     let gradients = gradients(&looked, value);
     looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
 }

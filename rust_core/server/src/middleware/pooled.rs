@@ -3,15 +3,17 @@
 
 use std::sync::Arc;
 
+use persia_kernels::Gradients;
 use persia_types::ShardedIds;
-use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_KEPT_BYTES;
-use persia_wire::chunk::{ChunkError, gradient_chunks, pooled_chunks};
+use persia_wire::chunk::ChunkError;
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
-use persia_wire::samples::{SentUses, Verb};
+use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
+use persia_wire::send::{gradient_chunks, pooled_chunks};
+use persia_wire::uses::SentUses;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use futures_util::Stream;
 use persia_types::TablesError;
-use persia_wire::chunk::Collect;
+use persia_wire::collect::Collector;
 use persia_wire::error::{from_failure, to_failure};
 use persia_wire::parts::Split;
 use persia_wire::{proto, receive};
@@ -86,7 +86,7 @@ impl Push {
         mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
         fanout: &ToServers,
     ) -> Result<Vec<Vec<f32>>, Status> {
-        let mut gradients = Collect::sample_gradients(self.split.parts());
+        let mut gradients = Collector::sample_gradients(self.split.parts());
         loop {
             if fanout.all_closed() {
                 return Ok(Vec::new());

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients, TableIds};
 use persia_types::{Mode, ShardedIds, Tables, TablesError, Token};
 
@@ -89,7 +89,7 @@ impl Node {
             tables.iter().map(|(table, ids)| vec![0.0; dim(*table) * ids.len()]).collect();
         let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
         let tables: Vec<TableIds<'_>> =
-            tables.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
+            tables.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
         self.store.lookup(&request, &mut rows)?;
         self.sequencer.advance(token, Phase::Lookup);

@@ -52,7 +52,7 @@ fn a_begin_whose_generation_cannot_be_written_changes_nothing() {
     node.begin(1, &run(&node, 1), false).unwrap();
     let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
     let token = Token { job: JobId::from_name("job"), generation: 1, rank: 0, seq: 1 };
-    let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+    let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
     let request = LookupRequest { token, step: 1, mode: Mode::Train, tables: &tables };
     node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
     std::fs::remove_dir_all(&data).unwrap();

@@ -16,7 +16,7 @@
 use std::io::{self, Read};
 
 use bytes::{Buf, TryGetError};
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, Run};
 use persia_types::{Id, JobId, ShardedIds, Token};
 
@@ -278,7 +278,7 @@ mod tests {
     #[test]
     fn a_record_is_decoded_as_it_was_encoded() {
         let ids = ShardedIds::group(&[1, 2, 3, u64::MAX]).unwrap();
-        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+        let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
         let lookup = LookupRequest { token: TOKEN, step: 4, mode: Mode::Train, tables: &tables };
         let expected = ReplayOp::Lookup { token: TOKEN, step: 4, tables: vec![(0, ids.clone())] };
         for (record, expected) in [

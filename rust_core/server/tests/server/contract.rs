@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use persia_engine::contract;
+use persia_contract as contract;
 
 use crate::stack::{Held, Plan, Stack};
 

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use persia_kernels::half::{f16_to_f32, f32_to_f16};
 use persia_store::{Store, StoreOptions};
-use persia_types::half::{f16_to_f32, f32_to_f16};
 use persia_types::tables::{LookupReport, PushReport, Run};
 use persia_types::{
     Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, Schema, TableSettings, Tables, TablesError,

@@ -10,10 +10,10 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use persia_kernels::Gradients;
 use persia_server::node::{CheckpointRoot, Fence, GenerationFile, LogOptions, Node, NodeOptions, Phase};
 use persia_types::config::LogSync;
 use persia_types::id::hash_id;
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, Stats, TableGradients, TableIds,
 };
@@ -122,7 +122,7 @@ fn look_up(
     parts: &Parts,
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let tables: Vec<TableIds<'_>> =
-        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
+        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
     let mut rows: Vec<Vec<f32>> =
         parts.iter().map(|(table, ids)| vec![0.0; ids.len() * DIMS[*table]]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -244,7 +244,7 @@ async fn the_order_of_a_reproducible_run_is_resumed() {
     let parts = vec![(0, ShardedIds::group(&[1, 2, 3]).unwrap())];
     for rank in 0..2 {
         let turn = node.admit(token(rank, 1), Phase::Lookup).await.unwrap();
-        let tables = [TableIds { table: 0, ids: &parts[0].1, uses: None }];
+        let tables = [TableIds { table: 0, ids: &parts[0].1, per_sample: None }];
         let request = LookupRequest { token: token(rank, 1), step: 1, mode: Mode::Train, tables: &tables };
         node.lookup(turn, &request, &mut [&mut [0.0; 9]]).unwrap();
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use persia_types::kernels::{Gradients, SegmentSum, Uses};
+use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::tables::{PushRequest, TableGradients};
 use persia_types::{Mode, ShardedIds, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
@@ -132,8 +132,8 @@ fn a_server_that_blocks_a_large_push_is_named_and_not_the_one_after_it() {
     let sum = SegmentSum {
         gradients: &of_samples,
         dim: DIM,
-        uses: Uses { starts: &starts, samples: &samples },
-        weights: None,
+        csr: Csr { offsets: &starts, indices: &samples },
+        per_sample_weights: None,
         factors: None,
         scale: 1.0,
     };

@@ -11,9 +11,9 @@ use std::time::Duration;
 use persia_engine::{
     Batch, BatchParts, Drained, Engine, EngineOptions, Gradient, IdFeature, Next, Output, PushOptions,
 };
+use persia_kernels::{Bags, Gradients};
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
 };

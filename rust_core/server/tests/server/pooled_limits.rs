@@ -1,12 +1,11 @@
 //! Samples that a middleware refuses, and 16-bit floats there.
 
+use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::{self, Bags, Gradients, Pool, SegmentSum, Uses};
-use persia_types::tables::{LookupRequest, PushRequest, SampleUses, TableGradients, TableIds};
+use persia_types::tables::{LookupRequest, PerSample, PushRequest, TableGradients, TableIds};
 use persia_types::{Dtype, Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
 use persia_wire::bounded;
-use persia_wire::chunk::{id_chunks, row_chunks, word_chunks};
 use persia_wire::client::WireTables;
 use persia_wire::error::from_status;
 use persia_wire::floats::RowFormat;
@@ -14,6 +13,7 @@ use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::middleware_client::MiddlewareClient;
 use persia_wire::proto::{self, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks, word_chunks};
 use tonic::Status;
 
 use crate::equal::sixteen_bits;
@@ -213,13 +213,18 @@ fn sixteen_bits_are_rounded_between_all_processes() {
     let ids = ShardedIds::group(&(0..400).collect::<Vec<Id>>()).unwrap();
     let offsets: Vec<u32> = (0..=samples).map(|sample| sample * 15).collect();
     let divisors = vec![15.0; samples as usize];
-    let bags = Bags { places: &places, offsets: Some(&offsets), weights: None, divisors: Some(&divisors) };
+    let bags = Bags {
+        indices: &places,
+        offsets: Some(&offsets),
+        per_sample_weights: None,
+        divisors: Some(&divisors),
+    };
     let (mut starts, mut of_ids) = (vec![0], Vec::new());
     for unique in 0..400 {
         of_ids.extend((0..600).filter(|use_| places[*use_ as usize] == unique).map(|use_: u32| use_ / 15));
         starts.push(of_ids.len() as u32);
     }
-    let uses = Uses { starts: &starts, samples: &of_ids };
+    let csr = Csr { offsets: &starts, indices: &of_ids };
     let gradients: Vec<f32> = (0..40 * WIDE).map(|place| (place as f32 / 3.0 - 20.0) * 1024.0).collect();
     let factors = [1.0 / 15.0; 40];
     for dtype in [Dtype::F16, Dtype::Bf16] {
@@ -236,18 +241,18 @@ fn sixteen_bits_are_rounded_between_all_processes() {
         let all = [ids.ids().to_vec()];
         for seq in 1..=2 {
             let mut out = vec![f32::NAN; 40 * WIDE];
-            let tables = [TableIds { table: 0, ids: &ids, uses: Some(SampleUses::Pooled(bags)) }];
+            let tables = [TableIds { table: 0, ids: &ids, per_sample: Some(PerSample::Pooled(bags)) }];
             let request =
                 LookupRequest { token: token(0, seq), step: seq, mode: Mode::Train, tables: &tables };
             client.lookup(&request, &mut [&mut out]).unwrap();
             let rows = lookup(&store, token(0, seq), Mode::Train, &[WIDE], &all).unwrap().1.remove(0);
             let mut pooled = vec![0.0; 40 * WIDE];
-            kernels::pool(&Pool { rows: &round(&rows), dim: WIDE, bags }, &mut pooled);
+            persia_kernels::pool(&Pool { rows: &round(&rows), dim: WIDE, bags }, &mut pooled);
             assert_eq!(out, round(&pooled), "{dtype:?}");
 
             let sum = |gradients, scale| {
                 let factors = Some(&factors[..]);
-                SegmentSum { gradients, dim: WIDE, uses, factors, weights: None, scale }
+                SegmentSum { gradients, dim: WIDE, csr, factors, per_sample_weights: None, scale }
             };
             let loss_scale = 1.0 / 1024.0;
             let gradients_of_samples = Gradients::Samples(sum(&gradients, loss_scale));

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use persia_kernels::{Bags, Gradients};
 use persia_server::middleware::{Link, MiddlewareService, ServerPool};
 use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
-use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -260,7 +260,7 @@ pub(crate) fn lookup(
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let parts: Vec<TableIds<'_>> =
-        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, uses: None }).collect();
+        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, per_sample: None }).collect();
     let mut rows: Vec<Vec<f32>> =
         grouped.iter().zip(dims).map(|(ids, dim)| vec![-77.0; ids.len() * dim]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();

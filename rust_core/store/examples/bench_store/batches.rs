@@ -1,7 +1,7 @@
 //! Ids, and a store that holds them.
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -108,7 +108,7 @@ impl Bench {
             token: Self::token(seq),
             step: seq,
             mode,
-            tables: &[TableIds { table: 0, ids, uses: None }],
+            tables: &[TableIds { table: 0, ids, per_sample: None }],
         };
         self.store.lookup(&request, &mut [out]).expect("a good look-up")
     }

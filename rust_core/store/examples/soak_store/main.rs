@@ -10,8 +10,8 @@ mod simulation;
 
 use std::collections::HashMap;
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, LookupRequest, PushRequest, Run, TableGradients, TableIds, Tables};
 use persia_types::{
     Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Token, VIRTUAL_SHARDS,
@@ -35,7 +35,7 @@ fn main() {
         let ids = ShardedIds::group(&traffic.request(step)).unwrap();
         let token = Token { job: JobId::from_name("soak"), generation: 1, rank: 0, seq: step };
         let rows = &mut rows[..ids.len() * DIM];
-        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+        let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
         let report = store.lookup(&request, &mut [&mut rows[..]]).unwrap();
         let (expected, values) = simulation.lookup(step as u32, &ids);

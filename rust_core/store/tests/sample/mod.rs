@@ -4,9 +4,9 @@
 
 use std::collections::BTreeMap;
 
+use persia_kernels::Gradients;
 use persia_store::checkpoint::ShardRows;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -67,7 +67,7 @@ pub(crate) fn try_lookup(
     parts: &[Ids],
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let tables: Vec<TableIds<'_>> =
-        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
+        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
     let floats = |(table, ids): &Ids| ids.len() * store.schema().tables[*table].dim;
     // A value that no row has: what the store leaves unwritten is seen.
     let mut rows: Vec<Vec<f32>> = parts.iter().map(|part| vec![-77.0; floats(part)]).collect();
