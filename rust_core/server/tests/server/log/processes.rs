@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run, TableGradients};
 use persia_types::{Id, Mode, ShardedIds, Tables};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
