@@ -1,7 +1,7 @@
-//! What a server reads when it goes on behind its journal: the base, and segments of records.
+//! The log that a server resumes from: its base, and segments of records.
 //!
-//! An input is the base's JSON behind its length, then payloads of records behind theirs, all lengths of 16 bits. A length
-//! of 65535 begins another segment; what is left at the end and is no record is the torn end of the last one.
+//! An input is the JSON of the base, then payloads of records, each after its length in 16 bits. A length of 65535 begins
+//! another segment. Bytes at the end that are no record are the torn end of the last segment.
 
 use std::fs;
 use std::path::Path;
@@ -21,23 +21,23 @@ const JOB: &str = "fuzz";
 const GENERATION: u64 = 3;
 const MAGIC: &[u8] = b"persia journal 2";
 const FRAME_BYTES: usize = 12;
-/// What a record ends with; inputs are without it.
+/// The last byte of a record; inputs omit it.
 const END: u8 = 0xE5;
 const NEXT_SEGMENT: usize = u16::MAX as usize;
 
-/// A server starts whatever its journal says; one that goes on is, started again, where it was, and one that does not has
+/// A server starts with any log. One that resumes from it resumes at the same state after a restart; one that does not has
 /// no rows.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     lay(data, dir.path());
     let first = state(dir.path());
-    assert_eq!(state(dir.path()), first, "started again");
+    assert_eq!(state(dir.path()), first, "restarted");
     let (stats, files) = first;
     assert!(files.is_some() || stats.rows.iter().all(|rows| *rows == 0));
     files.is_some()
 }
 
-/// Counters, and the files of all rows where a run is in progress.
+/// Counters, and the files of all rows if a run is in progress.
 fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
     let node = node(dir);
     let stats = Stats { memory_bytes: 0, ..node.stats().expect("a server has counters") };
@@ -72,7 +72,7 @@ fn started(dir: &Path, generation: GenerationFile) -> Node {
         address: "here".into(),
         log: Some(LogOptions { dir: dir.join("journal"), sync: LogSync::EverySecond }),
     };
-    Node::new(options, generation).expect("a server starts whatever its journal says")
+    Node::new(options, generation).expect("a server starts with any log")
 }
 
 fn run() -> Run {
@@ -96,50 +96,50 @@ fn run() -> Run {
     }
 }
 
-/// Write the files that an input stands for.
+/// Write the files that an input describes.
 fn lay(data: &[u8], dir: &Path) {
-    let journal = dir.join("journal");
-    fs::create_dir_all(&journal).expect("a directory");
+    let log = dir.join("journal");
+    fs::create_dir_all(&log).expect("a directory");
     let Some((base, mut rest)) = prefixed(data) else { return };
-    fs::write(journal.join("base"), [&crc32c::crc32c(base).to_le_bytes(), base].concat()).expect("written");
+    fs::write(log.join("base"), [&crc32c::crc32c(base).to_le_bytes(), base].concat()).expect("written");
     let described: serde_json::Value = serde_json::from_slice(base).unwrap_or_default();
     let mut number = described["segment"].as_u64().unwrap_or(1);
     let mut segment = MAGIC.to_vec();
     loop {
-        let next = rest.starts_with(&(NEXT_SEGMENT as u16).to_le_bytes());
+        let new_segment = rest.starts_with(&(NEXT_SEGMENT as u16).to_le_bytes());
         match prefixed(rest) {
-            _ if next => {
-                fs::write(journal.join(number.to_string()), &segment).expect("written");
+            _ if new_segment => {
+                fs::write(log.join(number.to_string()), &segment).expect("written");
                 segment.truncate(MAGIC.len());
                 number = number.saturating_add(1);
                 rest = &rest[2..];
             }
-            Some((payload, behind)) => {
+            Some((payload, next)) => {
                 let payload = [payload, &[END]].concat();
                 segment.extend(frame(&payload));
                 segment.extend(payload);
-                rest = behind;
+                rest = next;
             }
             None => break,
         }
     }
-    fs::write(journal.join(number.to_string()), [&segment, rest].concat()).expect("written");
+    fs::write(log.join(number.to_string()), [&segment, rest].concat()).expect("written");
 }
 
-/// The bytes behind a length, and those behind them.
+/// The bytes after a length, and the rest.
 fn prefixed(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = data.split_first_chunk()?;
     rest.split_at_checked(u16::from_le_bytes(*length).into())
 }
 
-/// What stands before a payload: its length, the checksum of that, and its own.
+/// The frame of a payload: its length, the checksum of the length, and its own.
 fn frame(payload: &[u8]) -> [u8; FRAME_BYTES] {
     let length = (payload.len() as u32).to_le_bytes();
     let words = [length, crc32c::crc32c(&length).to_le_bytes(), crc32c::crc32c(payload).to_le_bytes()];
     words.as_flattened().try_into().expect("three words")
 }
 
-/// The input that stands for a journal's files.
+/// The input that describes the files of a log.
 fn input_of(dir: &Path) -> Vec<u8> {
     let file = |name: &str| fs::read(dir.join("journal").join(name)).ok();
     let sized = |bytes: &[u8]| [&(bytes.len() as u16).to_le_bytes(), bytes].concat();
@@ -150,16 +150,16 @@ fn input_of(dir: &Path) -> Vec<u8> {
             input.extend((NEXT_SEGMENT as u16).to_le_bytes());
         }
         let mut rest = &segment[MAGIC.len()..];
-        while let Some((frame, behind)) = rest.split_first_chunk::<FRAME_BYTES>() {
+        while let Some((frame, next)) = rest.split_first_chunk::<FRAME_BYTES>() {
             let length = u32::from_le_bytes(*frame.first_chunk().expect("a word")) as usize;
-            input.extend(sized(&behind[..length - 1]));
-            rest = &behind[length..];
+            input.extend(sized(&next[..length - 1]));
+            rest = &next[length..];
         }
     }
     input
 }
 
-/// See the module of all targets.
+/// Logs that a server wrote.
 pub fn seeds() -> Vec<Vec<u8>> {
     let grouped = |ids: &[Id]| ShardedIds::group(ids).expect("some ids");
     let train = |node: &Node, seq: u64, table: usize, ids: &[Id]| {

@@ -10,12 +10,14 @@
 //! computes and may wait for a disk. A failed request leaves neither a record nor a token, and its turn stays: its retry
 //! takes the same path.
 
+use std::io;
+use std::sync::Arc;
+
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
 use persia_types::{Mode, Tables, TablesError, Token};
 
 use super::{Fence, Node, Phase, Turn};
 use crate::wal::WalRecord;
-use std::sync::Arc;
 
 impl Node {
     /// Wait until a training request may be applied: for room, and for its turn if the run has turns.
@@ -54,15 +56,15 @@ impl Node {
         self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
     }
 
-    /// Copies of rows may fill their room for a fraction of the time that a turn is waited for; then the request proceeds: a
-    /// slow disk slows training down, and does not stop it.
+    /// Wait for room for copies of rows, for a fraction of the time for a turn. Then the request proceeds: a slow disk slows
+    /// training down, and does not stop it.
     async fn throttle(&self) -> Result<(), TablesError> {
         if !self.is_full() {
             return Ok(());
         }
         let (store, timeout) = (Arc::clone(&self.store), self.options.turn_timeout / 4);
         let waited = tokio::task::spawn_blocking(move || store.wait_for_room(timeout)).await;
-        waited.map_err(|error| self.io(std::io::ErrorKind::Other, &error.to_string()))
+        waited.map_err(|error| self.io(io::ErrorKind::Other, &error.to_string()))
     }
 
     /// Whether training requests are throttled now.

@@ -1,4 +1,4 @@
-//! The contract of `Tables`, kept over the network as it is in memory.
+//! The contract of `Tables`, over the network.
 
 use std::sync::Arc;
 

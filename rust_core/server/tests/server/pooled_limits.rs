@@ -1,4 +1,4 @@
-//! What a middleware refuses of samples, and what becomes of sixteen bits there.
+//! Samples that a middleware refuses, and 16-bit floats there.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_store::{Store, StoreOptions};
@@ -21,7 +21,7 @@ use crate::limits::memory_kib;
 use crate::stack::{self, Plan, Stack, lookup, run_of, token};
 
 const DIM: usize = 4;
-/// Wide enough that samples are fewer bytes than rows.
+/// So wide that samples are fewer bytes than rows.
 const WIDE: usize = 32;
 const IDS: usize = 3;
 
@@ -30,7 +30,7 @@ const PLACES: &[u32] = &[0, 1, 2, 0];
 const OFFSETS: &[u32] = &[0, 2, 4];
 const WEIGHTS: &[f32] = &[1.0, 1.0, 1.0, 1.0];
 const DIVISORS: &[f32] = &[2.0, 2.0];
-/// The same by id.
+/// The same, by id.
 const SAMPLES: &[u32] = &[0, 1, 0, 1];
 const STARTS: &[u32] = &[0, 2, 3, 4];
 
@@ -61,7 +61,7 @@ fn words(list: &[u32], starts: &[u32], weights: &[f32], factors: &[f32]) -> Vec<
     [list, starts, &floats].concat()
 }
 
-/// Call a middleware, or a server, without the client's care.
+/// Call a middleware, or a server, without the checks of the client.
 fn raw_lookup(
     stack: &Stack,
     server: Option<usize>,
@@ -203,7 +203,7 @@ fn claims_of_samples_cost_nothing() {
         let messages = push_messages(claim.clone(), &[0; 1000], vec![]);
         raw_push(&stack, None, messages[..2].to_vec()).unwrap_err();
     }
-    // One such request, believed, would take more than a gigabyte.
+    // A middleware that trusted such a request would allocate more than a gigabyte.
     assert!(memory_kib() - before < 200 * 1024, "{} KiB more", memory_kib() - before);
 }
 

@@ -1,4 +1,4 @@
-//! The binaries as they are shipped: real processes, real signals, a real nats-server.
+//! The binaries: processes, signals, and nats-server.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -100,14 +100,14 @@ fn sigterm_lets_connections_finish_and_ends_with_zero() {
         process.signal("-TERM");
         process.logged("waiting for open connections");
     }
-    // The connections of a run go on, new ones do not come about.
+    // Open connections continue, new ones are refused.
     let ids = vec![vec![1, 2, 3]];
     crate::stack::lookup(&client, crate::stack::token(0, 1), persia_types::Mode::Train, &[4], &ids).unwrap();
     assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 1);
     drop(client);
     assert_eq!(middleware.ended().code(), Some(0), "{}", middleware.log());
     assert_eq!(server.ended().code(), Some(0), "{}", server.log());
-    // The next one on the same directory knows which generation was.
+    // The next process with the directory knows the generation.
     let server = setting.server(0, 1, &["--data-dir", &setting.path("data")]);
     let options = ClientOptions {
         service: Service::Server,
@@ -151,14 +151,14 @@ fn a_second_signal_ends_the_grace_period() {
 }
 
 #[test]
-fn strangers_are_counted_and_do_not_fill_the_log() {
+fn unauthenticated_calls_are_counted_and_do_not_fill_the_log() {
     let setting = Setting::new();
     let token = setting.path("token");
     fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
     let server = setting.server(0, 1, &["--token-file", &token]);
     let (endpoint, start) = (server.endpoint(), Instant::now());
-    const STRANGERS: usize = 30;
-    for _ in 0..STRANGERS {
+    const CALLS: usize = 30;
+    for _ in 0..CALLS {
         let options = ClientOptions {
             service: Service::Server,
             ..ClientOptions::new(Targets::Fixed(vec![endpoint.clone()]))
@@ -166,13 +166,13 @@ fn strangers_are_counted_and_do_not_fill_the_log() {
         let error = WireTables::connect(options).unwrap().wait_ready(PATIENCE).unwrap_err();
         assert!(matches!(error, TablesError::Refused { .. }), "{error}");
     }
-    let told: Vec<_> =
+    let lines: Vec<_> =
         server.log().lines().filter(|line| line.contains("refused: ")).map(str::to_owned).collect();
-    assert!((1..=1 + start.elapsed().as_secs() as usize).contains(&told.len()), "{told:?}");
-    assert!(told[0].contains("127.0.0.1:") && told[0].contains("PERSIA_TOKEN_FILE"), "{}", told[0]);
+    assert!((1..=1 + start.elapsed().as_secs() as usize).contains(&lines.len()), "{lines:?}");
+    assert!(lines[0].contains("127.0.0.1:") && lines[0].contains("PERSIA_TOKEN_FILE"), "{}", lines[0]);
     let metrics = http(&server.metrics(), "/metrics");
     let counted = metrics.lines().find_map(|line| line.strip_prefix("persia_refused_calls_total "));
-    assert!(counted.is_some_and(|count| count.parse::<usize>().unwrap() >= STRANGERS), "{metrics}");
+    assert!(counted.is_some_and(|count| count.parse::<usize>().unwrap() >= CALLS), "{metrics}");
 }
 
 #[test]
@@ -276,8 +276,8 @@ fn a_secret_opens_the_door_and_stands_in_no_log() {
     let endpoint = Endpoint::Tcp { host: "127.0.0.1".into(), port };
     let mut options = ClientOptions::new(Targets::Fixed(vec![endpoint.clone()]));
     options.service = Service::Server;
-    let stranger = WireTables::connect(options.clone()).unwrap().wait_ready(PATIENCE).unwrap_err();
-    assert!(stranger.to_string().contains("refused"), "{stranger}");
+    let refused = WireTables::connect(options.clone()).unwrap().wait_ready(PATIENCE).unwrap_err();
+    assert!(refused.to_string().contains("refused"), "{refused}");
     options.secret = Some(persia_wire::auth::Secret::read(Path::new(&token)).unwrap());
     let client = WireTables::connect(options).unwrap();
     client.begin(&run_of(&Plan { servers: 1, ..plan() })).unwrap();

@@ -1,4 +1,4 @@
-//! Servers and a middleware in this process, and requests in one line.
+//! Servers and a middleware in this process, and short functions for requests.
 
 use std::future::pending;
 use std::path::Path;
@@ -30,7 +30,7 @@ use tokio::runtime::Runtime;
 
 pub(crate) const JOB: &str = "test";
 
-/// What a stack is made of.
+/// The settings of a stack.
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) job: String,
@@ -60,7 +60,7 @@ impl Plan {
     }
 }
 
-/// Everything a [`Plan`] names, running until it is dropped.
+/// The servers and the middleware of a [`Plan`], running until dropped.
 pub(crate) struct Stack {
     pub(crate) plan: Plan,
     pub(crate) servers: Vec<Endpoint>,
@@ -91,13 +91,13 @@ impl Stack {
         Self { plan, servers, front, runtime: Some(runtime), dir }
     }
 
-    /// As rank 0 and admin, in the right way.
+    /// A client of rank 0, with the role of an admin.
     pub(crate) fn options(&self) -> ClientOptions {
         let mut options = ClientOptions::new(Targets::Fixed(vec![self.front.clone()]));
         options.service = if self.plan.middleware { Service::Middleware } else { Service::Server };
         options.secret.clone_from(&self.plan.secret);
         options.tls = self.plan.tls.client().unwrap();
-        // Contract cases choose directories of their own.
+        // Cases of the contract choose their directories.
         options.checkpoint_root = Some(std::env::temp_dir());
         options
     }
@@ -167,7 +167,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     endpoint
 }
 
-/// Tables, and what they need.
+/// Tables, and what keeps them running.
 pub(crate) struct Held<T> {
     pub(crate) tables: WireTables,
     /// Dropped last.
@@ -250,7 +250,7 @@ pub(crate) fn token(rank: u32, seq: u64) -> Token {
     Token { job: JobId::from_name(JOB), generation: 1, rank, seq }
 }
 
-/// Look ids of some tables up; rows of each in the order of its groups.
+/// Look up ids of some tables; the rows of each are in the order of its groups.
 pub(crate) fn lookup(
     tables: &dyn Tables,
     token: Token,
@@ -269,7 +269,7 @@ pub(crate) fn lookup(
     Ok((report, rows))
 }
 
-/// Push a gradient that is made of the id, and a bit different at every step.
+/// Push a gradient that depends on the id and the step.
 pub(crate) fn push(
     tables: &dyn Tables,
     token: Token,
@@ -279,7 +279,7 @@ pub(crate) fn push(
     push_as(tables, token, dims, ids, |gradient| gradient)
 }
 
-/// As [`push`], with each number changed.
+/// As [`push`], with each number changed by a function.
 pub(crate) fn push_as(
     tables: &dyn Tables,
     token: Token,

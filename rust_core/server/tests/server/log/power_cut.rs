@@ -1,5 +1,4 @@
-//! The power goes off: of the journal's files there is what a sync had reached, and of the directory the names that it had
-//! then, or has now.
+//! Power cuts: files keep what was synced, and the directory has the names of its last sync, or the current ones.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -20,14 +19,14 @@ use super::{Twins, look_up, push_to, run, synced_server};
 use crate::running::wait_until;
 use crate::stack::token;
 
-/// Tells a file from another that is called the same, or has its number after it.
+/// Identifies a file: names and inode numbers are reused.
 type Key = (u64, Option<SystemTime>);
 
-/// What is durable of one directory.
+/// The durable state of one directory.
 struct Disk {
     dir: PathBuf,
     durable: Mutex<Durable>,
-    /// Requests that were acknowledged.
+    /// Acknowledged requests.
     acknowledged: AtomicUsize,
 }
 
@@ -35,7 +34,7 @@ struct Disk {
 struct Durable {
     contents: BTreeMap<Key, Vec<u8>>,
     names: BTreeMap<OsString, Key>,
-    /// Requests that were acknowledged when the last sync began.
+    /// Requests acknowledged before the last sync began.
     reached: usize,
 }
 
@@ -53,13 +52,13 @@ extern "C" fn fsync(file: c_int) -> c_int {
     sync(file, libc::SYS_fsync)
 }
 
-/// What is there when it is asked for is durable when it succeeds.
+/// The content at the time of the call is durable once the call succeeds.
 #[allow(unsafe_code)]
 fn sync(file: c_int, number: libc::c_long) -> c_int {
     let path = fs::read_link(format!("/proc/self/fd/{file}")).unwrap_or_default();
     let disk = DISKS.lock().unwrap().iter().find(|disk| path.starts_with(&disk.dir)).cloned();
     let before = disk.map(|disk| (Seen::of(&path), disk.acknowledged.load(Ordering::SeqCst), disk));
-    // SAFETY: the system call that the function of this name is, with its only argument.
+    // SAFETY: the system call of that name, with its only argument.
     let result = unsafe { libc::syscall(number, file) } as c_int;
     if let (0, Some((seen, acknowledged, disk))) = (result, before) {
         let mut durable = disk.durable.lock().unwrap();
@@ -97,7 +96,7 @@ impl Seen {
     }
 }
 
-/// What becomes of the end of a file that no sync had reached.
+/// What happens to the unsynced end of a file.
 #[derive(Debug, Clone, Copy)]
 enum Unsynced {
     Lost,
@@ -105,7 +104,7 @@ enum Unsynced {
     Zeros,
 }
 
-/// Each way in which the power may go off: whether names are those of now, and what is with the ends.
+/// Kinds of power cuts: whether names are the current ones, and what happens to unsynced ends.
 const WAYS: [(bool, Unsynced); 6] = [
     (false, Unsynced::Lost),
     (true, Unsynced::Lost),
@@ -116,7 +115,7 @@ const WAYS: [(bool, Unsynced); 6] = [
 ];
 
 impl Disk {
-    /// Watch the journal of the server whose data are in `data`, where all that is there is durable.
+    /// Watch the log below the data directory `data`. What it contains counts as durable.
     fn watch(data: &Path) -> Arc<Self> {
         let dir = data.join("journal");
         fs::create_dir_all(&dir).unwrap();
@@ -129,7 +128,7 @@ impl Disk {
         disk
     }
 
-    /// The data of a server behind a power cut.
+    /// The data of a server after a power cut.
     fn cut(&self, (as_shown, unsynced): (bool, Unsynced)) -> tempfile::TempDir {
         let durable = self.durable.lock().unwrap();
         let left = tempfile::tempdir().unwrap();
@@ -157,7 +156,7 @@ impl Disk {
 }
 
 #[test]
-fn with_a_sync_for_each_request_all_that_was_acknowledged_outlives_a_power_cut() {
+fn with_a_sync_for_each_request_acknowledged_requests_survive_a_power_cut() {
     for seed in 0..2 {
         let mut twins = Twins::synced(LogSync::Always);
         let mut disk = Disk::watch(twins.data[0].path());
@@ -176,7 +175,7 @@ fn with_a_sync_for_each_request_all_that_was_acknowledged_outlives_a_power_cut()
 }
 
 #[test]
-fn with_a_sync_every_second_what_the_last_one_found_outlives_a_power_cut() {
+fn with_a_sync_every_second_synced_requests_survive_a_power_cut() {
     let checkpoints = tempfile::tempdir().unwrap();
     let mut data = tempfile::tempdir().unwrap();
     let mut node = synced_server(data.path(), checkpoints.path(), LogSync::EverySecond);
@@ -197,7 +196,7 @@ fn with_a_sync_every_second_what_the_last_one_found_outlives_a_power_cut() {
             states.push(now(node));
         };
         (0..3).for_each(|_| train(&node));
-        wait_until("a sync behind them", || disk.durable.lock().unwrap().reached >= 6);
+        wait_until("a sync after them", || disk.durable.lock().unwrap().reached >= 6);
         (0..3).for_each(|_| train(&node));
         let left = disk.cut(way);
         node = synced_server(left.path(), checkpoints.path(), LogSync::EverySecond);
