@@ -13,7 +13,7 @@ use persia_wire::receive::{self, ReceivedLookup, ReceivedPush};
 use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, id_chunks, pooled_chunks, row_chunks};
-use persia_wire::uses::{SentUses, receive_uses};
+use persia_wire::csr::{ReceivedCsr, receive_csr};
 use prost::Message;
 use tokio::runtime::{Builder, Runtime};
 use tonic::Status;
@@ -66,7 +66,7 @@ fn messages<M: Message + Default>(mut bytes: &[u8], chunk: impl Fn(&mut M) -> Op
 
 fn lookup_chunk(message: &mut proto::LookupRequest) -> Option<&mut Chunk> {
     match &mut message.part {
-        Some(lookup_request::Part::Ids(chunk) | lookup_request::Part::Uses(chunk)) => Some(chunk),
+        Some(lookup_request::Part::Ids(chunk) | lookup_request::Part::Csr(chunk)) => Some(chunk),
         _ => None,
     }
 }
@@ -74,7 +74,7 @@ fn lookup_chunk(message: &mut proto::LookupRequest) -> Option<&mut Chunk> {
 fn push_chunk(message: &mut proto::PushRequest) -> Option<&mut Chunk> {
     use push_request::Part;
     match &mut message.part {
-        Some(Part::Ids(chunk) | Part::Gradients(chunk) | Part::Uses(chunk)) => Some(chunk),
+        Some(Part::Ids(chunk) | Part::Gradients(chunk) | Part::Csr(chunk)) => Some(chunk),
         _ => None,
     }
 }
@@ -145,15 +145,15 @@ fn check_lookup(messages: &[proto::LookupRequest], servers: usize, bytes: usize)
 async fn divided_lookup(
     stream: &mut Incoming<proto::LookupRequest>,
     servers: usize,
-) -> Result<(Split, Vec<Option<SentUses>>, Vec<Vec<proto::LookupRequest>>), Status> {
+) -> Result<(Split, Vec<Option<ReceivedCsr>>, Vec<Vec<proto::LookupRequest>>), Status> {
     use lookup_request::Part as Message;
     let head = receive::lookup_head(stream).await?;
     let split = Split::new(&head.parts, servers).map_err(|error| Status::internal(error.to_string()))?;
     let of_uses = |message: proto::LookupRequest| match message.part {
-        Some(Message::Uses(chunk)) => Some(chunk),
+        Some(Message::Csr(chunk)) => Some(chunk),
         _ => None,
     };
-    let uses = receive_uses(stream, Verb::Lookup, split.parts(), of_uses).await?;
+    let uses = receive_csr(stream, Verb::Lookup, split.parts(), of_uses).await?;
     let head_of = |server| {
         let head = proto::LookupHead { parts: split.parts_of(server), ..head.clone() };
         vec![proto::LookupRequest { part: Some(Message::Head(head)) }]
@@ -211,7 +211,7 @@ fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
 }
 
 /// Samples are pooled and come back, each once.
-fn check_pooled(split: &Split, uses: &[Option<SentUses>], ids: &[Vec<Id>]) {
+fn check_pooled(split: &Split, uses: &[Option<ReceivedCsr>], ids: &[Vec<Id>]) {
     for (at, ((part, uses), ids)) in split.parts().iter().zip(uses).zip(ids).enumerate() {
         let Some(uses) = uses else { continue };
         let (dim, samples) = (part.format.dim, part.vectors());
@@ -283,10 +283,10 @@ async fn divided_push(
     let head = receive::push_head(stream).await?;
     let split = Split::new(&head.parts, servers).map_err(|error| Status::internal(error.to_string()))?;
     let of_uses = |message: proto::PushRequest| match message.part {
-        Some(Message::Uses(chunk)) => Some(chunk),
+        Some(Message::Csr(chunk)) => Some(chunk),
         _ => None,
     };
-    let uses = receive_uses(stream, Verb::Push, split.parts(), of_uses).await?;
+    let uses = receive_csr(stream, Verb::Push, split.parts(), of_uses).await?;
     let message = |part| proto::PushRequest { part: Some(part) };
     let head_of = |server| {
         let head = proto::PushHead { parts: split.parts_of(server), only: vec![], ..head.clone() };

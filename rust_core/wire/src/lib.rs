@@ -7,7 +7,7 @@
 //! * [`samples`]: what a head says of pooled samples
 //! * [`parts`]: the tables of a request, checked, and their split among servers
 //! * [`send`], [`collect`], [`scatter`]: chunks of a request, their collection, rows written to their place
-//! * [`receive`], [`uses`]: a whole request from a stream
+//! * [`receive`], [`csr`]: a whole request from a stream
 //!
 //! Around it:
 //!
@@ -29,7 +29,7 @@ pub mod error;
 pub mod rpc;
 mod transport;
 
-pub use codec::{chunk, collect, floats, parts, receive, samples, scatter, send, uses};
+pub use codec::{chunk, collect, csr, floats, parts, receive, samples, scatter, send};
 pub use transport::{auth, backoff, listen, settings, tls};
 
 /// Messages, clients and servers of `persia.v1`, generated; `tests/generated.rs` says how.

@@ -69,7 +69,7 @@ fn lookup_of(parts: &[Part], ids: &ShardedIds, bags: Option<Bags<'_>>, how: u8) 
     if let Some(bags) = bags {
         let (weights, divisors) = (bits(bags.per_sample_weights), bits(bags.divisors));
         let lists = [bags.indices, bags.offsets.unwrap_or_default(), &weights, &divisors];
-        all.extend(word_chunks(0, lists).map(Message::Uses));
+        all.extend(word_chunks(0, lists).map(Message::Csr));
     }
     all.extend((0..parts.len()).flat_map(|at| id_chunks(at as u32, ids.ids())).map(Message::Ids));
     let all: Vec<_> = all.into_iter().map(|part| proto::LookupRequest { part: Some(part) }).collect();
@@ -83,7 +83,7 @@ fn push_of(parts: &[Part], ids: &ShardedIds, sum: Option<SegmentSum<'_>>, how: u
     let mut all = vec![Message::Head(head)];
     if let Some(sum) = &sum {
         let (weights, factors) = (bits(sum.per_sample_weights), bits(sum.factors));
-        all.extend(word_chunks(0, [sum.csr.indices, sum.csr.offsets, &weights, &factors]).map(Message::Uses));
+        all.extend(word_chunks(0, [sum.csr.indices, sum.csr.offsets, &weights, &factors]).map(Message::Csr));
     }
     for (at, part) in parts.iter().enumerate() {
         let rows = vec![0.25; part.vectors() * part.format.dim];

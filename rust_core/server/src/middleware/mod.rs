@@ -26,7 +26,7 @@ use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
 use persia_wire::samples::Verb;
-use persia_wire::uses::receive_uses;
+use persia_wire::csr::receive_csr;
 use persia_wire::{proto, receive};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -71,11 +71,11 @@ impl MiddlewareService {
             let head = receive::lookup_head(&mut incoming).await?;
             let split = Split::new(&head.parts, servers.len()).map_err(|error| to_status(&error))?;
             let chunk = |message: proto::LookupRequest| match message.part {
-                Some(proto::lookup_request::Part::Uses(chunk)) => Some(chunk),
+                Some(proto::lookup_request::Part::Csr(chunk)) => Some(chunk),
                 _ => None,
             };
             let memory = self.memory.take(split.parts(), Verb::Lookup, deadline).await?;
-            let uses = receive_uses(&mut incoming, Verb::Lookup, split.parts(), chunk);
+            let uses = receive_csr(&mut incoming, Verb::Lookup, split.parts(), chunk);
             let late = |_| Status::deadline_exceeded("the look-up was not complete before its deadline");
             let uses = timeout_at(deadline, uses).await.map_err(late)??;
             Ok((lookup::Lookup { servers, head, split: Arc::new(split), uses, deadline }, incoming, memory))
@@ -114,11 +114,11 @@ impl MiddlewareService {
         let head = receive::push_head(&mut incoming).await?;
         let split = Split::new(&head.parts, servers.len()).map_err(|error| to_status(&error))?;
         let chunk = |message: proto::PushRequest| match message.part {
-            Some(proto::push_request::Part::Uses(chunk)) => Some(chunk),
+            Some(proto::push_request::Part::Csr(chunk)) => Some(chunk),
             _ => None,
         };
         let _memory = self.memory.take(split.parts(), Verb::Push, deadline).await?;
-        let uses = receive_uses(&mut incoming, Verb::Push, split.parts(), chunk);
+        let uses = receive_csr(&mut incoming, Verb::Push, split.parts(), chunk);
         let uses = timeout_at(deadline, uses).await.map_err(push::late_caller)??;
         let push = push::Push { servers, head, split: Arc::new(split), uses, deadline };
         let reply = push.run(incoming).await?;

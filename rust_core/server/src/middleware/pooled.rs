@@ -13,7 +13,7 @@ use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
 use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, pooled_chunks};
-use persia_wire::uses::SentUses;
+use persia_wire::csr::ReceivedCsr;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
@@ -25,7 +25,7 @@ use super::fanout::Fanout;
 const MIB: u32 = 20;
 
 /// The uses of every part of a request; None for parts whose rows are not pooled.
-pub(super) type AllUses = Vec<Option<SentUses>>;
+pub(super) type AllUses = Vec<Option<ReceivedCsr>>;
 
 /// Whether `chunk` belongs to a part with vectors of samples.
 pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
@@ -208,7 +208,7 @@ mod tests {
     fn part(mib: usize) -> Part {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
         let samples =
-            Samples { samples: (mib << 8) - 1, uses: 1, weights: false, factors: false, scale: 1.0 };
+            Samples { samples: (mib << 8) - 1, indices: 1, per_sample_weights: false, factors: false, scale: 1.0 };
         Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
     }
 

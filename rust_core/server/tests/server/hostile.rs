@@ -92,7 +92,7 @@ fn calls() -> Vec<Call> {
     let uses: Vec<u32> = (0..ids.len() as u32).collect();
     let (half, all, one) = (uses.len() as u32 / 2, uses.len() as u32, [1.0_f32.to_bits()]);
     let weights = one.repeat(uses.len());
-    let samples = proto::Samples { samples: 2, uses: all, weights: true, factors: false, scale: 1.0 };
+    let samples = proto::Samples { samples: 2, indices: all, per_sample_weights: true, factors: false, scale: 1.0 };
     let pooled = [proto::TablePart { samples: Some(samples), ..parts[0].clone() }];
     let bags = [&uses[..], &[0, half, all], &weights, &[]].concat();
     let of_ids: Vec<u32> = uses.iter().map(|at| at % 2).collect();
@@ -118,7 +118,7 @@ fn calls() -> Vec<Call> {
             verb: "Lookup",
             messages: vec![
                 head(&pooled),
-                asked(lookup_request::Part::Uses(words(&bags))),
+                asked(lookup_request::Part::Csr(words(&bags))),
                 asked(lookup_request::Part::Ids(chunk.clone())),
             ],
         },
@@ -134,7 +134,7 @@ fn calls() -> Vec<Call> {
             verb: "Push",
             messages: vec![
                 push_head(&pooled),
-                pushed(push_request::Part::Uses(words(&sums))),
+                pushed(push_request::Part::Csr(words(&sums))),
                 pushed(push_request::Part::Ids(chunk)),
                 pushed(push_request::Part::Gradients(of_samples)),
             ],

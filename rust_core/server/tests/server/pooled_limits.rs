@@ -46,7 +46,7 @@ fn ids() -> ShardedIds {
 }
 
 fn part() -> proto::TablePart {
-    let samples = proto::Samples { samples: 2, uses: 4, weights: true, factors: true, scale: 1.0 };
+    let samples = proto::Samples { samples: 2, indices: 4, per_sample_weights: true, factors: true, scale: 1.0 };
     proto::TablePart { samples: Some(samples), ..Part::new(0, RowFormat::f32(DIM), &ids()).to_proto() }
 }
 
@@ -103,7 +103,7 @@ fn raw_push(stack: &Stack, server: Option<usize>, messages: Vec<push_request::Pa
 fn lookup_messages(part: proto::TablePart, words: &[u32]) -> Vec<lookup_request::Part> {
     let mode = proto::Mode::Train.into();
     let head = proto::LookupHead { token: Some(token(0, 1).into()), step: 1, mode, parts: vec![part] };
-    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(lookup_request::Part::Uses);
+    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(lookup_request::Part::Csr);
     let mut messages = vec![lookup_request::Part::Head(head)];
     messages.extend(uses.chain(id_chunks(0, ids().ids()).map(lookup_request::Part::Ids)));
     messages
@@ -112,7 +112,7 @@ fn lookup_messages(part: proto::TablePart, words: &[u32]) -> Vec<lookup_request:
 fn push_messages(part: proto::TablePart, words: &[u32], gradients: Vec<f32>) -> Vec<push_request::Part> {
     let (token, parts) = (Some(token(0, 1).into()), vec![part]);
     let head = proto::PushHead { token, step: 1, lr_factor: 1.0, parts, only: vec![] };
-    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(push_request::Part::Uses);
+    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(push_request::Part::Csr);
     let mut messages = vec![push_request::Part::Head(head)];
     messages.extend(uses.chain(id_chunks(0, ids().ids()).map(push_request::Part::Ids)));
     messages.extend(row_chunks(0, RowFormat::f32(DIM), gradients).map(push_request::Part::Gradients));
@@ -134,15 +134,15 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
         assert!(error.to_string().contains("table 0") && error.to_string().contains(named), "{error}");
     };
     refused(with(|samples| samples.samples = 1 << 25), &good, "33554432 samples, the limit is");
-    refused(with(|samples| samples.uses = u32::MAX), &good, "uses of ids, the limit is");
+    refused(with(|samples| samples.indices = u32::MAX), &good, "indices of ids, the limit is");
     refused(proto::TablePart { shard_counts: vec![0; 256], ..part() }, &good, "2 samples use no ids");
     refused(part(), &words(&[0, 1, 2, 3], OFFSETS, WEIGHTS, DIVISORS), "a sample uses row 3 of 3");
-    refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples ascend");
+    refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples must ascend");
     refused(part(), &words(PLACES, &[0, 2, 3], WEIGHTS, DIVISORS), "from 0 to 3");
-    refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN of use 1");
+    refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN at index 1");
     refused(part(), &words(PLACES, OFFSETS, WEIGHTS, &[2.0, 0.0]), "divisor 0 of sample 1");
-    let status = raw_lookup(&stack, None, lookup_messages(with(|samples| samples.uses = 1 << 28), &good));
-    assert!(status.unwrap_err().message().contains("bytes of samples and their uses"));
+    let status = raw_lookup(&stack, None, lookup_messages(with(|samples| samples.indices = 1 << 28), &good));
+    assert!(status.unwrap_err().message().contains("bytes of samples and their indices"));
 
     let whole = lookup_messages(part(), &good);
     let missing = [&whole[..2], &whole[3..]].concat();
@@ -173,7 +173,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
     };
     let of = |list, starts| words(list, starts, WEIGHTS, &[0.5, 0.5]);
     refused(part(), &of(&[0, 1, 0, 2], STARTS), gradients.clone(), "table 0: sample 2 of 2");
-    refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: starts of samples ascend");
+    refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: offsets of ids must ascend");
     refused(part(), &of(SAMPLES, &[0, 2, 3, 9]), gradients.clone(), "from 0 to 9");
     refused(with(|samples| samples.samples = 1 << 25), &good, gradients.clone(), "the limit is");
     refused(part(), &good, vec![1.0; DIM], "cut short");
@@ -195,7 +195,7 @@ fn claims_of_samples_cost_nothing() {
     let claim = proto::TablePart {
         shard_counts: vec![7_800; 256],
         dim: 128,
-        ..with(|samples| (samples.samples, samples.uses) = (1 << 20, 1 << 26))
+        ..with(|samples| (samples.samples, samples.indices) = (1 << 20, 1 << 26))
     };
     for _ in 0..20 {
         let messages = lookup_messages(claim.clone(), &[0; 1000]);

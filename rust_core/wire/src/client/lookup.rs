@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use persia_types::TablesError;
 use persia_kernels::Bags;
+use persia_types::TablesError;
 use persia_types::tables::{LookupReport, LookupRequest, PerSample, TableIds};
 use tonic::Status;
 
@@ -11,6 +11,7 @@ use super::call::{CallError, Caller, with_deadline};
 use super::pool::Remote;
 use super::stream::{dim_of, while_sending};
 use crate::chunk::ChunkError;
+use crate::csr::bag_words;
 use crate::discovery::Service;
 use crate::floats::RowFormat;
 use crate::parts::Part;
@@ -18,7 +19,6 @@ use crate::proto::{self, lookup_reply, lookup_request};
 use crate::samples::{Samples, Verb};
 use crate::scatter::Scatter;
 use crate::send::{id_chunks, word_chunks};
-use crate::uses::bag_words;
 
 impl Caller {
     /// Whether a middleware pools `bags`: see [`persia_types::Tables::pools`].
@@ -76,8 +76,8 @@ impl Caller {
         parts: &[Part],
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, CallError> {
-        let uses: Vec<_> = request.tables.iter().map(TableIds::gathered).collect();
-        let mut scatter = Scatter::new(parts, &uses, rows).map_err(CallError::Permanent)?;
+        let gathered: Vec<_> = request.tables.iter().map(TableIds::gathered).collect();
+        let mut scatter = Scatter::new(parts, &gathered, rows).map_err(CallError::Permanent)?;
         let failed = |status: Status| CallError::of_status(remote, &status);
         let invalid = |error: ChunkError| CallError::of_chunk(remote, error);
         while_sending(messages(request, parts), async |messages| {
@@ -98,7 +98,7 @@ impl Caller {
     }
 }
 
-/// The head, the uses of pooled samples, and the ids.
+/// The head, the lists of pooled samples, and the ids.
 fn messages<'a>(
     request: &'a LookupRequest<'a>,
     parts: &[Part],
@@ -111,13 +111,13 @@ fn messages<'a>(
         parts: parts.iter().map(Part::to_proto).collect(),
     };
     let tables = || request.tables.iter().zip(0..);
-    let uses = tables().filter_map(|(table, index)| match &table.per_sample {
+    let csr = tables().filter_map(|(table, index)| match &table.per_sample {
         Some(PerSample::Pooled(bags)) => Some(word_chunks(index, bag_words(bags))),
         _ => None,
     });
     let ids = tables().flat_map(|(table, index)| id_chunks(index, table.ids.ids()));
     std::iter::once(Message::Head(head))
-        .chain(uses.flatten().map(Message::Uses))
+        .chain(csr.flatten().map(Message::Csr))
         .chain(ids.map(Message::Ids))
         .map(|message| proto::LookupRequest { part: Some(message) })
 }

@@ -3,21 +3,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use persia_types::id::server_shards;
 use persia_kernels::Gradients;
+use persia_types::id::server_shards;
 use persia_types::tables::{PushReport, PushRequest, TableGradients};
 use persia_types::{Dtype, TablesError};
 
 use super::call::{CallError, Caller, with_deadline};
 use super::pool::Remote;
 use super::stream::{dim_of, while_sending};
+use crate::csr::sum_words;
 use crate::discovery::Service;
 use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::{self, push_request, server_push};
 use crate::samples::{Samples, Verb};
 use crate::send::{gradient_chunks, id_chunks, word_chunks};
-use crate::uses::sum_words;
 
 impl Caller {
     /// Gradients of samples, which a middleware sums, where they are fewer bytes than those of ids.
@@ -81,7 +81,7 @@ impl Caller {
     }
 }
 
-/// The head, the uses of samples, and each part's ids and gradients.
+/// The head, the lists of samples, and each part's ids and gradients.
 fn messages<'a>(
     request: &'a PushRequest<'a>,
     parts: &'a [Part],
@@ -96,7 +96,7 @@ fn messages<'a>(
         only,
     };
     let tables = || request.tables.iter().zip(parts).zip(0..);
-    let uses = tables().filter_map(|((table, part), index)| match &table.gradients {
+    let csr = tables().filter_map(|((table, part), index)| match &table.gradients {
         Gradients::Samples(sum) if part.samples.is_some() => Some(word_chunks(index, sum_words(sum))),
         _ => None,
     });
@@ -105,7 +105,7 @@ fn messages<'a>(
         ids.chain(gradient_chunks(index, part, table.gradients).map(Message::Gradients))
     });
     std::iter::once(Message::Head(head))
-        .chain(uses.flatten().map(Message::Uses))
+        .chain(csr.flatten().map(Message::Csr))
         .chain(chunks)
         .map(|message| proto::PushRequest { part: Some(message) })
 }

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use persia_types::TablesError;
 use persia_kernels::Bags;
+use persia_types::TablesError;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, Tables,
 };

@@ -64,7 +64,7 @@ pub struct Width(pub(super) usize);
 impl Width {
     /// An id.
     pub const ID: Self = Self(size_of::<Id>());
-    /// A word of the uses of samples.
+    /// A word of the lists of samples.
     pub const WORD: Self = Self(size_of::<u32>());
 
     pub(super) fn new(bytes: usize) -> Self {

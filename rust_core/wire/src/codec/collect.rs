@@ -11,7 +11,7 @@ use crate::proto::Chunk;
 /// Bytes that are allocated at most for values that were announced and have not arrived.
 const ALLOCATE_AHEAD: usize = 4 << 20;
 
-/// A value that is read from chunks: an id, a word of uses, or a gradient.
+/// A value that is read from chunks: an id, a word, or a gradient.
 pub trait Value: Copy {
     /// Append the values of whole items, at any alignment.
     fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat);
@@ -77,8 +77,8 @@ impl Collector<f32> {
 }
 
 impl Collector<u32> {
-    /// Collect the uses of samples, of the `parts` that have them.
-    pub fn uses(parts: &[Part], verb: Verb) -> Self {
+    /// Collect the lists of samples, of the `parts` that have them.
+    pub fn csr(parts: &[Part], verb: Verb) -> Self {
         let words = |part: &Part| part.samples.map_or(0, |head| head.words(verb, part.len()));
         Self::new(parts, |part| (Width::WORD, 1, words(part)))
     }

@@ -12,8 +12,8 @@ pub mod collect;
 pub mod scatter;
 pub mod send;
 
+pub mod csr;
 pub mod receive;
-pub mod uses;
 
 #[cfg(test)]
 mod tests;

@@ -123,7 +123,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
         };
         if sample_bytes > MAX_REQUEST_BYTES {
             return bad(format!(
-                "{sample_bytes} bytes of samples and their uses, the limit of a request is {MAX_REQUEST_BYTES}"
+                "{sample_bytes} bytes of samples and their indices, the limit of a request is {MAX_REQUEST_BYTES}"
             ));
         }
         let mut offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
@@ -329,8 +329,9 @@ mod tests {
         let unknown = TablePart { dtype: 3, ..part(4, 10) };
         assert!(matches!(refused(&[unknown]), TablesError::BadShape { what } if what.contains("dtype 3")));
         check_parts(&[part(0, 0), part(4, 10)]).unwrap();
-        let pooled = |samples, uses, count| {
-            let samples = proto::Samples { samples, uses, weights: true, factors: true, scale: 1.0 };
+        let pooled = |samples, indices, count| {
+            let samples =
+                proto::Samples { samples, indices, per_sample_weights: true, factors: true, scale: 1.0 };
             TablePart { samples: Some(samples), ..part(4, count) }
         };
         check_parts(&[pooled(1000, 5000, 10)]).unwrap();
@@ -338,7 +339,7 @@ mod tests {
             (pooled(1, 1, 0), "1 samples use no ids"),
             (pooled(1 << 25, 1, 10), "the limit is 16777216"),
             (pooled(1, u32::MAX, 10), "the limit is 4294967294"),
-            (pooled(1, 1 << 28, 10), "bytes of samples and their uses"),
+            (pooled(1, 1 << 28, 10), "bytes of samples and their indices"),
         ] {
             let error = refused(&[bad]);
             assert!(matches!(&error, TablesError::BadShape { what } if what.contains(named)), "{error}");

@@ -13,17 +13,17 @@ use crate::proto;
 pub struct Samples {
     /// Number of samples.
     pub samples: usize,
-    /// Number of their uses of ids.
-    pub uses: usize,
-    /// Whether each use has a weight.
-    pub weights: bool,
+    /// Number of the indices of ids that they use.
+    pub indices: usize,
+    /// Whether each index has a weight.
+    pub per_sample_weights: bool,
     /// Whether each sample has a divisor, or in a push a factor.
     pub factors: bool,
     /// Of a push: the factor of all sums.
     pub scale: f32,
 }
 
-/// What is summed: there is a list of uses for each sample of a look-up, and for each id of a push.
+/// What is summed: a look-up has indices for each sample, a push for each id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verb {
     /// Rows, for each sample.
@@ -37,8 +37,8 @@ impl Samples {
     pub fn of_bags(bags: &Bags<'_>) -> Option<Self> {
         bags.offsets.map(|_| Self {
             samples: bags.samples(),
-            uses: bags.indices.len(),
-            weights: bags.per_sample_weights.is_some(),
+            indices: bags.indices.len(),
+            per_sample_weights: bags.per_sample_weights.is_some(),
             factors: bags.divisors.is_some(),
             scale: 0.0,
         })
@@ -48,46 +48,52 @@ impl Samples {
     pub fn of_sum(sum: &SegmentSum<'_>) -> Self {
         Self {
             samples: sum.gradients.len().checked_div(sum.dim).unwrap_or(0),
-            uses: sum.csr.indices.len(),
-            weights: sum.per_sample_weights.is_some(),
+            indices: sum.csr.indices.len(),
+            per_sample_weights: sum.per_sample_weights.is_some(),
             factors: sum.factors.is_some(),
             scale: sum.scale,
         }
     }
 
-    /// Whether vectors of samples with their uses are fewer bytes than the rows of `ids` ids.
+    /// Whether vectors of samples with their indices are fewer bytes than the rows of `ids` ids.
     pub fn save(&self, verb: Verb, ids: usize, format: RowFormat) -> bool {
         let width = format.width().0;
         self.samples * width + self.words(verb, ids) * size_of::<u32>() < ids * width
     }
 
-    /// Words of the uses.
+    /// Words of all lists.
     pub fn words(&self, verb: Verb, ids: usize) -> usize {
-        let Self { samples, uses, weights, factors, .. } = *self;
+        let Self { samples, indices, per_sample_weights, factors, .. } = *self;
         let lists = if verb == Verb::Lookup { samples } else { ids };
-        uses + lists + 1 + if weights { uses } else { 0 } + if factors { samples } else { 0 }
+        indices + lists + 1 + if per_sample_weights { indices } else { 0 } + if factors { samples } else { 0 }
     }
 
     /// The message.
     pub(crate) fn to_proto(self) -> proto::Samples {
-        let Self { samples, uses, weights, factors, scale } = self;
-        proto::Samples { samples: samples as u32, uses: uses as u32, weights, factors, scale }
+        let Self { samples, indices, per_sample_weights, factors, scale } = self;
+        proto::Samples {
+            samples: samples as u32,
+            indices: indices as u32,
+            per_sample_weights,
+            factors,
+            scale,
+        }
     }
 
     /// Check the samples of a part with `ids` ids. Also returns the announced bytes of vectors and words.
     pub(crate) fn check(sent: &proto::Samples, ids: usize, dim: usize) -> Result<(Self, u64), String> {
-        let proto::Samples { samples, uses, weights, factors, scale } = *sent;
-        let (samples, uses) = (samples as usize, uses as usize);
+        let proto::Samples { samples, indices, per_sample_weights, factors, scale } = *sent;
+        let (samples, indices) = (samples as usize, indices as usize);
         if ids == 0 {
             return Err(format!("{samples} samples use no ids"));
         }
         if samples > MAX_BATCH_SIZE {
             return Err(format!("{samples} samples, the limit is {MAX_BATCH_SIZE}"));
         }
-        if uses > MAX_OCCURRENCES {
-            return Err(format!("{uses} uses of ids, the limit is {MAX_OCCURRENCES}"));
+        if indices > MAX_OCCURRENCES {
+            return Err(format!("{indices} indices of ids, the limit is {MAX_OCCURRENCES}"));
         }
-        let checked = Self { samples, uses, weights, factors, scale };
+        let checked = Self { samples, indices, per_sample_weights, factors, scale };
         let words = [Verb::Lookup, Verb::Push].map(|verb| checked.words(verb, ids)).into_iter().max();
         let values = samples as u64 * dim as u64 + words.unwrap_or(0) as u64;
         Ok((checked, values * 4))

@@ -45,28 +45,28 @@ impl Covered {
 #[derive(Debug)]
 pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
-    uses: &'a [Option<Csr<'a>>],
+    csr: &'a [Option<Csr<'a>>],
     parts: Vec<(RowFormat, u64, Covered)>,
     /// Rows of a chunk of 16 bits.
     widened: Vec<f32>,
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
-    /// Into `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `uses[p]`.
+    /// Into `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `csr[p]`.
     ///
     /// # Errors
-    /// `BadShape` for a buffer of another length, another number of buffers than of parts, or uses that do not fit.
+    /// `BadShape` for a buffer of another length, another number of buffers than of parts, or indices that do not fit.
     pub fn new(
         parts: &[Part],
-        uses: &'a [Option<Csr<'a>>],
+        csr: &'a [Option<Csr<'a>>],
         rows: &'a mut [&'b mut [f32]],
     ) -> Result<Self, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
-        if parts.len() != rows.len() || parts.len() != uses.len() {
+        if parts.len() != rows.len() || parts.len() != csr.len() {
             return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
         }
-        for ((part, uses), rows) in parts.iter().zip(uses).zip(rows.iter()) {
-            let wanted = uses.map_or(part.vectors(), |uses| uses.indices.len());
+        for ((part, csr), rows) in parts.iter().zip(csr).zip(rows.iter()) {
+            let wanted = csr.map_or(part.vectors(), |csr| csr.indices.len());
             if rows.len() != wanted * part.format.dim {
                 return bad(format!(
                     "table {}: a buffer of {} floats, want {wanted} rows of dimension {}",
@@ -75,12 +75,12 @@ impl<'a, 'b> Scatter<'a, 'b> {
                     part.format.dim
                 ));
             }
-            if let Some(uses) = uses {
-                uses.check(part.len(), wanted)?;
+            if let Some(csr) = csr {
+                csr.check(part.len(), wanted)?;
             }
         }
         let of = |part: &Part| (part.format, part.vectors() as u64, Covered::default());
-        Ok(Self { parts: parts.iter().map(of).collect(), uses, rows, widened: Vec::new() })
+        Ok(Self { parts: parts.iter().map(of).collect(), csr, rows, widened: Vec::new() })
     }
 
     /// Write one chunk.
@@ -102,13 +102,13 @@ impl<'a, 'b> Scatter<'a, 'b> {
             return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
         }
         let (format, dim, rows) = (*format, format.dim, &mut *self.rows[index]);
-        let Some(uses) = self.uses[index] else {
+        let Some(csr) = self.csr[index] else {
             format.decode(&chunk.data, &mut rows[chunk.first as usize * dim..end as usize * dim]);
             return Ok(());
         };
         if format.dtype == Dtype::F32 {
             for (unique, row) in (chunk.first as usize..).zip(chunk.data.chunks_exact(format.width().0)) {
-                for sample in uses.of(unique) {
+                for sample in csr.of(unique) {
                     format.decode(row, &mut rows[*sample as usize * dim..][..dim]);
                 }
             }
@@ -118,7 +118,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
         self.widened.resize(items as usize * dim, 0.0);
         format.decode(&chunk.data, &mut self.widened);
         for (unique, row) in (chunk.first as usize..).zip(self.widened.chunks_exact(dim)) {
-            for sample in uses.of(unique) {
+            for sample in csr.of(unique) {
                 copy(row, &mut rows[*sample as usize * dim..][..dim]);
             }
         }

@@ -1,12 +1,12 @@
-//! Ids, rows, gradients and uses as chunks. Each chunk is made when it is asked for.
+//! Ids, rows, gradients and lists of samples as chunks. Each chunk is made when it is asked for.
 
 use std::borrow::Cow;
 use std::ops::Range;
 
 use bytes::Bytes;
+use persia_kernels::{Bags, Gradients, Pool, SegmentSum};
 use persia_types::Dtype;
 use persia_types::id::Id;
-use persia_kernels::{Bags, Gradients, Pool, SegmentSum};
 
 use super::chunk::{Width, new_chunk};
 use super::floats::RowFormat;
@@ -64,7 +64,7 @@ pub fn pooled_chunks<'a>(
     })
 }
 
-/// The uses of part number `part`: several lists of words, one after the other.
+/// The lists of words of part number `part`, one after the other.
 pub fn word_chunks(part: u32, lists: [&[u32]; 4]) -> impl Iterator<Item = Chunk> + '_ {
     let mut next = 0;
     lists.into_iter().flat_map(move |words| {

@@ -30,23 +30,22 @@ pub struct TablePart {
     #[prost(message, optional, tag = "5")]
     pub samples: ::core::option::Option<Samples>,
 }
-/// How samples use the ids of a part. The data are four lists of 4-byte words.
+/// Which ids of a part its samples use, in compressed sparse rows. The data are four lists of 4-byte words:
 ///
-/// A look-up sums the rows of each sample: the position of the id of each use, by sample; the start of each sample's uses,
-/// and their end; the weight of each use; the divisor of each sample.
-///
-/// A push sums the gradients of each id: the sample of each use, by id; the start of each id's uses, and their end; the
-/// weight of each use; the factor of each sample's gradient.
+/// indices: for a look-up the positions of the ids of each sample; for a push the samples of each id
+/// offsets: the first index of each sample, or of each id, and the end
+/// per_sample_weights: the weight of each index
+/// factors: for a look-up the divisor of each sample's sum; for a push the factor of each sample's gradient
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct Samples {
     #[prost(uint32, tag = "1")]
     pub samples: u32,
-    /// of ids by samples; a sample may use an id several times
+    /// their number; a sample may use an id several times
     #[prost(uint32, tag = "2")]
-    pub uses: u32,
+    pub indices: u32,
     /// f32; absent: all 1
     #[prost(bool, tag = "3")]
-    pub weights: bool,
+    pub per_sample_weights: bool,
     /// f32; absent: all 1
     #[prost(bool, tag = "4")]
     pub factors: bool,
@@ -54,7 +53,7 @@ pub struct Samples {
     #[prost(float, tag = "5")]
     pub scale: f32,
 }
-/// Whole items of one part: ids, rows, gradients or words of uses.
+/// Whole items of one part: ids, rows, gradients or words of its samples.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Chunk {
     /// index into the head's parts
@@ -81,7 +80,7 @@ pub struct LookupHead {
     #[prost(message, repeated, tag = "4")]
     pub parts: ::prost::alloc::vec::Vec<TablePart>,
 }
-/// First the head, then the uses of all parts with samples, then every id once.
+/// First the head, then the lists of all parts with samples, then every id once.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct LookupRequest {
     #[prost(oneof = "lookup_request::Part", tags = "1, 2, 3")]
@@ -96,7 +95,7 @@ pub mod lookup_request {
         #[prost(message, tag = "2")]
         Ids(super::Chunk),
         #[prost(message, tag = "3")]
-        Uses(super::Chunk),
+        Csr(super::Chunk),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -142,7 +141,7 @@ pub struct PushHead {
     #[prost(uint32, repeated, tag = "5")]
     pub only: ::prost::alloc::vec::Vec<u32>,
 }
-/// First the head, then the uses of all parts with samples, then every id and every gradient once. The ids of a part come
+/// First the head, then the lists of all parts with samples, then every id and every gradient once. The ids of a part come
 /// before its gradients.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PushRequest {
@@ -160,7 +159,7 @@ pub mod push_request {
         #[prost(message, tag = "3")]
         Gradients(super::Chunk),
         #[prost(message, tag = "4")]
-        Uses(super::Chunk),
+        Csr(super::Chunk),
     }
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

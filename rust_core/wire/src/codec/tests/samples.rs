@@ -5,13 +5,13 @@ use tonic::{Code, Status};
 
 use crate::chunk::CHUNK_BYTES;
 use crate::collect::Collector;
+use crate::csr::{ReceivedCsr, bag_words, receive_csr, sum_words};
 use crate::error::from_status;
 use crate::floats::RowFormat;
 use crate::parts::{Part, check_parts};
 use crate::proto::Chunk;
 use crate::samples::{Samples, Verb};
 use crate::send::{gradient_chunks, pooled_chunks, word_chunks};
-use crate::uses::{SentUses, bag_words, receive_uses, sum_words};
 
 fn ids(count: u64) -> ShardedIds {
     ShardedIds::group(&(0..count).collect::<Vec<Id>>()).unwrap()
@@ -27,11 +27,11 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     builder.enable_all().start_paused(true).build().unwrap().block_on(future)
 }
 
-/// `None` is a message without uses.
-fn receive(verb: Verb, part: &Part, messages: Vec<Option<Chunk>>) -> Result<Option<SentUses>, Status> {
+/// `None` is a message without words.
+fn receive(verb: Verb, part: &Part, messages: Vec<Option<Chunk>>) -> Result<Option<ReceivedCsr>, Status> {
     let mut stream = tokio_stream::iter(messages.into_iter().map(Ok));
     let parts = std::slice::from_ref(part);
-    run(receive_uses(&mut stream, verb, parts, |message| message)).map(|mut uses| uses.remove(0))
+    run(receive_csr(&mut stream, verb, parts, |message| message)).map(|mut csr| csr.remove(0))
 }
 
 fn sent(lists: [&[u32]; 4]) -> Vec<Option<Chunk>> {
@@ -44,7 +44,7 @@ const WEIGHTS: &[f32] = &[1.0, -2.0, 0.5];
 const DIVISORS: &[f32] = &[2.0, 1.0, 0.5];
 
 #[test]
-fn uses_round_trip() {
+fn lists_round_trip() {
     let ids = ids(60_000);
     let places: Vec<u32> = (0..70_000).map(|place| place * 7 % 60_000).collect();
     let offsets: Vec<u32> = (0..=7_000).map(|sample| sample * 10).collect();
@@ -60,8 +60,8 @@ fn uses_round_trip() {
         let chunks = sent(bag_words(&bags));
         assert!(chunks.iter().flatten().all(|chunk| chunk.data.len() <= CHUNK_BYTES));
         let part_of_bags = part_of(Samples::of_bags(&bags).unwrap(), &ids);
-        let uses = receive(Verb::Lookup, &part_of_bags, chunks).unwrap().unwrap();
-        let back = uses.bags();
+        let csr = receive(Verb::Lookup, &part_of_bags, chunks).unwrap().unwrap();
+        let back = csr.bags();
         assert_eq!((back.indices, back.offsets), (bags.indices, bags.offsets));
         assert_eq!((back.per_sample_weights, back.divisors), (bags.per_sample_weights, bags.divisors));
 
@@ -69,10 +69,17 @@ fn uses_round_trip() {
         let samples: Vec<u32> = (0..70_000).map(|sample| sample % 7_000).collect();
         let gradients = vec![0.5; 7_000 * 4];
         let csr = Csr { offsets: &starts, indices: &samples };
-        let sum = SegmentSum { gradients: &gradients, dim: 4, csr, factors: divisors, per_sample_weights: weights, scale: 0.3 };
+        let sum = SegmentSum {
+            gradients: &gradients,
+            dim: 4,
+            csr,
+            factors: divisors,
+            per_sample_weights: weights,
+            scale: 0.3,
+        };
         let part_of_sum = part_of(Samples::of_sum(&sum), &ids);
-        let uses = receive(Verb::Push, &part_of_sum, sent(sum_words(&sum))).unwrap().unwrap();
-        let back = uses.sum(&gradients, 4);
+        let csr = receive(Verb::Push, &part_of_sum, sent(sum_words(&sum))).unwrap().unwrap();
+        let back = csr.sum(&gradients, 4);
         back.check(60_000).unwrap();
         assert_eq!((back.csr.offsets, back.csr.indices), (&starts[..], &samples[..]));
         assert_eq!(
@@ -84,7 +91,8 @@ fn uses_round_trip() {
 
 #[test]
 fn samples_are_sent_where_they_are_fewer_bytes() {
-    let samples = |samples, uses| Samples { samples, uses, weights: false, factors: true, scale: 1.0 };
+    let samples =
+        |samples, indices| Samples { samples, indices, per_sample_weights: false, factors: true, scale: 1.0 };
     let format = |dim, dtype| RowFormat { dim, dtype };
     // 4,096 samples of 10 ids, 33,000 of them unique: what is sent beside the ids, in bytes.
     let many = samples(4096, 40_960);
@@ -112,9 +120,13 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
 }
 
 #[test]
-fn malformed_uses_are_refused_by_name() {
-    let good =
-        Bags { indices: PLACES, offsets: Some(OFFSETS), per_sample_weights: Some(WEIGHTS), divisors: Some(DIVISORS) };
+fn malformed_lists_are_refused_by_name() {
+    let good = Bags {
+        indices: PLACES,
+        offsets: Some(OFFSETS),
+        per_sample_weights: Some(WEIGHTS),
+        divisors: Some(DIVISORS),
+    };
     let part = part_of(Samples::of_bags(&good).unwrap(), &ids(3));
     let said = |messages| {
         receive(Verb::Lookup, &part, messages).map(drop).map_err(|status| {
@@ -145,7 +157,7 @@ fn malformed_uses_are_refused_by_name() {
     };
     for (samples, starts, named) in [
         (&[0u32, 1, 3][..], &[0u32, 1, 2, 3][..], "table 6: sample 3 of 3"),
-        (&[0, 1, 2], &[0, 3, 2, 3], "table 6: starts of samples ascend"),
+        (&[0, 1, 2], &[0, 3, 2, 3], "table 6: offsets of ids must ascend"),
         (&[0, 1, 2], &[0, 1, 2, 2], "from 0 to 2"),
     ] {
         let sum = sum(samples, starts);
@@ -156,9 +168,13 @@ fn malformed_uses_are_refused_by_name() {
 }
 
 #[test]
-fn uses_that_are_missing_damaged_or_out_of_place_are_refused() {
-    let bags =
-        Bags { indices: PLACES, offsets: Some(OFFSETS), per_sample_weights: Some(WEIGHTS), divisors: Some(DIVISORS) };
+fn lists_that_are_missing_damaged_or_out_of_place_are_refused() {
+    let bags = Bags {
+        indices: PLACES,
+        offsets: Some(OFFSETS),
+        per_sample_weights: Some(WEIGHTS),
+        divisors: Some(DIVISORS),
+    };
     let part = part_of(Samples::of_bags(&bags).unwrap(), &ids(3));
     let whole = sent(bag_words(&bags));
     let mut damaged = whole.clone();
@@ -190,8 +206,8 @@ fn no_words_do_harm() {
         let small = |of: u64| (hash_id(seed * 64 + of) >> 32) as u32 % 4;
         let head = Samples {
             samples: small(0) as usize,
-            uses: small(1) as usize,
-            weights: small(2) % 2 == 0,
+            indices: small(1) as usize,
+            per_sample_weights: small(2) % 2 == 0,
             factors: small(3) % 2 == 0,
             scale: f32::NAN,
         };
@@ -203,18 +219,18 @@ fn no_words_do_harm() {
                     word => (word + at as u32) % 4,
                 })
                 .collect();
-            let Ok(Some(uses)) = receive(verb, &part, sent([&words, &[], &[], &[]])) else { continue };
+            let Ok(Some(csr)) = receive(verb, &part, sent([&words, &[], &[], &[]])) else { continue };
             taken += 1;
             let mut out = [0.0; 3 * 4];
             let gradients = vec![1.0; head.samples * 4];
             match verb {
                 Verb::Lookup => {
-                    let (rows, bags) = (&[1.0; 3 * 4], uses.bags());
+                    let (rows, bags) = (&[1.0; 3 * 4], csr.bags());
                     persia_kernels::pool(&Pool { rows, dim: 4, bags }, &mut out[..head.samples * 4]);
                     assert_eq!(pooled_chunks(0, part.format, rows, bags).count(), head.samples.min(1));
                 }
                 Verb::Push => {
-                    let sum = uses.sum(&gradients, 4);
+                    let sum = csr.sum(&gradients, 4);
                     persia_kernels::segment_sum(&sum, 0, &mut out);
                     let of_ids = part.clone().with_samples(None);
                     assert_eq!(gradient_chunks(0, &of_ids, Gradients::Samples(sum)).count(), 1);
@@ -226,9 +242,10 @@ fn no_words_do_harm() {
 }
 
 #[test]
-fn an_announcement_of_uses_allocates_little_before_they_arrive() {
-    let head = Samples { samples: 1, uses: 1 << 27, weights: false, factors: false, scale: 1.0 };
-    let words = Collector::uses(&[part_of(head, &ids(3))], Verb::Lookup);
+fn an_announcement_of_lists_allocates_little_before_they_arrive() {
+    let head =
+        Samples { samples: 1, indices: 1 << 27, per_sample_weights: false, factors: false, scale: 1.0 };
+    let words = Collector::csr(&[part_of(head, &ids(3))], Verb::Lookup);
     assert!(!words.is_complete());
     assert!(words.finish().unwrap_err().to_string().contains("0 of 134217730 values"));
 }

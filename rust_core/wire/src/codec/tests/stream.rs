@@ -1,7 +1,7 @@
 use bytes::Bytes;
+use persia_kernels::Gradients;
 use persia_types::TablesError;
 use persia_types::id::ShardedIds;
-use persia_kernels::Gradients;
 use persia_types::limits::MAX_CHUNK_BYTES;
 use tonic::Status;
 
