@@ -204,7 +204,7 @@ class OnDevice:
     def masks(self) -> list[None]:
         return [None] * len(self.slots)
 
-    def cut(self) -> list[int]:
+    def truncated(self) -> list[int]:
         return [0] * len(self.slots)
 
     def dense(self) -> list[torch.Tensor]:

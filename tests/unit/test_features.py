@@ -166,7 +166,7 @@ def test_a_raw_feature_is_its_first_rows_and_a_mask(configure: Configure, caplog
             torch.testing.assert_close(rows(ctx), weight.detach() - weight.grad, atol=1e-6, rtol=0)
         assert ctx.step == 3
         assert not rows(ctx)[5].any(), "the id that was cut off has no row"
-        assert ctx.engine.stats()["slots"]["a"]["cut"] == 3
+        assert ctx.engine.stats()["slots"]["a"]["truncated"] == 3
         assert caplog.text.count("sample_fixed_size") == 1
     with context() as ctx, caplog.at_level(logging.WARNING):  # another one says it again
         for batch in DataLoader(Source(IDTypeFeature("a", arrays(LISTS)))):

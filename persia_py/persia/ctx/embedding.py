@@ -117,14 +117,14 @@ class EmbeddingCtx(BaseCtx):
 
     def _log_cuts(self, batch: "_forward.TrainingBatch") -> None:
         """Say once for each raw slot that its samples have more ids than places."""
-        for slot, cut in zip(batch.slots, batch.cut(), strict=True):
-            if cut and slot not in self._cut_slots:
+        for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
+            if truncated and slot not in self._cut_slots:
                 self._cut_slots.add(slot)
                 _logger.warning(
                     "slot %r: %d ids of the batch are left out, because their samples have more than "
                     "sample_fixed_size; the first ones count. Engine.stats()['slots'] counts them from now on",
                     slot,
-                    cut,
+                    truncated,
                 )
 
     def get_embedding_from_data(

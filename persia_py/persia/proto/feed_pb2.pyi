@@ -58,22 +58,22 @@ class FeedReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[FeedWelcome, _Mapping]] = ..., taken: _Optional[_Union[FeedTaken, _Mapping]] = ..., stop: _Optional[_Union[FeedStop, _Mapping]] = ...) -> None: ...
 
 class FeedWelcome(_message.Message):
-    __slots__ = ("epoch", "rank", "world_size", "skip", "buffer", "queued", "digest")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("generation", "rank", "world_size", "skip", "buffer", "queued", "digest")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    generation: int
     rank: int
     world_size: int
     skip: int
     buffer: int
     queued: int
     digest: int
-    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., skip: _Optional[int] = ..., buffer: _Optional[int] = ..., queued: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., skip: _Optional[int] = ..., buffer: _Optional[int] = ..., queued: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class FeedTaken(_message.Message):
     __slots__ = ("seq",)

@@ -45,7 +45,7 @@ class TrainerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Feed(self, request_iterator, context):
-        """One stream per data-compose replica and rank, for one epoch of the run.
+        """One stream per data-compose replica and rank, for one generation of the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

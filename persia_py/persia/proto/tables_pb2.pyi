@@ -28,16 +28,16 @@ MODE_EVAL: Mode
 MODE_INFER: Mode
 
 class Token(_message.Message):
-    __slots__ = ("job", "epoch", "rank", "seq")
+    __slots__ = ("job", "generation", "rank", "seq")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     job: int
-    epoch: int
+    generation: int
     rank: int
     seq: int
-    def __init__(self, job: _Optional[int] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., seq: _Optional[int] = ...) -> None: ...
 
 class TablePart(_message.Message):
     __slots__ = ("table", "dim", "dtype", "shard_counts", "samples")
@@ -200,12 +200,12 @@ class Failure(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., fields: _Optional[str] = ...) -> None: ...
 
 class Fence(_message.Message):
-    __slots__ = ("job", "epoch")
+    __slots__ = ("job", "generation")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     job: int
-    epoch: int
-    def __init__(self, job: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    generation: int
+    def __init__(self, job: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("protocol", "version", "servers", "run", "check_only")
@@ -225,41 +225,41 @@ class BeginReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class CutRequest(_message.Message):
-    __slots__ = ("fence", "cut")
+class PrepareSnapshotRequest(_message.Message):
+    __slots__ = ("fence", "number")
     FENCE_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
-    cut: int
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., cut: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
-class CutReply(_message.Message):
+class PrepareSnapshotReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class UncutRequest(_message.Message):
-    __slots__ = ("fence", "cut")
+class AbortSnapshotRequest(_message.Message):
+    __slots__ = ("fence", "number")
     FENCE_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
-    cut: int
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., cut: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
-class UncutReply(_message.Message):
+class AbortSnapshotReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class SnapshotRequest(_message.Message):
-    __slots__ = ("fence", "directory", "cut", "check_only")
+class WriteSnapshotRequest(_message.Message):
+    __slots__ = ("fence", "directory", "number", "check_only")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECK_ONLY_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
     directory: str
-    cut: int
+    number: int
     check_only: bool
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., cut: _Optional[int] = ..., check_only: _Optional[bool] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., directory: _Optional[str] = ..., number: _Optional[int] = ..., check_only: _Optional[bool] = ...) -> None: ...
 
 class File(_message.Message):
     __slots__ = ("name", "bytes", "blake3")
@@ -271,7 +271,7 @@ class File(_message.Message):
     blake3: str
     def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., blake3: _Optional[str] = ...) -> None: ...
 
-class SnapshotReply(_message.Message):
+class WriteSnapshotReply(_message.Message):
     __slots__ = ("files", "rows")
     FILES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -279,19 +279,19 @@ class SnapshotReply(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, files: _Optional[_Iterable[_Union[File, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class SavedRequest(_message.Message):
-    __slots__ = ("fence", "cut", "directory", "files")
+class CommitSnapshotRequest(_message.Message):
+    __slots__ = ("fence", "number", "directory", "files")
     FENCE_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     fence: Fence
-    cut: int
+    number: int
     directory: str
     files: _containers.RepeatedCompositeFieldContainer[File]
-    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., cut: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fence: _Optional[_Union[Fence, _Mapping]] = ..., number: _Optional[int] = ..., directory: _Optional[str] = ..., files: _Optional[_Iterable[_Union[File, _Mapping]]] = ...) -> None: ...
 
-class SavedReply(_message.Message):
+class CommitSnapshotReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -49,25 +49,25 @@ class EmbeddingServerStub:
                 request_serializer=persia_dot_proto_dot_tables__pb2.PushRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.PushReply.FromString,
                 _registered_method=True)
-        self.Cut = channel.unary_unary(
-                '/persia.v1.EmbeddingServer/Cut',
-                request_serializer=persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.CutReply.FromString,
+        self.PrepareSnapshot = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/PrepareSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotReply.FromString,
                 _registered_method=True)
-        self.Uncut = channel.unary_unary(
-                '/persia.v1.EmbeddingServer/Uncut',
-                request_serializer=persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+        self.AbortSnapshot = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/AbortSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotReply.FromString,
                 _registered_method=True)
-        self.Snapshot = channel.unary_unary(
-                '/persia.v1.EmbeddingServer/Snapshot',
-                request_serializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+        self.WriteSnapshot = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/WriteSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotReply.FromString,
                 _registered_method=True)
-        self.Saved = channel.unary_unary(
-                '/persia.v1.EmbeddingServer/Saved',
-                request_serializer=persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
+        self.CommitSnapshot = channel.unary_unary(
+                '/persia.v1.EmbeddingServer/CommitSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotReply.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/persia.v1.EmbeddingServer/Restore',
@@ -107,25 +107,25 @@ class EmbeddingServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Cut(self, request, context):
+    def PrepareSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Uncut(self, request, context):
+    def AbortSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Snapshot(self, request, context):
+    def WriteSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Saved(self, request, context):
+    def CommitSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,25 +167,25 @@ def add_EmbeddingServerServicer_to_server(servicer, server):
                     request_deserializer=persia_dot_proto_dot_tables__pb2.PushRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.PushReply.SerializeToString,
             ),
-            'Cut': grpc.unary_unary_rpc_method_handler(
-                    servicer.Cut,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.CutRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.CutReply.SerializeToString,
+            'PrepareSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotReply.SerializeToString,
             ),
-            'Uncut': grpc.unary_unary_rpc_method_handler(
-                    servicer.Uncut,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.UncutRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.UncutReply.SerializeToString,
+            'AbortSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotReply.SerializeToString,
             ),
-            'Snapshot': grpc.unary_unary_rpc_method_handler(
-                    servicer.Snapshot,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.SerializeToString,
+            'WriteSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotReply.SerializeToString,
             ),
-            'Saved': grpc.unary_unary_rpc_method_handler(
-                    servicer.Saved,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.SavedRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.SavedReply.SerializeToString,
+            'CommitSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotReply.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -295,7 +295,7 @@ class EmbeddingServer:
             _registered_method=True)
 
     @staticmethod
-    def Cut(request,
+    def PrepareSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -308,9 +308,9 @@ class EmbeddingServer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.EmbeddingServer/Cut',
-            persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.CutReply.FromString,
+            '/persia.v1.EmbeddingServer/PrepareSnapshot',
+            persia_dot_proto_dot_tables__pb2.PrepareSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.PrepareSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -322,7 +322,7 @@ class EmbeddingServer:
             _registered_method=True)
 
     @staticmethod
-    def Uncut(request,
+    def AbortSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -335,9 +335,9 @@ class EmbeddingServer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.EmbeddingServer/Uncut',
-            persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+            '/persia.v1.EmbeddingServer/AbortSnapshot',
+            persia_dot_proto_dot_tables__pb2.AbortSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.AbortSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -349,7 +349,7 @@ class EmbeddingServer:
             _registered_method=True)
 
     @staticmethod
-    def Snapshot(request,
+    def WriteSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -362,9 +362,9 @@ class EmbeddingServer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.EmbeddingServer/Snapshot',
-            persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+            '/persia.v1.EmbeddingServer/WriteSnapshot',
+            persia_dot_proto_dot_tables__pb2.WriteSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.WriteSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -376,7 +376,7 @@ class EmbeddingServer:
             _registered_method=True)
 
     @staticmethod
-    def Saved(request,
+    def CommitSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -389,9 +389,9 @@ class EmbeddingServer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.EmbeddingServer/Saved',
-            persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
+            '/persia.v1.EmbeddingServer/CommitSnapshot',
+            persia_dot_proto_dot_tables__pb2.CommitSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.CommitSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -508,25 +508,25 @@ class MiddlewareStub:
                 request_serializer=persia_dot_proto_dot_tables__pb2.PushRequest.SerializeToString,
                 response_deserializer=persia_dot_proto_dot_tables__pb2.PushReply.FromString,
                 _registered_method=True)
-        self.Cut = channel.unary_unary(
-                '/persia.v1.Middleware/Cut',
-                request_serializer=persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.CutReply.FromString,
+        self.PrepareSnapshot = channel.unary_unary(
+                '/persia.v1.Middleware/PrepareSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotReply.FromString,
                 _registered_method=True)
-        self.Uncut = channel.unary_unary(
-                '/persia.v1.Middleware/Uncut',
-                request_serializer=persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+        self.AbortSnapshot = channel.unary_unary(
+                '/persia.v1.Middleware/AbortSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotReply.FromString,
                 _registered_method=True)
-        self.Snapshot = channel.unary_unary(
-                '/persia.v1.Middleware/Snapshot',
-                request_serializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+        self.WriteSnapshot = channel.unary_unary(
+                '/persia.v1.Middleware/WriteSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotReply.FromString,
                 _registered_method=True)
-        self.Saved = channel.unary_unary(
-                '/persia.v1.Middleware/Saved',
-                request_serializer=persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
-                response_deserializer=persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
+        self.CommitSnapshot = channel.unary_unary(
+                '/persia.v1.Middleware/CommitSnapshot',
+                request_serializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotRequest.SerializeToString,
+                response_deserializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotReply.FromString,
                 _registered_method=True)
         self.Restore = channel.unary_unary(
                 '/persia.v1.Middleware/Restore',
@@ -566,25 +566,25 @@ class MiddlewareServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Cut(self, request, context):
+    def PrepareSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Uncut(self, request, context):
+    def AbortSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Snapshot(self, request, context):
+    def WriteSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Saved(self, request, context):
+    def CommitSnapshot(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -626,25 +626,25 @@ def add_MiddlewareServicer_to_server(servicer, server):
                     request_deserializer=persia_dot_proto_dot_tables__pb2.PushRequest.FromString,
                     response_serializer=persia_dot_proto_dot_tables__pb2.PushReply.SerializeToString,
             ),
-            'Cut': grpc.unary_unary_rpc_method_handler(
-                    servicer.Cut,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.CutRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.CutReply.SerializeToString,
+            'PrepareSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.PrepareSnapshotReply.SerializeToString,
             ),
-            'Uncut': grpc.unary_unary_rpc_method_handler(
-                    servicer.Uncut,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.UncutRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.UncutReply.SerializeToString,
+            'AbortSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.AbortSnapshotReply.SerializeToString,
             ),
-            'Snapshot': grpc.unary_unary_rpc_method_handler(
-                    servicer.Snapshot,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.SnapshotRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.SnapshotReply.SerializeToString,
+            'WriteSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.WriteSnapshotReply.SerializeToString,
             ),
-            'Saved': grpc.unary_unary_rpc_method_handler(
-                    servicer.Saved,
-                    request_deserializer=persia_dot_proto_dot_tables__pb2.SavedRequest.FromString,
-                    response_serializer=persia_dot_proto_dot_tables__pb2.SavedReply.SerializeToString,
+            'CommitSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommitSnapshot,
+                    request_deserializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotRequest.FromString,
+                    response_serializer=persia_dot_proto_dot_tables__pb2.CommitSnapshotReply.SerializeToString,
             ),
             'Restore': grpc.unary_unary_rpc_method_handler(
                     servicer.Restore,
@@ -754,7 +754,7 @@ class Middleware:
             _registered_method=True)
 
     @staticmethod
-    def Cut(request,
+    def PrepareSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -767,9 +767,9 @@ class Middleware:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.Middleware/Cut',
-            persia_dot_proto_dot_tables__pb2.CutRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.CutReply.FromString,
+            '/persia.v1.Middleware/PrepareSnapshot',
+            persia_dot_proto_dot_tables__pb2.PrepareSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.PrepareSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -781,7 +781,7 @@ class Middleware:
             _registered_method=True)
 
     @staticmethod
-    def Uncut(request,
+    def AbortSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -794,9 +794,9 @@ class Middleware:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.Middleware/Uncut',
-            persia_dot_proto_dot_tables__pb2.UncutRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.UncutReply.FromString,
+            '/persia.v1.Middleware/AbortSnapshot',
+            persia_dot_proto_dot_tables__pb2.AbortSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.AbortSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -808,7 +808,7 @@ class Middleware:
             _registered_method=True)
 
     @staticmethod
-    def Snapshot(request,
+    def WriteSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -821,9 +821,9 @@ class Middleware:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.Middleware/Snapshot',
-            persia_dot_proto_dot_tables__pb2.SnapshotRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.SnapshotReply.FromString,
+            '/persia.v1.Middleware/WriteSnapshot',
+            persia_dot_proto_dot_tables__pb2.WriteSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.WriteSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -835,7 +835,7 @@ class Middleware:
             _registered_method=True)
 
     @staticmethod
-    def Saved(request,
+    def CommitSnapshot(request,
             target,
             options=(),
             channel_credentials=None,
@@ -848,9 +848,9 @@ class Middleware:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/persia.v1.Middleware/Saved',
-            persia_dot_proto_dot_tables__pb2.SavedRequest.SerializeToString,
-            persia_dot_proto_dot_tables__pb2.SavedReply.FromString,
+            '/persia.v1.Middleware/CommitSnapshot',
+            persia_dot_proto_dot_tables__pb2.CommitSnapshotRequest.SerializeToString,
+            persia_dot_proto_dot_tables__pb2.CommitSnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,

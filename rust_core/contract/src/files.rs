@@ -24,7 +24,7 @@ fn with_state() -> Run {
 }
 
 fn snapshot(fixture: &Fixture, dir: &std::path::Path) -> Vec<FileEntry> {
-    let snapshot = fixture.0.snapshot(dir, None).unwrap();
+    let snapshot = fixture.0.write_snapshot(dir, None).unwrap();
     assert_eq!(snapshot.rows, fixture.0.stats().unwrap().rows);
     let files = snapshot.files;
     assert!(!files.is_empty());
@@ -61,11 +61,11 @@ fn a_snapshot_is_of_the_last_cut(make: Make<'_>) {
     fixture.train(1, 1, &early);
     fixture.push(1, 1, &early, &telling(1, &early));
     let rows = fixture.read(1, &early);
-    fixture.0.cut(1).unwrap();
+    fixture.0.prepare_snapshot(1).unwrap();
     fixture.train(2, 1, &[&early[..], &late].concat());
     fixture.push(2, 1, &early[..100], &telling(1, &early[..100]));
     let (of_cut, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let saved = fixture.0.snapshot(of_cut.path(), Some(1)).unwrap();
+    let saved = fixture.0.write_snapshot(of_cut.path(), Some(1)).unwrap();
     assert_eq!(saved.rows, [0, 300]);
     // The cut is written; the next snapshot is of what is there.
     let later = fixture.read(1, &early);
@@ -76,19 +76,19 @@ fn a_snapshot_is_of_the_last_cut(make: Make<'_>) {
     fixture.0.restore(of_now.path(), &files).unwrap();
     assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 302], later));
     // What replaces or drops all rows ends a cut.
-    fixture.0.cut(2).unwrap();
+    fixture.0.prepare_snapshot(2).unwrap();
     fixture.0.clear().unwrap();
     let refused = |cut| {
-        let error = fixture.0.snapshot(tempfile::tempdir().unwrap().path(), Some(cut)).unwrap_err();
+        let error = fixture.0.write_snapshot(tempfile::tempdir().unwrap().path(), Some(cut)).unwrap_err();
         assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
     };
     refused(2);
-    fixture.0.cut(3).unwrap();
-    fixture.0.uncut(3).unwrap();
+    fixture.0.prepare_snapshot(3).unwrap();
+    fixture.0.abort_snapshot(3).unwrap();
     refused(3);
-    let error = fixture.0.cut(3).unwrap_err();
+    let error = fixture.0.prepare_snapshot(3).unwrap_err();
     assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
-    assert_eq!(fixture.0.snapshot(tempfile::tempdir().unwrap().path(), None).unwrap().rows, [0, 0]);
+    assert_eq!(fixture.0.write_snapshot(tempfile::tempdir().unwrap().path(), None).unwrap().rows, [0, 0]);
 }
 
 fn restore_replaces(make: Make<'_>) {

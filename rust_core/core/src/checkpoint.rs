@@ -25,9 +25,9 @@ const CURSOR: &str = "loader";
 pub(crate) struct Saver {
     saver: Option<files::Saver>,
     tables: Arc<dyn Tables>,
-    /// Of the rows that are written.
-    cut: u64,
-    /// The holders of rows keep it.
+    /// The snapshot's.
+    number: u64,
+    /// Whether servers hold the rows of the snapshot.
     held: bool,
     directory: PathBuf,
     head: Head,
@@ -35,8 +35,8 @@ pub(crate) struct Saver {
 
 #[pymethods]
 impl Saver {
-    /// Wait for the engine's pushes in flight, then make the cut that `write_rows` writes aside in `directory`; training may
-    /// go on. `step` is the last that was trained.
+    /// Wait for the engine's pushes in flight, then hold the rows for `write_rows`, which stages them in `directory`.
+    /// Training may continue. `step` is the last one trained.
     #[new]
     fn new(py: Python<'_>, engine: &Engine, directory: PathBuf, step: u64) -> PyResult<Self> {
         engine.drain(py)?;
@@ -44,15 +44,15 @@ impl Saver {
         let tables = engine.tables();
         let begun = py.detach(|| -> Result<_, TablesError> {
             let saver = files::Saver::begin(&directory)?;
-            let cut = number_of_cut();
-            if let Err(error) = tables.cut(cut) {
-                // Of several servers some may hold it. One that cannot be told forgets it at the next cut.
-                let _ = tables.uncut(cut);
+            let number = next_number();
+            if let Err(error) = tables.prepare_snapshot(number) {
+                // Some of several servers may hold the rows. One that is not reached releases them at the next snapshot.
+                let _ = tables.abort_snapshot(number);
                 return Err(error);
             }
-            Ok((saver, cut))
+            Ok((saver, number))
         });
-        let (saver, cut) = begun.map_err(|error| errors::tables(py, &error))?;
+        let (saver, number) = begun.map_err(|error| errors::tables(py, &error))?;
         let head = Head {
             step,
             world_size: run.world_size,
@@ -63,23 +63,23 @@ impl Saver {
             created_at: String::new(),
             run,
         };
-        Ok(Self { saver: Some(saver), tables, cut, held: true, directory, head })
+        Ok(Self { saver: Some(saver), tables, number, held: true, directory, head })
     }
 
-    /// Write the rows of the cut. One save writes at a time: with servers, the next cut waits for this.
+    /// Write the held rows. Saves write one at a time: with servers, the next snapshot waits for this one.
     fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
         self.held = false;
-        let (tables, cut) = (&self.tables, self.cut);
+        let (tables, number) = (&self.tables, self.number);
         let written = py.detach(|| -> Result<_, TablesError> {
-            let snapshot = match tables.snapshot(saver.staging(), Some(cut)) {
+            let snapshot = match tables.write_snapshot(saver.staging(), Some(number)) {
                 // Servers that the answer did not come from may still be writing.
                 Err(
                     error @ (TablesError::Unreachable { .. }
                     | TablesError::Lost { .. }
                     | TablesError::Timeout { .. }),
                 ) => {
-                    let _ = tables.uncut(cut);
+                    let _ = tables.abort_snapshot(number);
                     saver.leave();
                     return Err(error);
                 }
@@ -118,29 +118,29 @@ impl Saver {
         let mut head = self.head.clone();
         head.cursors.insert(CURSOR.into(), raw);
         head.created_at = created_at;
-        let (tables, cut, directory) = (&self.tables, self.cut, &self.directory);
+        let (tables, number, directory) = (&self.tables, self.number, &self.directory);
         let committed = py.detach(|| {
             let shards = saver.commit(head)?.shards();
-            Ok(tables.saved(cut, directory, &shards).err())
+            Ok(tables.commit_snapshot(number, directory, &shards).err())
         });
         committed.map(|told| told.map(|error| error.to_string())).map_err(|error| raise(py, &error))
     }
 
-    /// Remove what was staged, and let the rows of the cut go.
+    /// Remove the staged files and release the held rows.
     fn abort(&mut self, py: Python<'_>) {
-        let Self { saver, tables, cut, held, .. } = self;
+        let Self { saver, tables, number, held, .. } = self;
         py.detach(|| {
             *saver = None;
             if std::mem::take(held) {
-                // A holder that cannot be told forgets it at the next cut.
-                let _ = tables.uncut(*cut);
+                // A server that is not reached releases the rows at the next snapshot.
+                let _ = tables.abort_snapshot(*number);
             }
         });
     }
 }
 
-/// Above that of every cut of the run before: one process makes them.
-fn number_of_cut() -> u64 {
+/// Snapshots of a run have ascending numbers; one process makes them.
+fn next_number() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
@@ -236,7 +236,7 @@ impl Checkpoint {
         py.detach(|| tables.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
     }
 
-    /// The step it was cut at.
+    /// The last step that the checkpoint holds.
     #[getter]
     fn step(&self) -> u64 {
         self.manifest.head.step

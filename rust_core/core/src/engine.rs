@@ -362,7 +362,10 @@ impl Engine {
         let current = self.current.lock();
         let current = current.as_ref().ok_or_else(|| not_begun(py))?;
         let run = current.run.clone().ok_or_else(|| {
-            let text = format!("generation {} was begun by rank 0 of the training: do this there", current.generation);
+            let text = format!(
+                "generation {} was begun by rank 0 of the training: do this there",
+                current.generation
+            );
             errors::raise(py, "UsageError", text)
         })?;
         Ok((run, current.engine.step()))
@@ -395,7 +398,13 @@ impl Engine {
     }
 
     /// Work in `generation` from now on; the engine before ends its threads without the GIL.
-    fn adopt(&self, py: Python<'_>, generation: u64, run: Option<Run>, options: EngineOptions) -> PyResult<()> {
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        generation: u64,
+        run: Option<Run>,
+        options: EngineOptions,
+    ) -> PyResult<()> {
         let options = EngineOptions {
             job: self.job.clone(),
             generation,

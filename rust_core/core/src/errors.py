@@ -86,7 +86,7 @@ class RunLostError(PersiaError):
     hint = "start the trainer again; it goes on from the last checkpoint that its script loads"
 
 
-class StaleEpochError(PersiaError):
+class StaleGenerationError(PersiaError):
     """This process belongs to a run that was replaced by a newer one."""
 
     exit_code = 75

@@ -340,8 +340,8 @@ impl TrainingBatch {
         self.outputs.iter().enumerate().map(share).collect()
     }
 
-    /// For each feature how many of its ids were left out: those behind a sample's places in a raw feature.
-    fn cut(&self) -> Vec<usize> {
+    /// For each feature, how many ids exceed the places of a raw slot; they are left out.
+    fn truncated(&self) -> Vec<usize> {
         self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.truncated)).collect()
     }
 

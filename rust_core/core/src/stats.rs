@@ -46,7 +46,7 @@ pub(crate) fn describe<'py>(
         let ids = PyDict::new(py);
         ids.set_item("occurrences", counts.occurrences)?;
         ids.set_item("unique", counts.unique)?;
-        ids.set_item("cut", counts.truncated)?;
+        ids.set_item("truncated", counts.truncated)?;
         slots.set_item(&slot.name, ids)?;
     }
     let all = PyDict::new(py);

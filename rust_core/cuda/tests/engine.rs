@@ -187,16 +187,16 @@ impl Tables for Pools {
         self.0.push(request)
     }
 
-    fn cut(&self, cut: u64) -> Result<(), TablesError> {
-        self.0.cut(cut)
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.0.prepare_snapshot(number)
     }
 
-    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-        self.0.uncut(cut)
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.0.abort_snapshot(number)
     }
 
-    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
-        self.0.snapshot(dir, cut)
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.0.write_snapshot(dir, number)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

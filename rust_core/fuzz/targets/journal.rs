@@ -43,7 +43,7 @@ fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
     let stats = Stats { memory_bytes: 0, ..node.stats().expect("a server has counters") };
     let saved = dir.join("checkpoints/save");
     fs::create_dir_all(&saved).expect("a directory");
-    let files = node.snapshot(fence(), "save", None).ok().map(|snapshot| snapshot.files);
+    let files = node.write_snapshot(fence(), "save", None).ok().map(|snapshot| snapshot.files);
     fs::remove_dir_all(&saved).expect("it was there");
     (stats, files)
 }
@@ -185,7 +185,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         left_by(&|node| train(node, 1, 0, &[5, 900, 6])),
         left_by(&|node| {
             train(node, 1, 1, &[1, 2]);
-            node.cut(fence(), 1).expect("a cut");
+            node.prepare_snapshot(fence(), 1).expect("a cut");
             train(node, 2, 0, &[2, u64::MAX]);
             train(node, 3, 1, &[3]);
         }),

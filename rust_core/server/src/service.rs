@@ -136,47 +136,56 @@ impl EmbeddingService {
         Ok(proto::BeginReply {})
     }
 
-    async fn serve_cut(&self, request: Request<proto::CutRequest>) -> Result<proto::CutReply, Status> {
-        admin(request.extensions(), "Cut")?;
-        let proto::CutRequest { fence: of, cut } = request.into_inner();
-        let fence = fence(of)?;
-        let node = Arc::clone(&self.node);
-        blocking(move || node.cut(fence, cut)).await?;
-        Ok(proto::CutReply {})
-    }
-
-    async fn serve_uncut(&self, request: Request<proto::UncutRequest>) -> Result<proto::UncutReply, Status> {
-        admin(request.extensions(), "Uncut")?;
-        let proto::UncutRequest { fence: of, cut } = request.into_inner();
-        let fence = fence(of)?;
-        let node = Arc::clone(&self.node);
-        blocking(move || node.uncut(fence, cut)).await?;
-        Ok(proto::UncutReply {})
-    }
-
-    async fn serve_snapshot(
+    async fn serve_prepare_snapshot(
         &self,
-        request: Request<proto::SnapshotRequest>,
-    ) -> Result<proto::SnapshotReply, Status> {
-        admin(request.extensions(), "Snapshot")?;
+        request: Request<proto::PrepareSnapshotRequest>,
+    ) -> Result<proto::PrepareSnapshotReply, Status> {
+        admin(request.extensions(), "PrepareSnapshot")?;
+        let proto::PrepareSnapshotRequest { fence: of, number } = request.into_inner();
+        let fence = fence(of)?;
+        let node = Arc::clone(&self.node);
+        blocking(move || node.prepare_snapshot(fence, number)).await?;
+        Ok(proto::PrepareSnapshotReply {})
+    }
+
+    async fn serve_abort_snapshot(
+        &self,
+        request: Request<proto::AbortSnapshotRequest>,
+    ) -> Result<proto::AbortSnapshotReply, Status> {
+        admin(request.extensions(), "AbortSnapshot")?;
+        let proto::AbortSnapshotRequest { fence: of, number } = request.into_inner();
+        let fence = fence(of)?;
+        let node = Arc::clone(&self.node);
+        blocking(move || node.abort_snapshot(fence, number)).await?;
+        Ok(proto::AbortSnapshotReply {})
+    }
+
+    async fn serve_write_snapshot(
+        &self,
+        request: Request<proto::WriteSnapshotRequest>,
+    ) -> Result<proto::WriteSnapshotReply, Status> {
+        admin(request.extensions(), "WriteSnapshot")?;
         let request = request.into_inner();
         let fence = fence(request.fence)?;
         let node = Arc::clone(&self.node);
         if request.check_only {
             blocking(move || node.check_storage(fence, &request.directory)).await?;
-            return Ok(proto::SnapshotReply::default());
+            return Ok(proto::WriteSnapshotReply::default());
         }
-        Ok(blocking(move || node.snapshot(fence, &request.directory, request.cut)).await?.into())
+        Ok(blocking(move || node.write_snapshot(fence, &request.directory, request.number)).await?.into())
     }
 
-    async fn serve_saved(&self, request: Request<proto::SavedRequest>) -> Result<proto::SavedReply, Status> {
-        admin(request.extensions(), "Saved")?;
+    async fn serve_commit_snapshot(
+        &self,
+        request: Request<proto::CommitSnapshotRequest>,
+    ) -> Result<proto::CommitSnapshotReply, Status> {
+        admin(request.extensions(), "CommitSnapshot")?;
         let request = request.into_inner();
         let fence = fence(request.fence)?;
         let node = Arc::clone(&self.node);
         let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
-        blocking(move || node.saved(fence, request.cut, &request.directory, &files)).await?;
-        Ok(proto::SavedReply {})
+        blocking(move || node.commit_snapshot(fence, request.number, &request.directory, &files)).await?;
+        Ok(proto::CommitSnapshotReply {})
     }
 
     async fn serve_restore(
@@ -236,29 +245,32 @@ impl EmbeddingServer for EmbeddingService {
         Timer::start("push").end(self.serve_push(request).await).map(Response::new)
     }
 
-    async fn cut(&self, request: Request<proto::CutRequest>) -> Result<Response<proto::CutReply>, Status> {
-        Timer::start("cut").end(self.serve_cut(request).await).map(Response::new)
+    async fn prepare_snapshot(
+        &self,
+        request: Request<proto::PrepareSnapshotRequest>,
+    ) -> Result<Response<proto::PrepareSnapshotReply>, Status> {
+        Timer::start("prepare_snapshot").end(self.serve_prepare_snapshot(request).await).map(Response::new)
     }
 
-    async fn uncut(
+    async fn abort_snapshot(
         &self,
-        request: Request<proto::UncutRequest>,
-    ) -> Result<Response<proto::UncutReply>, Status> {
-        Timer::start("uncut").end(self.serve_uncut(request).await).map(Response::new)
+        request: Request<proto::AbortSnapshotRequest>,
+    ) -> Result<Response<proto::AbortSnapshotReply>, Status> {
+        Timer::start("abort_snapshot").end(self.serve_abort_snapshot(request).await).map(Response::new)
     }
 
-    async fn snapshot(
+    async fn write_snapshot(
         &self,
-        request: Request<proto::SnapshotRequest>,
-    ) -> Result<Response<proto::SnapshotReply>, Status> {
-        Timer::start("snapshot").end(self.serve_snapshot(request).await).map(Response::new)
+        request: Request<proto::WriteSnapshotRequest>,
+    ) -> Result<Response<proto::WriteSnapshotReply>, Status> {
+        Timer::start("write_snapshot").end(self.serve_write_snapshot(request).await).map(Response::new)
     }
 
-    async fn saved(
+    async fn commit_snapshot(
         &self,
-        request: Request<proto::SavedRequest>,
-    ) -> Result<Response<proto::SavedReply>, Status> {
-        Timer::start("saved").end(self.serve_saved(request).await).map(Response::new)
+        request: Request<proto::CommitSnapshotRequest>,
+    ) -> Result<Response<proto::CommitSnapshotReply>, Status> {
+        Timer::start("commit_snapshot").end(self.serve_commit_snapshot(request).await).map(Response::new)
     }
 
     async fn restore(

@@ -460,7 +460,7 @@ impl Tables for Store {
         self.push_at_once(request)
     }
 
-    fn cut(&self, number: u64) -> Result<(), TablesError> {
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
         let generation = self.generation.load(Ordering::Relaxed);
         if cut.generation != generation {
@@ -480,7 +480,7 @@ impl Tables for Store {
         Ok(())
     }
 
-    fn uncut(&self, number: u64) -> Result<(), TablesError> {
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
         if cut.held && cut.number == number {
             cut.held = false;
@@ -489,7 +489,7 @@ impl Tables for Store {
         Ok(())
     }
 
-    fn snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
         let mut cut = self.cut.lock();
         let held = std::mem::take(&mut cut.held);
         match number {

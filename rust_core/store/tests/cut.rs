@@ -57,7 +57,7 @@ fn what_is_trained_while_files_are_written_is_not_in_them() {
     for round in 0..6 {
         let expected = export(&store);
         assert!(expected.iter().flat_map(|shard| &shard.tables).any(|table| !table.waiting.is_empty()));
-        store.cut(round as u64 + 1).unwrap();
+        store.prepare_snapshot(round as u64 + 1).unwrap();
         // Also before the first shard is written, which a quick disk would not leave time for.
         (0..10 * round).for_each(|at| next(at % 2));
         let dir = tempfile::tempdir().unwrap();
@@ -72,7 +72,7 @@ fn what_is_trained_while_files_are_written_is_not_in_them() {
                     }
                 });
             }
-            let files = store.snapshot(dir.path(), Some(round as u64 + 1));
+            let files = store.write_snapshot(dir.path(), Some(round as u64 + 1));
             written.store(true, Ordering::Relaxed);
             files.unwrap()
         });
@@ -89,20 +89,20 @@ fn memory_kept_for_a_cut_is_given_back() {
     let store = store_of(&settings(), CAPACITY);
     (1..=100).for_each(|seq| step(&store, 0, seq));
     let before = store.stats().unwrap().memory_bytes;
-    store.cut(1).unwrap();
+    store.prepare_snapshot(1).unwrap();
     let cut = store.stats().unwrap().memory_bytes;
     (101..=110).for_each(|seq| step(&store, 0, seq));
     let trained = store.stats().unwrap().memory_bytes;
     assert!(before < cut && cut < trained, "{before} {cut} {trained}");
     let dir = tempfile::tempdir().unwrap();
-    store.snapshot(dir.path(), Some(1)).unwrap();
+    store.write_snapshot(dir.path(), Some(1)).unwrap();
     let after = store.stats().unwrap().memory_bytes;
     assert!(after < trained, "{after} {trained}");
     // The same where it is given up, or its files can't be written.
-    let given_up = |store: &Store| store.uncut(2).unwrap();
-    let failed = |store: &Store| drop(store.snapshot(&dir.path().join("absent"), Some(3)).unwrap_err());
+    let given_up = |store: &Store| store.abort_snapshot(2).unwrap();
+    let failed = |store: &Store| drop(store.write_snapshot(&dir.path().join("absent"), Some(3)).unwrap_err());
     for (cut, end) in [(2, &given_up as &dyn Fn(&Store)), (3, &failed)] {
-        store.cut(cut).unwrap();
+        store.prepare_snapshot(cut).unwrap();
         (111..=120).for_each(|seq| step(&store, 0, seq + 10 * cut));
         let trained = store.stats().unwrap().memory_bytes;
         end(&store);
@@ -119,11 +119,11 @@ fn training_waits_when_more_is_copied_than_is_allowed() {
     store.begin(&settings).unwrap();
     step(&store, 0, 1);
     let dir = tempfile::tempdir().unwrap();
-    let written = |store: &Store| drop(store.snapshot(dir.path(), Some(1)).unwrap());
-    let given_up = |store: &Store| store.uncut(2).unwrap();
+    let written = |store: &Store| drop(store.write_snapshot(dir.path(), Some(1)).unwrap());
+    let given_up = |store: &Store| store.abort_snapshot(2).unwrap();
     for (cut, end) in [(1, &written as &(dyn Fn(&Store) + Sync)), (2, &given_up)] {
         let seq = 2 * cut;
-        store.cut(cut).unwrap();
+        store.prepare_snapshot(cut).unwrap();
         let start = Instant::now();
         std::thread::scope(|threads| {
             let next = threads.spawn(|| (seq..seq + 2).for_each(|seq| step(&store, 0, seq)));
@@ -136,7 +136,7 @@ fn training_waits_when_more_is_copied_than_is_allowed() {
         assert!(start.elapsed() < Duration::from_secs(10), "cut {cut}");
     }
     // Nor for a cut of the generation before, which nobody will write.
-    store.cut(3).unwrap();
+    store.prepare_snapshot(3).unwrap();
     let (start, parts) = (Instant::now(), [(0, grouped(&[1, 2, 3]))]);
     try_lookup(&store, token(0, 8), 8, Mode::Train, &parts).unwrap();
     store.begin(&Run { generation: 2, fresh: false, ..settings }).unwrap();
@@ -149,31 +149,31 @@ fn training_waits_when_more_is_copied_than_is_allowed() {
 fn a_snapshot_is_of_the_cut_it_names_or_of_none() {
     let store = store_of(&settings(), CAPACITY);
     let dir = tempfile::tempdir().unwrap();
-    let save = |cut| store.snapshot(dir.path(), cut).map(drop).map_err(|error| error.to_string());
+    let save = |cut| store.write_snapshot(dir.path(), cut).map(drop).map_err(|error| error.to_string());
     let late = |result: Result<(), String>| {
         let error = result.unwrap_err();
         assert!(error.contains("cut"), "{error}");
     };
     step(&store, 0, 1);
     late(save(Some(1)));
-    store.cut(5).unwrap();
-    store.cut(5).unwrap();
+    store.prepare_snapshot(5).unwrap();
+    store.prepare_snapshot(5).unwrap();
     // One that comes late changes nothing.
-    late(store.cut(4).map_err(|error| error.to_string()));
-    store.uncut(4).unwrap();
+    late(store.prepare_snapshot(4).map_err(|error| error.to_string()));
+    store.abort_snapshot(4).unwrap();
     save(Some(5)).unwrap();
-    late(store.cut(5).map_err(|error| error.to_string()));
+    late(store.prepare_snapshot(5).map_err(|error| error.to_string()));
     late(save(Some(5)));
-    store.cut(6).unwrap();
+    store.prepare_snapshot(6).unwrap();
     late(save(Some(5)));
     // Whoever asked for it has to save again.
     late(save(Some(6)));
-    store.cut(7).unwrap();
+    store.prepare_snapshot(7).unwrap();
     store.clear().unwrap();
     late(save(Some(7)));
     save(None).unwrap();
     // The numbers of another run begin anew.
     store.begin(&Run { generation: 2, ..settings() }).unwrap();
-    store.cut(1).unwrap();
+    store.prepare_snapshot(1).unwrap();
     save(Some(1)).unwrap();
 }

@@ -86,7 +86,7 @@ fn adam_does_not_depend_on_how_a_step_is_cut_into_requests_nor_on_restarts() {
         answer(&whole, 0, &ids);
         ids.chunks(7).enumerate().for_each(|(rank, ids)| answer(&cut, rank as u32, ids));
         if step == 3 {
-            let files = cut.snapshot(dir.path(), None).unwrap().files;
+            let files = cut.write_snapshot(dir.path(), None).unwrap().files;
             cut.clear().unwrap();
             cut.restore(dir.path(), &files).unwrap();
         }
@@ -188,7 +188,7 @@ fn a_snapshot_holds_every_row_and_shards_without_rows_have_no_file() {
     train(&store, 1, 0, &ids_of_shard(3, 5));
     train(&store, 2, 0, &ids_of_shard(250, 1));
     let dir = tempfile::tempdir().unwrap();
-    let files = store.snapshot(dir.path(), None).unwrap().files;
+    let files = store.write_snapshot(dir.path(), None).unwrap().files;
     assert_eq!(
         files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(),
         ["shard-003.arrow", "shard-250.arrow"]

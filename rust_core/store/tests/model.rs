@@ -350,12 +350,12 @@ fn replay(ops: &[Op], policy: Policy) {
             }
             Op::Cut => {
                 cut += 1;
-                store.cut(cut).unwrap();
+                store.prepare_snapshot(cut).unwrap();
                 model.cut = Some((model.rows.clone(), model.waiting.clone()));
             }
             Op::Restore => {
                 let dir = tempfile::tempdir().unwrap();
-                let files = store.snapshot(dir.path(), model.cut.as_ref().map(|_| cut)).unwrap().files;
+                let files = store.write_snapshot(dir.path(), model.cut.as_ref().map(|_| cut)).unwrap().files;
                 store.restore(dir.path(), &files).unwrap();
                 if let Some((rows, waiting)) = model.cut.take() {
                     (model.rows, model.waiting) = (rows, waiting);

@@ -47,7 +47,7 @@ fn trained(store: &Store, part: impl Fn(&[Id]) -> Vec<Id>) {
 
 fn files(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
     let dir = tempfile::tempdir().unwrap();
-    let files = store.snapshot(dir.path(), None).unwrap().files;
+    let files = store.write_snapshot(dir.path(), None).unwrap().files;
     (dir, files)
 }
 

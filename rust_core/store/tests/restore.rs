@@ -38,7 +38,7 @@ fn trained() -> Store {
 
 fn saved(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
     let dir = tempfile::tempdir().unwrap();
-    let files = store.snapshot(dir.path(), None).unwrap().files;
+    let files = store.write_snapshot(dir.path(), None).unwrap().files;
     (dir, files)
 }
 

@@ -185,7 +185,7 @@ fn a_checkpoint_fits_tables_of_every_dtype() {
         train(&store, 1, 0, &ids);
         push(&store, 1, 0, &ids, 0.5);
         let dir = tempfile::tempdir().unwrap();
-        let files = store.snapshot(dir.path(), None).unwrap().files;
+        let files = store.write_snapshot(dir.path(), None).unwrap().files;
         for to in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
             let loaded = store_of(&of(to), 1 << 20);
             loaded.restore(dir.path(), &files).unwrap();
@@ -219,7 +219,7 @@ fn counts_and_ages_go_on_after_a_restore() {
     }
     assert_eq!(store.stats().unwrap().rows, [100]);
     let dir = tempfile::tempdir().unwrap();
-    let files = store.snapshot(dir.path(), None).unwrap().files;
+    let files = store.write_snapshot(dir.path(), None).unwrap().files;
     let loaded = store_of(&run, 1 << 20);
     loaded.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&loaded), export(&store));

@@ -292,35 +292,35 @@ pub trait Tables: Send + Sync {
     /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Keep the rows as they are now, for a [`snapshot`](Self::snapshot) of this `cut`: a number above that of every cut
-    /// of the run before; the last one again changes nothing. What is asked for meanwhile goes on; rows that change are
-    /// copied before, until they are written, so that up to all of them are held twice. The next cut replaces this one,
-    /// and so does whatever drops or replaces all rows.
+    /// Hold the rows as they are now for [`write_snapshot`](Self::write_snapshot). Numbers of a generation ascend; a
+    /// repeated number changes nothing. Training continues: each row is copied before it first changes, so that memory
+    /// for rows may double. The next snapshot replaces this one. What drops or replaces all rows releases it.
     ///
     /// # Errors
-    /// `BadShape` for a number that is not above that of a cut that is held no more; `Io` while a snapshot is being written; `Unreachable`.
-    fn cut(&self, cut: u64) -> Result<(), TablesError>;
+    /// `BadShape` for a number that is not newer than the last released snapshot; `Io` while a snapshot is being
+    /// written; `Unreachable`.
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
-    /// Forget this `cut`, if it is held.
+    /// Release the rows that are held for this snapshot.
     ///
     /// # Errors
     /// `Unreachable`.
-    fn uncut(&self, cut: u64) -> Result<(), TablesError>;
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
-    /// Write every shard's rows, all of one instant, as files into `dir`, made durable, and say which. The instant is that of
-    /// the `cut`, or now. Afterwards no cut is held, also where it failed.
+    /// Write the rows of all shards into `dir`, durably: those of the prepared snapshot `number`, or of now. Held rows
+    /// are released, even on failure. The files are no checkpoint until a manifest names them.
     ///
     /// # Errors
-    /// `BadShape` for a cut that is not held; `Io`. What was written is no checkpoint until a manifest names it.
-    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError>;
+    /// `BadShape` for a snapshot that is not held; `Io`.
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError>;
 
-    /// The snapshot of this `cut` is part of a checkpoint now: `files` in `dir`. A holder that keeps a journal forgets what
-    /// led to it, if no other cut was made since.
+    /// The written snapshot is part of a checkpoint now: `files` in `dir`. A holder with a log truncates it to the
+    /// snapshot, unless a newer one was prepared since.
     ///
     /// # Errors
-    /// `Unreachable`; `Io`: the journal stays as long as it was.
-    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        let _ = (cut, dir, files);
+    /// `Unreachable`; `Io`: the log keeps its length.
+    fn commit_snapshot(&self, number: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let _ = (number, dir, files);
         Ok(())
     }
 

@@ -102,14 +102,14 @@ impl From<proto::File> for FileEntry {
     }
 }
 
-impl From<Snapshot> for proto::SnapshotReply {
+impl From<Snapshot> for proto::WriteSnapshotReply {
     fn from(snapshot: Snapshot) -> Self {
         Self { files: snapshot.files.into_iter().map(Into::into).collect(), rows: snapshot.rows }
     }
 }
 
-impl From<proto::SnapshotReply> for Snapshot {
-    fn from(reply: proto::SnapshotReply) -> Self {
+impl From<proto::WriteSnapshotReply> for Snapshot {
+    fn from(reply: proto::WriteSnapshotReply) -> Self {
         Self { files: reply.files.into_iter().map(Into::into).collect(), rows: reply.rows }
     }
 }
@@ -148,6 +148,6 @@ mod tests {
         assert_eq!(LookupReport::from(proto::LookupReport::from(report)), report);
         let file = FileEntry { name: "shard-003.arrow".into(), bytes: 7, blake3: "ab".into() };
         let snapshot = Snapshot { files: vec![file], rows: vec![1, 2] };
-        assert_eq!(Snapshot::from(proto::SnapshotReply::from(snapshot.clone())), snapshot);
+        assert_eq!(Snapshot::from(proto::WriteSnapshotReply::from(snapshot.clone())), snapshot);
     }
 }

@@ -58,7 +58,13 @@ impl From<&TablesError> for Fields {
         let with = |peer: &str, what: &str| (peer.to_owned(), short(what));
         match error {
             E::StaleGeneration { token: Token { job, generation, rank, seq }, current } => {
-                Self::StaleGeneration { job: *job, generation: *generation, rank: *rank, seq: *seq, current: *current }
+                Self::StaleGeneration {
+                    job: *job,
+                    generation: *generation,
+                    rank: *rank,
+                    seq: *seq,
+                    current: *current,
+                }
             }
             E::NotBegun => Self::NotBegun,
             E::BadRun { what } => Self::BadRun { what: short(what) },

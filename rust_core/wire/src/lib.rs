@@ -43,6 +43,6 @@ pub mod proto {
 }
 
 /// Number of the protocol. Peers of another one are refused.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 /// Version of Persia. Peers of another one are refused.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

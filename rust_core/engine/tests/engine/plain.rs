@@ -265,29 +265,29 @@ impl Tables for PlainTables {
         Ok(report)
     }
 
-    fn cut(&self, cut: u64) -> Result<(), TablesError> {
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
         let mut state = self.lock();
-        let held = state.cut.as_ref().is_some_and(|(number, _)| *number == cut);
-        if cut <= state.last_cut && !held {
-            return Err(TablesError::BadShape { what: format!("cut {cut} comes late") });
+        let held = state.cut.as_ref().is_some_and(|(held, _)| *held == number);
+        if number <= state.last_cut && !held {
+            return Err(TablesError::BadShape { what: format!("cut {number} comes late") });
         }
         if !held {
-            (state.last_cut, state.cut) = (cut, Some((cut, state.rows.clone())));
+            (state.last_cut, state.cut) = (number, Some((number, state.rows.clone())));
         }
         Ok(())
     }
 
-    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-        self.lock().cut.take_if(|(number, _)| *number == cut);
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.lock().cut.take_if(|(held, _)| *held == number);
         Ok(())
     }
 
-    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
         let mut bytes = Vec::new();
         let mut state = self.lock();
-        let held = match (cut, state.cut.take()) {
+        let held = match (number, state.cut.take()) {
             (None, _) => state.rows.clone(),
-            (Some(cut), Some((number, rows))) if cut == number => rows,
+            (Some(number), Some((held, rows))) if number == held => rows,
             _ => return Err(TablesError::BadShape { what: "no such cut is held".into() }),
         };
         drop(state);

@@ -137,18 +137,18 @@ macro_rules! tables_by_wrapping {
             fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
                 Wrapped::push(self, request)
             }
-            fn cut(&self, cut: u64) -> Result<(), TablesError> {
-                self.inner().cut(cut)
+            fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+                self.inner().prepare_snapshot(number)
             }
-            fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-                self.inner().uncut(cut)
+            fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+                self.inner().abort_snapshot(number)
             }
-            fn snapshot(
+            fn write_snapshot(
                 &self,
                 dir: &std::path::Path,
-                cut: Option<u64>,
+                number: Option<u64>,
             ) -> Result<persia_types::tables::Snapshot, TablesError> {
-                self.inner().snapshot(dir, cut)
+                self.inner().write_snapshot(dir, number)
             }
             fn restore(
                 &self,

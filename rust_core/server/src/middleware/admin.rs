@@ -78,36 +78,39 @@ impl MiddlewareService {
         Ok(proto::BeginReply {})
     }
 
-    pub(super) async fn serve_cut(
+    pub(super) async fn serve_prepare_snapshot(
         &self,
-        request: Request<proto::CutRequest>,
-    ) -> Result<proto::CutReply, Status> {
-        let (members, deadline) = self.all_servers(&request, "Cut", self.timeout).await?;
+        request: Request<proto::PrepareSnapshotRequest>,
+    ) -> Result<proto::PrepareSnapshotReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "PrepareSnapshot", self.timeout).await?;
         let request = request.into_inner();
-        everywhere(&members, "cut", deadline, |mut client| async move { client.cut(request).await }).await?;
-        Ok(proto::CutReply {})
+        everywhere(&members, "prepare_snapshot", deadline, |mut client| async move {
+            client.prepare_snapshot(request).await
+        })
+        .await?;
+        Ok(proto::PrepareSnapshotReply {})
     }
 
-    pub(super) async fn serve_uncut(
+    pub(super) async fn serve_abort_snapshot(
         &self,
-        request: Request<proto::UncutRequest>,
-    ) -> Result<proto::UncutReply, Status> {
-        let (members, deadline) = self.all_servers(&request, "Uncut", self.timeout).await?;
+        request: Request<proto::AbortSnapshotRequest>,
+    ) -> Result<proto::AbortSnapshotReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "AbortSnapshot", self.timeout).await?;
         let request = request.into_inner();
-        let uncut = |mut client: Client| async move { client.uncut(request).await };
-        everywhere(&members, "end of a cut", deadline, uncut).await?;
-        Ok(proto::UncutReply {})
+        let abort = |mut client: Client| async move { client.abort_snapshot(request).await };
+        everywhere(&members, "abort_snapshot", deadline, abort).await?;
+        Ok(proto::AbortSnapshotReply {})
     }
 
-    pub(super) async fn serve_snapshot(
+    pub(super) async fn serve_write_snapshot(
         &self,
-        request: Request<proto::SnapshotRequest>,
-    ) -> Result<proto::SnapshotReply, Status> {
-        let (members, deadline) = self.all_servers(&request, "Snapshot", LONG).await?;
+        request: Request<proto::WriteSnapshotRequest>,
+    ) -> Result<proto::WriteSnapshotReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "WriteSnapshot", LONG).await?;
         let request = request.into_inner();
-        let parts = everywhere(&members, "snapshot", deadline, |mut client| {
+        let parts = everywhere(&members, "write_snapshot", deadline, |mut client| {
             let request = request.clone();
-            async move { client.snapshot(request).await }
+            async move { client.write_snapshot(request).await }
         })
         .await?;
         let mut whole = Snapshot::default();
@@ -120,18 +123,18 @@ impl MiddlewareService {
         Ok(whole.into())
     }
 
-    pub(super) async fn serve_saved(
+    pub(super) async fn serve_commit_snapshot(
         &self,
-        request: Request<proto::SavedRequest>,
-    ) -> Result<proto::SavedReply, Status> {
-        let (members, deadline) = self.all_servers(&request, "Saved", self.timeout).await?;
+        request: Request<proto::CommitSnapshotRequest>,
+    ) -> Result<proto::CommitSnapshotReply, Status> {
+        let (members, deadline) = self.all_servers(&request, "CommitSnapshot", self.timeout).await?;
         let request = request.into_inner();
-        everywhere(&members, "note of a checkpoint", deadline, |mut client| {
+        everywhere(&members, "commit_snapshot", deadline, |mut client| {
             let request = request.clone();
-            async move { client.saved(request).await }
+            async move { client.commit_snapshot(request).await }
         })
         .await?;
-        Ok(proto::SavedReply {})
+        Ok(proto::CommitSnapshotReply {})
     }
 
     /// Every server reads and checks its files before the first one replaces its rows.

@@ -216,29 +216,32 @@ impl Middleware for MiddlewareService {
         reply.map(Response::new)
     }
 
-    async fn cut(&self, request: Request<proto::CutRequest>) -> Result<Response<proto::CutReply>, Status> {
-        Timer::start("cut").end(self.serve_cut(request).await).map(Response::new)
+    async fn prepare_snapshot(
+        &self,
+        request: Request<proto::PrepareSnapshotRequest>,
+    ) -> Result<Response<proto::PrepareSnapshotReply>, Status> {
+        Timer::start("prepare_snapshot").end(self.serve_prepare_snapshot(request).await).map(Response::new)
     }
 
-    async fn uncut(
+    async fn abort_snapshot(
         &self,
-        request: Request<proto::UncutRequest>,
-    ) -> Result<Response<proto::UncutReply>, Status> {
-        Timer::start("uncut").end(self.serve_uncut(request).await).map(Response::new)
+        request: Request<proto::AbortSnapshotRequest>,
+    ) -> Result<Response<proto::AbortSnapshotReply>, Status> {
+        Timer::start("abort_snapshot").end(self.serve_abort_snapshot(request).await).map(Response::new)
     }
 
-    async fn snapshot(
+    async fn write_snapshot(
         &self,
-        request: Request<proto::SnapshotRequest>,
-    ) -> Result<Response<proto::SnapshotReply>, Status> {
-        Timer::start("snapshot").end(self.serve_snapshot(request).await).map(Response::new)
+        request: Request<proto::WriteSnapshotRequest>,
+    ) -> Result<Response<proto::WriteSnapshotReply>, Status> {
+        Timer::start("write_snapshot").end(self.serve_write_snapshot(request).await).map(Response::new)
     }
 
-    async fn saved(
+    async fn commit_snapshot(
         &self,
-        request: Request<proto::SavedRequest>,
-    ) -> Result<Response<proto::SavedReply>, Status> {
-        Timer::start("saved").end(self.serve_saved(request).await).map(Response::new)
+        request: Request<proto::CommitSnapshotRequest>,
+    ) -> Result<Response<proto::CommitSnapshotReply>, Status> {
+        Timer::start("commit_snapshot").end(self.serve_commit_snapshot(request).await).map(Response::new)
     }
 
     async fn restore(

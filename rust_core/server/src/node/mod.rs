@@ -266,8 +266,8 @@ impl Node {
     /// Keep the rows as they are now, for a snapshot of this cut.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`; as [`Tables::cut`].
-    pub fn cut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
+    /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
+    pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check(fence)?;
         // Ranks stand still until a cut is made: it does not wait for a disk.
         let Some(_alone) = self.admin.try_lock_for(CUT_PATIENCE) else {
@@ -277,9 +277,9 @@ impl Node {
         };
         self.check(fence)?;
         match &self.journal {
-            None => self.store.cut(cut),
-            Some(journal) => journal.cut(cut, || {
-                self.store.cut(cut)?;
+            None => self.store.prepare_snapshot(number),
+            Some(journal) => journal.cut(number, || {
+                self.store.prepare_snapshot(number)?;
                 Ok(self.mark())
             }),
         }
@@ -289,19 +289,19 @@ impl Node {
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`.
-    pub fn uncut(&self, fence: Fence, cut: u64) -> Result<(), TablesError> {
+    pub fn abort_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        self.forget(cut)
+        self.forget(number)
     }
 
-    fn forget(&self, cut: u64) -> Result<(), TablesError> {
-        self.store.uncut(cut)?;
+    fn forget(&self, number: u64) -> Result<(), TablesError> {
+        self.store.abort_snapshot(number)?;
         if let Some(journal) = self.journal.as_ref().filter(|journal| journal.has_base())
-            && let Err(error) = journal.append(&Record::uncut(cut), || Ok(()))
+            && let Err(error) = journal.append(&Record::uncut(number), || Ok(()))
         {
             tracing::warn!(
-                cut,
+                number,
                 "a server that goes on where its log ends would copy rows for a cut: {error}"
             );
         }
@@ -312,11 +312,11 @@ impl Node {
     /// now on, if no other cut was made since.
     ///
     /// # Errors
-    /// As [`Self::snapshot`].
-    pub fn saved(
+    /// As [`Self::write_snapshot`].
+    pub fn commit_snapshot(
         &self,
         fence: Fence,
-        cut: u64,
+        number: u64,
         directory: &str,
         files: &[FileEntry],
     ) -> Result<(), TablesError> {
@@ -325,13 +325,13 @@ impl Node {
         self.options.checkpoints.resolve(directory)?;
         let Some(journal) = &self.journal else { return Ok(()) };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
-        journal.rebase(cut, run, Rows { directory: directory.into(), files: files.to_vec() })
+        journal.rebase(number, run, Rows { directory: directory.into(), files: files.to_vec() })
     }
 
     /// Say whether a snapshot can be written into `directory`, below the checkpoint root.
     ///
     /// # Errors
-    /// As [`Self::snapshot`].
+    /// As [`Self::write_snapshot`].
     pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
         self.check(fence)?;
         self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir)).map_err(|error| {
@@ -349,13 +349,21 @@ impl Node {
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`.
-    pub fn snapshot(&self, fence: Fence, directory: &str, cut: Option<u64>) -> Result<Snapshot, TablesError> {
+    pub fn write_snapshot(
+        &self,
+        fence: Fence,
+        directory: &str,
+        number: Option<u64>,
+    ) -> Result<Snapshot, TablesError> {
         let _alone = self.admin.lock();
         self.check(fence)?;
-        let snapshot =
-            self.options.checkpoints.resolve(directory).and_then(|dir| self.store.snapshot(&dir, cut));
-        if let (Err(_), Some(cut)) = (&snapshot, cut) {
-            self.forget(cut)?;
+        let snapshot = self
+            .options
+            .checkpoints
+            .resolve(directory)
+            .and_then(|dir| self.store.write_snapshot(&dir, number));
+        if let (Err(_), Some(number)) = (&snapshot, number) {
+            self.forget(number)?;
         }
         let snapshot = snapshot?;
         tracing::info!(directory, files = snapshot.files.len(), "snapshot written");
@@ -365,7 +373,7 @@ impl Node {
     /// Replace the rows held by those of `files` that belong here, or with `check_only` say why not.
     ///
     /// # Errors
-    /// As [`Self::snapshot`]; `Corrupt` and `Foreign` name the file.
+    /// As [`Self::write_snapshot`]; `Corrupt` and `Foreign` name the file.
     pub fn restore(
         &self,
         fence: Fence,

@@ -66,10 +66,10 @@ impl Node {
         match entry {
             Entry::Begin(run) => self.start_again(&run)?,
             Entry::Cut(cut) => {
-                self.store.cut(cut)?;
+                self.store.prepare_snapshot(cut)?;
                 return Ok(Some((cut, self.mark())));
             }
-            Entry::Uncut(cut) => self.store.uncut(cut)?,
+            Entry::Uncut(cut) => self.store.abort_snapshot(cut)?,
             Entry::Lookup { token, step, tables } => {
                 let floats = |(table, ids): &(usize, ShardedIds)| {
                     self.options.schema.tables.get(*table).map_or(0, |table| table.dim * ids.len())

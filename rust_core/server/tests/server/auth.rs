@@ -9,8 +9,8 @@ use persia_wire::auth::{Credentials, Role, Secret};
 use persia_wire::client::WireTables;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::{
-    BeginRequest, ClearRequest, CutRequest, LookupRequest, PushRequest, RestoreRequest, SavedRequest,
-    SnapshotRequest, StatsRequest, UncutRequest,
+    AbortSnapshotRequest, BeginRequest, ClearRequest, CommitSnapshotRequest, LookupRequest,
+    PrepareSnapshotRequest, PushRequest, RestoreRequest, StatsRequest, WriteSnapshotRequest,
 };
 use persia_wire::tls::TlsFiles;
 use tonic::Code;
@@ -33,10 +33,10 @@ async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 10] {
         code(client.lookup(nothing()).await.map(drop)),
         code(client.push(tokio_stream::empty::<PushRequest>()).await.map(drop)),
         code(client.begin(BeginRequest::default()).await.map(drop)),
-        code(client.cut(CutRequest::default()).await.map(drop)),
-        code(client.uncut(UncutRequest::default()).await.map(drop)),
-        code(client.saved(SavedRequest::default()).await.map(drop)),
-        code(client.snapshot(SnapshotRequest::default()).await.map(drop)),
+        code(client.prepare_snapshot(PrepareSnapshotRequest::default()).await.map(drop)),
+        code(client.abort_snapshot(AbortSnapshotRequest::default()).await.map(drop)),
+        code(client.commit_snapshot(CommitSnapshotRequest::default()).await.map(drop)),
+        code(client.write_snapshot(WriteSnapshotRequest::default()).await.map(drop)),
         code(client.restore(RestoreRequest::default()).await.map(drop)),
         code(client.clear(ClearRequest::default()).await.map(drop)),
         code(client.stats(StatsRequest {}).await.map(drop)),
@@ -52,8 +52,8 @@ fn every_role_may_do_what_it_is_for_and_nothing_else() {
     let no = Code::PermissionDenied;
     let admin = [Code::FailedPrecondition; 7];
     let expected = |data: [Code; 2], admin: [Code; 7]| {
-        let [begin, cut, uncut, saved, snapshot, restore, clear] = admin;
-        [data[0], data[1], begin, cut, uncut, saved, snapshot, restore, clear, Code::Ok]
+        let [begin, prepare, abort, commit, write, restore, clear] = admin;
+        [data[0], data[1], begin, prepare, abort, commit, write, restore, clear, Code::Ok]
     };
     let matrix = [
         (Role::Trainer, expected(data, [no; 7])),

@@ -225,7 +225,7 @@ fn several_servers_begin_and_restore_all_or_none() {
 
     let ids = ids(0, 2);
     lookup(client.as_ref(), token(0, 2), Mode::Train, &DIMS, &ids).unwrap();
-    let snapshot = client.snapshot(stack.dir(), None).unwrap();
+    let snapshot = client.write_snapshot(stack.dir(), None).unwrap();
     push(client.as_ref(), token(0, 2), &DIMS, &ids).unwrap();
     let before = lookup(client.as_ref(), token(0, 3), Mode::Eval, &DIMS, &ids).unwrap();
     let path = stack.dir().join(&snapshot.files.last().unwrap().name);

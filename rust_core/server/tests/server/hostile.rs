@@ -64,7 +64,8 @@ struct Call {
 /// No flipped bit makes it the generation in progress.
 const OTHER_GENERATION: u64 = 0x5555_5555;
 /// For admins only.
-const ADMIN: &[&str] = &["Begin", "Cut", "Uncut", "Snapshot", "Saved", "Restore", "Clear"];
+const ADMIN: &[&str] =
+    &["Begin", "PrepareSnapshot", "AbortSnapshot", "WriteSnapshot", "CommitSnapshot", "Restore", "Clear"];
 
 /// Calls that make sense but for their generation: none may change a row, whatever becomes of the rest.
 fn calls() -> Vec<Call> {
@@ -105,8 +106,9 @@ fn calls() -> Vec<Call> {
     let run = serde_json::to_string(&run_of(&plan())).unwrap();
     let begin = proto::BeginRequest { protocol: 1, version: "0".into(), servers: 1, run, check_only: true };
     let restore = proto::RestoreRequest { fence, directory: "a".into(), files: vec![], check_only: true };
-    let saved = proto::SavedRequest { fence, cut: 1, directory: "a".into(), files: vec![] };
-    let snapshot = proto::SnapshotRequest { fence, directory: "a".into(), cut: Some(1), check_only: false };
+    let saved = proto::CommitSnapshotRequest { fence, number: 1, directory: "a".into(), files: vec![] };
+    let snapshot =
+        proto::WriteSnapshotRequest { fence, directory: "a".into(), number: Some(1), check_only: false };
     vec![
         Call {
             verb: "Lookup",
@@ -138,10 +140,16 @@ fn calls() -> Vec<Call> {
             ],
         },
         Call { verb: "Begin", messages: vec![begin.encode_to_vec()] },
-        Call { verb: "Cut", messages: vec![proto::CutRequest { fence, cut: 1 }.encode_to_vec()] },
-        Call { verb: "Uncut", messages: vec![proto::UncutRequest { fence, cut: 1 }.encode_to_vec()] },
-        Call { verb: "Saved", messages: vec![saved.encode_to_vec()] },
-        Call { verb: "Snapshot", messages: vec![snapshot.encode_to_vec()] },
+        Call {
+            verb: "PrepareSnapshot",
+            messages: vec![proto::PrepareSnapshotRequest { fence, number: 1 }.encode_to_vec()],
+        },
+        Call {
+            verb: "AbortSnapshot",
+            messages: vec![proto::AbortSnapshotRequest { fence, number: 1 }.encode_to_vec()],
+        },
+        Call { verb: "CommitSnapshot", messages: vec![saved.encode_to_vec()] },
+        Call { verb: "WriteSnapshot", messages: vec![snapshot.encode_to_vec()] },
         Call { verb: "Restore", messages: vec![restore.encode_to_vec()] },
         Call { verb: "Clear", messages: vec![proto::ClearRequest { fence }.encode_to_vec()] },
         Call { verb: "Stats", messages: vec![vec![]] },

@@ -101,7 +101,7 @@ fn left_behind(dir: &Path) -> tempfile::TempDir {
 fn state(node: &Node, generation: u64, checkpoints: &Path) -> (BTreeMap<String, String>, Stats) {
     let dir = tempfile::tempdir_in(checkpoints).unwrap();
     let name = dir.path().file_name().unwrap().to_str().unwrap().to_owned();
-    let files = node.snapshot(fence(generation), &name, None).unwrap().files;
+    let files = node.write_snapshot(fence(generation), &name, None).unwrap().files;
     let stats = Stats { memory_bytes: 0, ..node.stats().unwrap() };
     (files.into_iter().map(|file| (file.name, file.blake3)).collect(), stats)
 }
@@ -202,17 +202,17 @@ impl Twins {
         self.cut += 1;
         let name = format!("save-{}", self.cut);
         let cut = self.cut;
-        self.both("cut", |node| node.cut(fence(self.generation), cut));
+        self.both("prepare_snapshot", |node| node.prepare_snapshot(fence(self.generation), cut));
         (0..3).for_each(|_| self.train());
         let dirs = ["with", "without"].map(|of| format!("{name}-{of}"));
         let files = [0, 1].map(|at| {
             fs::create_dir(self.checkpoints.path().join(&dirs[at])).unwrap();
-            self.nodes[at].snapshot(fence(self.generation), &dirs[at], Some(cut)).unwrap().files
+            self.nodes[at].write_snapshot(fence(self.generation), &dirs[at], Some(cut)).unwrap().files
         });
         assert_eq!(files[0], files[1]);
         let [files, _] = files;
         if told {
-            self.nodes[0].saved(fence(self.generation), cut, &dirs[0], &files).unwrap();
+            self.nodes[0].commit_snapshot(fence(self.generation), cut, &dirs[0], &files).unwrap();
         }
         self.saved = Some((dirs[0].clone(), files));
     }
@@ -263,7 +263,7 @@ impl Twins {
             34 => {
                 self.cut += 1;
                 let cut = self.cut;
-                self.both("cut", |node| node.cut(fence(self.generation), cut));
+                self.both("prepare_snapshot", |node| node.prepare_snapshot(fence(self.generation), cut));
             }
             35 => {
                 let Some((dir, files)) = &self.saved else { return };
@@ -278,7 +278,7 @@ impl Twins {
             38 => self.begin(true),
             _ => {
                 let cut = self.cut;
-                self.both("uncut", |node| node.uncut(fence(self.generation), cut));
+                self.both("abort_snapshot", |node| node.abort_snapshot(fence(self.generation), cut));
             }
         }
     }
@@ -325,21 +325,21 @@ fn a_server_that_is_killed_goes_on_where_it_was() {
 fn a_cut_outlives_its_server() {
     let mut twins = Twins::new();
     (0..20).for_each(|_| twins.train());
-    twins.both("cut", |node| node.cut(fence(1), 9));
+    twins.both("prepare_snapshot", |node| node.prepare_snapshot(fence(1), 9));
     (0..5).for_each(|_| twins.train());
     twins.kill();
     (0..5).for_each(|_| twins.train());
     let files = [0, 1].map(|at| {
         let name = format!("cut-{at}");
         fs::create_dir(twins.checkpoints.path().join(&name)).unwrap();
-        twins.nodes[at].snapshot(fence(1), &name, Some(9)).unwrap().files
+        twins.nodes[at].write_snapshot(fence(1), &name, Some(9)).unwrap().files
     });
     assert_eq!(files[0], files[1]);
     let before = twins.nodes[0].journal_bytes().unwrap();
     // Told late, of a cut that is not the last one, it is no base: what came between would be lost.
-    twins.both("cut", |node| node.cut(fence(1), 10));
+    twins.both("prepare_snapshot", |node| node.prepare_snapshot(fence(1), 10));
     (0..5).for_each(|_| twins.train());
-    twins.nodes[0].saved(fence(1), 9, "cut-0", &files[0]).unwrap();
+    twins.nodes[0].commit_snapshot(fence(1), 9, "cut-0", &files[0]).unwrap();
     assert!(twins.nodes[0].journal_bytes().unwrap() > before);
     twins.kill();
     twins.check("behind a checkpoint that was told of late");
@@ -433,7 +433,10 @@ fn what_the_disk_never_got_of_the_end_reads_as_zeros_and_had_not_come() {
         *content.last_mut().unwrap() = 1;
         fs::write(&path, &content).unwrap();
         let node = server(data.path(), checkpoints.path());
-        assert!(matches!(node.cut(fence(1), 1), Err(TablesError::NotBegun)), "a hole from {from}");
+        assert!(
+            matches!(node.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)),
+            "a hole from {from}"
+        );
     }
     assert!(whole.len() > begin + 1024);
     fs::write(&path, &whole).unwrap();
@@ -457,7 +460,7 @@ fn zeros_that_were_written_are_no_excuse_for_damage() {
         content[at] ^= 1;
         fs::write(&path, &content).unwrap();
         let node = server(data.path(), checkpoints.path());
-        assert!(matches!(node.cut(fence(1), 1), Err(TablesError::NotBegun)), "byte {at}");
+        assert!(matches!(node.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)), "byte {at}");
     }
 }
 
@@ -465,7 +468,7 @@ fn zeros_that_were_written_are_no_excuse_for_damage() {
 fn a_segment_that_was_only_begun_is_as_if_it_had_not() {
     let (data, checkpoints, states) = short();
     let node = server(data.path(), checkpoints.path());
-    node.cut(fence(1), 1).unwrap();
+    node.prepare_snapshot(fence(1), 1).unwrap();
     drop(node);
     let [first, second] = ["journal/1", "journal/2"].map(|name| fs::read(data.path().join(name)).unwrap());
     let now = |node: &Node| Stats { memory_bytes: 0, ..node.stats().unwrap() };
@@ -489,7 +492,7 @@ fn a_segment_that_was_only_begun_is_as_if_it_had_not() {
     fs::write(data.path().join("journal/1"), &first[..first.len() - 1]).unwrap();
     assert!(fs::metadata(data.path().join("journal/2")).unwrap().len() > second.len() as u64);
     let node = server(data.path(), checkpoints.path());
-    assert!(matches!(node.cut(fence(1), 1), Err(TablesError::NotBegun)));
+    assert!(matches!(node.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)));
 }
 
 #[test]
@@ -508,7 +511,7 @@ fn copies_for_a_cut_hold_up_nobody_who_goes_on_where_a_log_ends() {
         push_to(node, token(0, seq), seq, &parts, 1.0).unwrap();
     };
     train(&node, 1);
-    node.cut(fence(1), 1).unwrap();
+    node.prepare_snapshot(fence(1), 1).unwrap();
     let began = std::time::Instant::now();
     (2..100).for_each(|seq| train(&node, seq));
     assert!(node.is_full());
@@ -516,7 +519,7 @@ fn copies_for_a_cut_hold_up_nobody_who_goes_on_where_a_log_ends() {
     let node = start();
     assert!(node.is_full(), "the cut is held");
     assert!(began.elapsed() < Duration::from_secs(20), "{:?} for what waits for nobody", began.elapsed());
-    node.uncut(fence(1), 1).unwrap();
+    node.abort_snapshot(fence(1), 1).unwrap();
     train(&node, 100);
     assert!(!node.is_full());
     drop(node);
@@ -538,7 +541,7 @@ fn a_damaged_journal_is_never_used() {
             damaged[at] ^= 1 << (at % 8);
             fs::write(&path, &damaged).unwrap();
             let node = server(data.path(), checkpoints.path());
-            let error = node.cut(fence(1), 1).unwrap_err();
+            let error = node.prepare_snapshot(fence(1), 1).unwrap_err();
             assert!(matches!(error, TablesError::NotBegun), "byte {at} of {name}: {error}");
             found += 1;
         }
@@ -552,19 +555,19 @@ fn a_damaged_journal_is_never_used() {
     let journal = Some((data.path().join("journal"), LogSync::EverySecond));
     let of = |capacity| NodeOptions { capacity, ..options(checkpoints.path(), journal.clone()) };
     let other = Node::new(of(1024), owned(data.path())).unwrap();
-    assert!(matches!(other.cut(fence(1), 1), Err(TablesError::NotBegun)));
+    assert!(matches!(other.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)));
     drop(other);
     let other = Node::new(NodeOptions { job: "other".into(), ..of(512) }, owned(data.path())).unwrap();
-    assert!(matches!(other.cut(fence(1), 1), Err(TablesError::NotBegun)));
+    assert!(matches!(other.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)));
     assert_eq!(other.stats().unwrap().rows, [0, 0]);
     drop(other);
     fs::write(data.path().join("generation"), "2\n").unwrap();
     let late = server(data.path(), checkpoints.path());
-    assert!(matches!(late.cut(fence(1), 1), Err(TablesError::NotBegun)));
+    assert!(matches!(late.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)));
     // The next run begins another journal.
     late.begin(1, &run(3, true), false).unwrap();
     drop(late);
-    server(data.path(), checkpoints.path()).cut(fence(3), 1).unwrap();
+    server(data.path(), checkpoints.path()).prepare_snapshot(fence(3), 1).unwrap();
 }
 
 #[tokio::test]

@@ -226,8 +226,9 @@ fn snapshots_stay_below_their_root() {
             let channel = stack.servers[0].channel(None).unwrap();
             let admin = Credentials::new(Role::Admin, None);
             let fence = Some(proto::Fence { job: token(0, 1).job.0, generation: 1 });
-            let request = proto::SnapshotRequest { fence, directory: directory.into(), ..Default::default() };
-            EmbeddingServerClient::with_interceptor(channel, admin).snapshot(request).await.unwrap_err()
+            let request =
+                proto::WriteSnapshotRequest { fence, directory: directory.into(), ..Default::default() };
+            EmbeddingServerClient::with_interceptor(channel, admin).write_snapshot(request).await.unwrap_err()
         });
         let error = from_status("", &status);
         assert!(matches!(error, TablesError::BadShape { .. } | TablesError::Io { .. }), "{error}");

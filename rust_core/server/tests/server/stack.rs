@@ -195,20 +195,20 @@ impl<T: Send + Sync> Tables for Held<T> {
         self.tables.push(request)
     }
 
-    fn cut(&self, cut: u64) -> Result<(), TablesError> {
-        self.tables.cut(cut)
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.tables.prepare_snapshot(number)
     }
 
-    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-        self.tables.uncut(cut)
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.tables.abort_snapshot(number)
     }
 
-    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
-        self.tables.snapshot(dir, cut)
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.tables.write_snapshot(dir, number)
     }
 
-    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        self.tables.saved(cut, dir, files)
+    fn commit_snapshot(&self, number: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.tables.commit_snapshot(number, dir, files)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

@@ -39,7 +39,7 @@ pub(crate) fn measure(size: &Size) {
         let dir = root.path().join(round.to_string());
         fs::create_dir(&dir).expect("room for a checkpoint");
         let start = Instant::now();
-        let files = bench.store.snapshot(&dir, None).expect("a snapshot").files;
+        let files = bench.store.write_snapshot(&dir, None).expect("a snapshot").files;
         save.add(start.elapsed().as_secs_f64());
         bytes = files.iter().map(|file| file.bytes as usize).sum();
         let flat = root.path().join("flat");
@@ -75,7 +75,7 @@ fn time_steps(bench: &Bench, rows: usize, root: &Path) -> (Samples, Samples) {
         let dir = root.join(format!("meanwhile-{round}"));
         fs::create_dir(&dir).expect("room for a checkpoint");
         std::thread::scope(|threads| {
-            let save = threads.spawn(|| bench.store.snapshot(&dir, None).expect("a snapshot"));
+            let save = threads.spawn(|| bench.store.write_snapshot(&dir, None).expect("a snapshot"));
             for ids in batches.iter().cycle() {
                 step(ids, &mut meanwhile);
                 if save.is_finished() {

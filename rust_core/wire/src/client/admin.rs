@@ -79,63 +79,80 @@ impl Inner {
     /// run is lost, and the next one begins above it.
     async fn all_began(&self, generation: u64, refusal: TablesError) -> Result<(), TablesError> {
         let all = self.stats_by_server().await?;
-        let without: Vec<usize> = (0..all.len()).filter(|server| all[*server].generation != generation).collect();
+        let without: Vec<usize> =
+            (0..all.len()).filter(|server| all[*server].generation != generation).collect();
         match without.first() {
             None => Ok(()),
             Some(_) if without.len() == all.len() => Err(refusal),
             Some(server) => Err(TablesError::Lost {
                 peer: format!("server {server} of {}", all.len()),
-                what: format!("generation {generation} began in other servers and not in this one ({refusal})"),
+                what: format!(
+                    "generation {generation} began in other servers and not in this one ({refusal})"
+                ),
             }),
         }
     }
 
-    pub(super) async fn cut(&self, cut: u64) -> Result<(), TablesError> {
-        let request = proto::CutRequest { fence: *self.fence.lock(), cut };
-        self.call("cut", self.patience(), async |remote, each| {
-            ask!(remote, self.admin, cut, within(each, request)).map(|_| ())
+    pub(super) async fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        let request = proto::PrepareSnapshotRequest { fence: *self.fence.lock(), number };
+        self.call("prepare_snapshot", self.patience(), async |remote, each| {
+            ask!(remote, self.admin, prepare_snapshot, within(each, request)).map(|_| ())
         })
         .await
     }
 
-    pub(super) async fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-        let request = proto::UncutRequest { fence: *self.fence.lock(), cut };
-        self.call("end of a cut", self.one_try(), async |remote, each| {
-            ask!(remote, self.admin, uncut, within(each, request)).map(|_| ())
+    pub(super) async fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        let request = proto::AbortSnapshotRequest { fence: *self.fence.lock(), number };
+        self.call("abort_snapshot", self.one_try(), async |remote, each| {
+            ask!(remote, self.admin, abort_snapshot, within(each, request)).map(|_| ())
         })
         .await
     }
 
-    pub(super) async fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
+    pub(super) async fn write_snapshot(
+        &self,
+        dir: &Path,
+        number: Option<u64>,
+    ) -> Result<Snapshot, TablesError> {
         let directory = self.below_root(dir)?;
         self.stats_by_server().await?; // all servers are there: one try is enough
-        let request = proto::SnapshotRequest { fence: *self.fence.lock(), directory, cut, check_only: false };
+        let request =
+            proto::WriteSnapshotRequest { fence: *self.fence.lock(), directory, number, check_only: false };
         self.call(&format!("snapshot into {}", dir.display()), self.once(), async |remote, each| {
-            ask!(remote, self.admin, snapshot, within(each, request.clone())).map(Snapshot::from)
+            ask!(remote, self.admin, write_snapshot, within(each, request.clone())).map(Snapshot::from)
         })
         .await
     }
 
     pub(super) async fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
         let directory = self.below_root(dir)?;
-        let request =
-            proto::SnapshotRequest { fence: *self.fence.lock(), directory, cut: None, check_only: true };
+        let request = proto::WriteSnapshotRequest {
+            fence: *self.fence.lock(),
+            directory,
+            number: None,
+            check_only: true,
+        };
         self.call(&format!("check of {}", dir.display()), self.patience(), async |remote, each| {
-            ask!(remote, self.admin, snapshot, within(each, request.clone())).map(|_| ())
+            ask!(remote, self.admin, write_snapshot, within(each, request.clone())).map(|_| ())
         })
         .await
     }
 
-    pub(super) async fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        let request = proto::SavedRequest {
+    pub(super) async fn commit_snapshot(
+        &self,
+        number: u64,
+        dir: &Path,
+        files: &[FileEntry],
+    ) -> Result<(), TablesError> {
+        let request = proto::CommitSnapshotRequest {
             fence: *self.fence.lock(),
-            cut,
+            number,
             directory: self.below_root(dir)?,
             files: files.iter().cloned().map(Into::into).collect(),
         };
         let what = format!("note of the checkpoint in {}", dir.display());
         self.call(&what, self.one_try(), async |remote, each| {
-            ask!(remote, self.admin, saved, within(each, request.clone())).map(|_| ())
+            ask!(remote, self.admin, commit_snapshot, within(each, request.clone())).map(|_| ())
         })
         .await
     }

@@ -174,20 +174,20 @@ impl Tables for WireTables {
         self.wait(self.inner.push(request))
     }
 
-    fn cut(&self, cut: u64) -> Result<(), TablesError> {
-        self.wait(self.inner.cut(cut))
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.wait(self.inner.prepare_snapshot(number))
     }
 
-    fn uncut(&self, cut: u64) -> Result<(), TablesError> {
-        self.wait(self.inner.uncut(cut))
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.wait(self.inner.abort_snapshot(number))
     }
 
-    fn snapshot(&self, dir: &Path, cut: Option<u64>) -> Result<Snapshot, TablesError> {
-        self.wait(self.inner.snapshot(dir, cut))
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.wait(self.inner.write_snapshot(dir, number))
     }
 
-    fn saved(&self, cut: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        self.wait(self.inner.saved(cut, dir, files))
+    fn commit_snapshot(&self, number: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.wait(self.inner.commit_snapshot(number, dir, files))
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {

@@ -244,38 +244,38 @@ pub struct BeginRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginReply {}
-/// Keep the rows as they are now, for a snapshot of this cut. Its number is above that of every cut of the run before, so that one
-/// that comes late is refused; the last one again changes nothing.
+/// Hold the rows as they are now for a snapshot of this number. Numbers of a generation ascend, so that a late request is
+/// refused. A repeated number changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct CutRequest {
+pub struct PrepareSnapshotRequest {
     #[prost(message, optional, tag = "1")]
     pub fence: ::core::option::Option<Fence>,
     #[prost(uint64, tag = "2")]
-    pub cut: u64,
+    pub number: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct CutReply {}
-/// Forget this cut, if it is held.
+pub struct PrepareSnapshotReply {}
+/// Release the rows that are held for this snapshot.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct UncutRequest {
+pub struct AbortSnapshotRequest {
     #[prost(message, optional, tag = "1")]
     pub fence: ::core::option::Option<Fence>,
     #[prost(uint64, tag = "2")]
-    pub cut: u64,
+    pub number: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct UncutReply {}
+pub struct AbortSnapshotReply {}
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct SnapshotRequest {
+pub struct WriteSnapshotRequest {
     #[prost(message, optional, tag = "1")]
     pub fence: ::core::option::Option<Fence>,
     /// below the servers' checkpoint root, relative to it
     #[prost(string, tag = "2")]
     pub directory: ::prost::alloc::string::String,
-    /// else the rows are of now; afterwards no cut is held, also where it failed
+    /// of a prepared snapshot; absent: of the rows as they are now. Releases held rows, even on failure
     #[prost(uint64, optional, tag = "3")]
-    pub cut: ::core::option::Option<u64>,
-    /// say whether files can be written there, and write none; a cut that is held stays
+    pub number: ::core::option::Option<u64>,
+    /// only check that files can be written there; held rows stay held
     #[prost(bool, tag = "4")]
     pub check_only: bool,
 }
@@ -289,21 +289,21 @@ pub struct File {
     pub blake3: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
-pub struct SnapshotReply {
+pub struct WriteSnapshotReply {
     #[prost(message, repeated, tag = "1")]
     pub files: ::prost::alloc::vec::Vec<File>,
     /// per table
     #[prost(uint64, repeated, tag = "2")]
     pub rows: ::prost::alloc::vec::Vec<u64>,
 }
-/// The snapshot of this cut is part of the checkpoint in that directory: servers that keep a log forget what led to it, if no
-/// other cut was made since.
+/// The snapshot is part of the checkpoint in this directory. A server with a log truncates it to the snapshot, unless a newer
+/// one was prepared since.
 #[derive(Clone, PartialEq, ::prost::Message)]
-pub struct SavedRequest {
+pub struct CommitSnapshotRequest {
     #[prost(message, optional, tag = "1")]
     pub fence: ::core::option::Option<Fence>,
     #[prost(uint64, tag = "4")]
-    pub cut: u64,
+    pub number: u64,
     #[prost(string, tag = "2")]
     pub directory: ::prost::alloc::string::String,
     /// of all shards
@@ -311,7 +311,7 @@ pub struct SavedRequest {
     pub files: ::prost::alloc::vec::Vec<File>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct SavedReply {}
+pub struct CommitSnapshotReply {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RestoreRequest {
     #[prost(message, optional, tag = "1")]
@@ -576,10 +576,13 @@ pub mod embedding_server_client {
                 .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Push"));
             self.inner.client_streaming(req, path, codec).await
         }
-        pub async fn cut(
+        pub async fn prepare_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::CutRequest>,
-        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::PrepareSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PrepareSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -590,17 +593,20 @@ pub mod embedding_server_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.EmbeddingServer/Cut",
+                "/persia.v1.EmbeddingServer/PrepareSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Cut"));
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "PrepareSnapshot"));
             self.inner.unary(req, path, codec).await
         }
-        pub async fn uncut(
+        pub async fn abort_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::UncutRequest>,
-        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::AbortSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::AbortSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -611,17 +617,20 @@ pub mod embedding_server_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.EmbeddingServer/Uncut",
+                "/persia.v1.EmbeddingServer/AbortSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Uncut"));
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "AbortSnapshot"));
             self.inner.unary(req, path, codec).await
         }
-        pub async fn snapshot(
+        pub async fn write_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::SnapshotRequest>,
-        ) -> std::result::Result<tonic::Response<super::SnapshotReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::WriteSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::WriteSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -632,17 +641,20 @@ pub mod embedding_server_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.EmbeddingServer/Snapshot",
+                "/persia.v1.EmbeddingServer/WriteSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Snapshot"));
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "WriteSnapshot"));
             self.inner.unary(req, path, codec).await
         }
-        pub async fn saved(
+        pub async fn commit_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::SavedRequest>,
-        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::CommitSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CommitSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -653,11 +665,11 @@ pub mod embedding_server_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.EmbeddingServer/Saved",
+                "/persia.v1.EmbeddingServer/CommitSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "Saved"));
+                .insert(GrpcMethod::new("persia.v1.EmbeddingServer", "CommitSnapshot"));
             self.inner.unary(req, path, codec).await
         }
         pub async fn restore(
@@ -756,22 +768,34 @@ pub mod embedding_server_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::PushRequest>>,
         ) -> std::result::Result<tonic::Response<super::PushReply>, tonic::Status>;
-        async fn cut(
+        async fn prepare_snapshot(
             &self,
-            request: tonic::Request<super::CutRequest>,
-        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status>;
-        async fn uncut(
+            request: tonic::Request<super::PrepareSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PrepareSnapshotReply>,
+            tonic::Status,
+        >;
+        async fn abort_snapshot(
             &self,
-            request: tonic::Request<super::UncutRequest>,
-        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status>;
-        async fn snapshot(
+            request: tonic::Request<super::AbortSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::AbortSnapshotReply>,
+            tonic::Status,
+        >;
+        async fn write_snapshot(
             &self,
-            request: tonic::Request<super::SnapshotRequest>,
-        ) -> std::result::Result<tonic::Response<super::SnapshotReply>, tonic::Status>;
-        async fn saved(
+            request: tonic::Request<super::WriteSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::WriteSnapshotReply>,
+            tonic::Status,
+        >;
+        async fn commit_snapshot(
             &self,
-            request: tonic::Request<super::SavedRequest>,
-        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status>;
+            request: tonic::Request<super::CommitSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CommitSnapshotReply>,
+            tonic::Status,
+        >;
         async fn restore(
             &self,
             request: tonic::Request<super::RestoreRequest>,
@@ -998,24 +1022,26 @@ pub mod embedding_server_server {
                     };
                     Box::pin(fut)
                 }
-                "/persia.v1.EmbeddingServer/Cut" => {
+                "/persia.v1.EmbeddingServer/PrepareSnapshot" => {
                     #[allow(non_camel_case_types)]
-                    struct CutSvc<T: EmbeddingServer>(pub Arc<T>);
+                    struct PrepareSnapshotSvc<T: EmbeddingServer>(pub Arc<T>);
                     impl<
                         T: EmbeddingServer,
-                    > tonic::server::UnaryService<super::CutRequest> for CutSvc<T> {
-                        type Response = super::CutReply;
+                    > tonic::server::UnaryService<super::PrepareSnapshotRequest>
+                    for PrepareSnapshotSvc<T> {
+                        type Response = super::PrepareSnapshotReply;
                         type Future = BoxFuture<
                             tonic::Response<Self::Response>,
                             tonic::Status,
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<super::CutRequest>,
+                            request: tonic::Request<super::PrepareSnapshotRequest>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as EmbeddingServer>::cut(&inner, request).await
+                                <T as EmbeddingServer>::prepare_snapshot(&inner, request)
+                                    .await
                             };
                             Box::pin(fut)
                         }
@@ -1026,7 +1052,7 @@ pub mod embedding_server_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = CutSvc(inner);
+                        let method = PrepareSnapshotSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -1042,24 +1068,26 @@ pub mod embedding_server_server {
                     };
                     Box::pin(fut)
                 }
-                "/persia.v1.EmbeddingServer/Uncut" => {
+                "/persia.v1.EmbeddingServer/AbortSnapshot" => {
                     #[allow(non_camel_case_types)]
-                    struct UncutSvc<T: EmbeddingServer>(pub Arc<T>);
+                    struct AbortSnapshotSvc<T: EmbeddingServer>(pub Arc<T>);
                     impl<
                         T: EmbeddingServer,
-                    > tonic::server::UnaryService<super::UncutRequest> for UncutSvc<T> {
-                        type Response = super::UncutReply;
+                    > tonic::server::UnaryService<super::AbortSnapshotRequest>
+                    for AbortSnapshotSvc<T> {
+                        type Response = super::AbortSnapshotReply;
                         type Future = BoxFuture<
                             tonic::Response<Self::Response>,
                             tonic::Status,
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<super::UncutRequest>,
+                            request: tonic::Request<super::AbortSnapshotRequest>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as EmbeddingServer>::uncut(&inner, request).await
+                                <T as EmbeddingServer>::abort_snapshot(&inner, request)
+                                    .await
                             };
                             Box::pin(fut)
                         }
@@ -1070,7 +1098,7 @@ pub mod embedding_server_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = UncutSvc(inner);
+                        let method = AbortSnapshotSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -1086,25 +1114,26 @@ pub mod embedding_server_server {
                     };
                     Box::pin(fut)
                 }
-                "/persia.v1.EmbeddingServer/Snapshot" => {
+                "/persia.v1.EmbeddingServer/WriteSnapshot" => {
                     #[allow(non_camel_case_types)]
-                    struct SnapshotSvc<T: EmbeddingServer>(pub Arc<T>);
+                    struct WriteSnapshotSvc<T: EmbeddingServer>(pub Arc<T>);
                     impl<
                         T: EmbeddingServer,
-                    > tonic::server::UnaryService<super::SnapshotRequest>
-                    for SnapshotSvc<T> {
-                        type Response = super::SnapshotReply;
+                    > tonic::server::UnaryService<super::WriteSnapshotRequest>
+                    for WriteSnapshotSvc<T> {
+                        type Response = super::WriteSnapshotReply;
                         type Future = BoxFuture<
                             tonic::Response<Self::Response>,
                             tonic::Status,
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<super::SnapshotRequest>,
+                            request: tonic::Request<super::WriteSnapshotRequest>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as EmbeddingServer>::snapshot(&inner, request).await
+                                <T as EmbeddingServer>::write_snapshot(&inner, request)
+                                    .await
                             };
                             Box::pin(fut)
                         }
@@ -1115,7 +1144,7 @@ pub mod embedding_server_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = SnapshotSvc(inner);
+                        let method = WriteSnapshotSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -1131,24 +1160,26 @@ pub mod embedding_server_server {
                     };
                     Box::pin(fut)
                 }
-                "/persia.v1.EmbeddingServer/Saved" => {
+                "/persia.v1.EmbeddingServer/CommitSnapshot" => {
                     #[allow(non_camel_case_types)]
-                    struct SavedSvc<T: EmbeddingServer>(pub Arc<T>);
+                    struct CommitSnapshotSvc<T: EmbeddingServer>(pub Arc<T>);
                     impl<
                         T: EmbeddingServer,
-                    > tonic::server::UnaryService<super::SavedRequest> for SavedSvc<T> {
-                        type Response = super::SavedReply;
+                    > tonic::server::UnaryService<super::CommitSnapshotRequest>
+                    for CommitSnapshotSvc<T> {
+                        type Response = super::CommitSnapshotReply;
                         type Future = BoxFuture<
                             tonic::Response<Self::Response>,
                             tonic::Status,
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<super::SavedRequest>,
+                            request: tonic::Request<super::CommitSnapshotRequest>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as EmbeddingServer>::saved(&inner, request).await
+                                <T as EmbeddingServer>::commit_snapshot(&inner, request)
+                                    .await
                             };
                             Box::pin(fut)
                         }
@@ -1159,7 +1190,7 @@ pub mod embedding_server_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = SavedSvc(inner);
+                        let method = CommitSnapshotSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -1504,28 +1535,13 @@ pub mod middleware_client {
             req.extensions_mut().insert(GrpcMethod::new("persia.v1.Middleware", "Push"));
             self.inner.client_streaming(req, path, codec).await
         }
-        pub async fn cut(
+        pub async fn prepare_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::CutRequest>,
-        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status> {
-            self.inner
-                .ready()
-                .await
-                .map_err(|e| {
-                    tonic::Status::unknown(
-                        format!("Service was not ready: {}", e.into()),
-                    )
-                })?;
-            let codec = tonic_prost::ProstCodec::default();
-            let path = http::uri::PathAndQuery::from_static("/persia.v1.Middleware/Cut");
-            let mut req = request.into_request();
-            req.extensions_mut().insert(GrpcMethod::new("persia.v1.Middleware", "Cut"));
-            self.inner.unary(req, path, codec).await
-        }
-        pub async fn uncut(
-            &mut self,
-            request: impl tonic::IntoRequest<super::UncutRequest>,
-        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::PrepareSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PrepareSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -1536,17 +1552,20 @@ pub mod middleware_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.Middleware/Uncut",
+                "/persia.v1.Middleware/PrepareSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.Middleware", "Uncut"));
+                .insert(GrpcMethod::new("persia.v1.Middleware", "PrepareSnapshot"));
             self.inner.unary(req, path, codec).await
         }
-        pub async fn snapshot(
+        pub async fn abort_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::SnapshotRequest>,
-        ) -> std::result::Result<tonic::Response<super::SnapshotReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::AbortSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::AbortSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -1557,17 +1576,20 @@ pub mod middleware_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.Middleware/Snapshot",
+                "/persia.v1.Middleware/AbortSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.Middleware", "Snapshot"));
+                .insert(GrpcMethod::new("persia.v1.Middleware", "AbortSnapshot"));
             self.inner.unary(req, path, codec).await
         }
-        pub async fn saved(
+        pub async fn write_snapshot(
             &mut self,
-            request: impl tonic::IntoRequest<super::SavedRequest>,
-        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status> {
+            request: impl tonic::IntoRequest<super::WriteSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::WriteSnapshotReply>,
+            tonic::Status,
+        > {
             self.inner
                 .ready()
                 .await
@@ -1578,11 +1600,35 @@ pub mod middleware_client {
                 })?;
             let codec = tonic_prost::ProstCodec::default();
             let path = http::uri::PathAndQuery::from_static(
-                "/persia.v1.Middleware/Saved",
+                "/persia.v1.Middleware/WriteSnapshot",
             );
             let mut req = request.into_request();
             req.extensions_mut()
-                .insert(GrpcMethod::new("persia.v1.Middleware", "Saved"));
+                .insert(GrpcMethod::new("persia.v1.Middleware", "WriteSnapshot"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn commit_snapshot(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CommitSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CommitSnapshotReply>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/persia.v1.Middleware/CommitSnapshot",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("persia.v1.Middleware", "CommitSnapshot"));
             self.inner.unary(req, path, codec).await
         }
         pub async fn restore(
@@ -1681,22 +1727,34 @@ pub mod middleware_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::PushRequest>>,
         ) -> std::result::Result<tonic::Response<super::PushReply>, tonic::Status>;
-        async fn cut(
+        async fn prepare_snapshot(
             &self,
-            request: tonic::Request<super::CutRequest>,
-        ) -> std::result::Result<tonic::Response<super::CutReply>, tonic::Status>;
-        async fn uncut(
+            request: tonic::Request<super::PrepareSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PrepareSnapshotReply>,
+            tonic::Status,
+        >;
+        async fn abort_snapshot(
             &self,
-            request: tonic::Request<super::UncutRequest>,
-        ) -> std::result::Result<tonic::Response<super::UncutReply>, tonic::Status>;
-        async fn snapshot(
+            request: tonic::Request<super::AbortSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::AbortSnapshotReply>,
+            tonic::Status,
+        >;
+        async fn write_snapshot(
             &self,
-            request: tonic::Request<super::SnapshotRequest>,
-        ) -> std::result::Result<tonic::Response<super::SnapshotReply>, tonic::Status>;
-        async fn saved(
+            request: tonic::Request<super::WriteSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::WriteSnapshotReply>,
+            tonic::Status,
+        >;
+        async fn commit_snapshot(
             &self,
-            request: tonic::Request<super::SavedRequest>,
-        ) -> std::result::Result<tonic::Response<super::SavedReply>, tonic::Status>;
+            request: tonic::Request<super::CommitSnapshotRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CommitSnapshotReply>,
+            tonic::Status,
+        >;
         async fn restore(
             &self,
             request: tonic::Request<super::RestoreRequest>,
@@ -1922,111 +1980,25 @@ pub mod middleware_server {
                     };
                     Box::pin(fut)
                 }
-                "/persia.v1.Middleware/Cut" => {
+                "/persia.v1.Middleware/PrepareSnapshot" => {
                     #[allow(non_camel_case_types)]
-                    struct CutSvc<T: Middleware>(pub Arc<T>);
-                    impl<T: Middleware> tonic::server::UnaryService<super::CutRequest>
-                    for CutSvc<T> {
-                        type Response = super::CutReply;
-                        type Future = BoxFuture<
-                            tonic::Response<Self::Response>,
-                            tonic::Status,
-                        >;
-                        fn call(
-                            &mut self,
-                            request: tonic::Request<super::CutRequest>,
-                        ) -> Self::Future {
-                            let inner = Arc::clone(&self.0);
-                            let fut = async move {
-                                <T as Middleware>::cut(&inner, request).await
-                            };
-                            Box::pin(fut)
-                        }
-                    }
-                    let accept_compression_encodings = self.accept_compression_encodings;
-                    let send_compression_encodings = self.send_compression_encodings;
-                    let max_decoding_message_size = self.max_decoding_message_size;
-                    let max_encoding_message_size = self.max_encoding_message_size;
-                    let inner = self.inner.clone();
-                    let fut = async move {
-                        let method = CutSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
-                        let mut grpc = tonic::server::Grpc::new(codec)
-                            .apply_compression_config(
-                                accept_compression_encodings,
-                                send_compression_encodings,
-                            )
-                            .apply_max_message_size_config(
-                                max_decoding_message_size,
-                                max_encoding_message_size,
-                            );
-                        let res = grpc.unary(method, req).await;
-                        Ok(res)
-                    };
-                    Box::pin(fut)
-                }
-                "/persia.v1.Middleware/Uncut" => {
-                    #[allow(non_camel_case_types)]
-                    struct UncutSvc<T: Middleware>(pub Arc<T>);
-                    impl<T: Middleware> tonic::server::UnaryService<super::UncutRequest>
-                    for UncutSvc<T> {
-                        type Response = super::UncutReply;
-                        type Future = BoxFuture<
-                            tonic::Response<Self::Response>,
-                            tonic::Status,
-                        >;
-                        fn call(
-                            &mut self,
-                            request: tonic::Request<super::UncutRequest>,
-                        ) -> Self::Future {
-                            let inner = Arc::clone(&self.0);
-                            let fut = async move {
-                                <T as Middleware>::uncut(&inner, request).await
-                            };
-                            Box::pin(fut)
-                        }
-                    }
-                    let accept_compression_encodings = self.accept_compression_encodings;
-                    let send_compression_encodings = self.send_compression_encodings;
-                    let max_decoding_message_size = self.max_decoding_message_size;
-                    let max_encoding_message_size = self.max_encoding_message_size;
-                    let inner = self.inner.clone();
-                    let fut = async move {
-                        let method = UncutSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
-                        let mut grpc = tonic::server::Grpc::new(codec)
-                            .apply_compression_config(
-                                accept_compression_encodings,
-                                send_compression_encodings,
-                            )
-                            .apply_max_message_size_config(
-                                max_decoding_message_size,
-                                max_encoding_message_size,
-                            );
-                        let res = grpc.unary(method, req).await;
-                        Ok(res)
-                    };
-                    Box::pin(fut)
-                }
-                "/persia.v1.Middleware/Snapshot" => {
-                    #[allow(non_camel_case_types)]
-                    struct SnapshotSvc<T: Middleware>(pub Arc<T>);
+                    struct PrepareSnapshotSvc<T: Middleware>(pub Arc<T>);
                     impl<
                         T: Middleware,
-                    > tonic::server::UnaryService<super::SnapshotRequest>
-                    for SnapshotSvc<T> {
-                        type Response = super::SnapshotReply;
+                    > tonic::server::UnaryService<super::PrepareSnapshotRequest>
+                    for PrepareSnapshotSvc<T> {
+                        type Response = super::PrepareSnapshotReply;
                         type Future = BoxFuture<
                             tonic::Response<Self::Response>,
                             tonic::Status,
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<super::SnapshotRequest>,
+                            request: tonic::Request<super::PrepareSnapshotRequest>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as Middleware>::snapshot(&inner, request).await
+                                <T as Middleware>::prepare_snapshot(&inner, request).await
                             };
                             Box::pin(fut)
                         }
@@ -2037,7 +2009,7 @@ pub mod middleware_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = SnapshotSvc(inner);
+                        let method = PrepareSnapshotSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
@@ -2053,23 +2025,25 @@ pub mod middleware_server {
                     };
                     Box::pin(fut)
                 }
-                "/persia.v1.Middleware/Saved" => {
+                "/persia.v1.Middleware/AbortSnapshot" => {
                     #[allow(non_camel_case_types)]
-                    struct SavedSvc<T: Middleware>(pub Arc<T>);
-                    impl<T: Middleware> tonic::server::UnaryService<super::SavedRequest>
-                    for SavedSvc<T> {
-                        type Response = super::SavedReply;
+                    struct AbortSnapshotSvc<T: Middleware>(pub Arc<T>);
+                    impl<
+                        T: Middleware,
+                    > tonic::server::UnaryService<super::AbortSnapshotRequest>
+                    for AbortSnapshotSvc<T> {
+                        type Response = super::AbortSnapshotReply;
                         type Future = BoxFuture<
                             tonic::Response<Self::Response>,
                             tonic::Status,
                         >;
                         fn call(
                             &mut self,
-                            request: tonic::Request<super::SavedRequest>,
+                            request: tonic::Request<super::AbortSnapshotRequest>,
                         ) -> Self::Future {
                             let inner = Arc::clone(&self.0);
                             let fut = async move {
-                                <T as Middleware>::saved(&inner, request).await
+                                <T as Middleware>::abort_snapshot(&inner, request).await
                             };
                             Box::pin(fut)
                         }
@@ -2080,7 +2054,97 @@ pub mod middleware_server {
                     let max_encoding_message_size = self.max_encoding_message_size;
                     let inner = self.inner.clone();
                     let fut = async move {
-                        let method = SavedSvc(inner);
+                        let method = AbortSnapshotSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/persia.v1.Middleware/WriteSnapshot" => {
+                    #[allow(non_camel_case_types)]
+                    struct WriteSnapshotSvc<T: Middleware>(pub Arc<T>);
+                    impl<
+                        T: Middleware,
+                    > tonic::server::UnaryService<super::WriteSnapshotRequest>
+                    for WriteSnapshotSvc<T> {
+                        type Response = super::WriteSnapshotReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::WriteSnapshotRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Middleware>::write_snapshot(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = WriteSnapshotSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/persia.v1.Middleware/CommitSnapshot" => {
+                    #[allow(non_camel_case_types)]
+                    struct CommitSnapshotSvc<T: Middleware>(pub Arc<T>);
+                    impl<
+                        T: Middleware,
+                    > tonic::server::UnaryService<super::CommitSnapshotRequest>
+                    for CommitSnapshotSvc<T> {
+                        type Response = super::CommitSnapshotReply;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CommitSnapshotRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Middleware>::commit_snapshot(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CommitSnapshotSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

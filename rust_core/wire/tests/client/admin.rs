@@ -8,7 +8,7 @@ use persia_types::{Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::{PROTOCOL, VERSION};
 
-use crate::mock::{GENERATION, Fault, JOB, SERVERS, start};
+use crate::mock::{Fault, GENERATION, JOB, SERVERS, start};
 
 fn run(generation: u64) -> Run {
     Run {
@@ -90,10 +90,10 @@ fn checkpoints_lie_below_the_shared_root() {
     let client = WireTables::connect(options).unwrap();
     let dir = root.path().join("run/.saving-1");
     std::fs::create_dir_all(&dir).unwrap();
-    let snapshot = client.snapshot(&dir, None).unwrap();
+    let snapshot = client.write_snapshot(&dir, None).unwrap();
     assert_eq!((snapshot.rows, snapshot.files.len()), (vec![1, 2], 1));
     client.restore(&root.path().join("run/not-there-yet"), &snapshot.files).unwrap();
-    client.snapshot(root.path(), None).unwrap();
+    client.write_snapshot(root.path(), None).unwrap();
     client.check_storage(&dir).unwrap();
     let seen = ["run/.saving-1", "run/not-there-yet", "", "run/.saving-1"];
     assert_eq!(running.mock.seen.lock().directories, seen);
@@ -102,11 +102,11 @@ fn checkpoints_lie_below_the_shared_root() {
     std::os::unix::fs::symlink(outside.path(), root.path().join("link")).unwrap();
     let bad = [outside.path().to_owned(), root.path().join("link"), root.path().join("../x")];
     for dir in bad {
-        let error = client.snapshot(&dir, None).unwrap_err();
+        let error = client.write_snapshot(&dir, None).unwrap_err();
         assert!(matches!(error, TablesError::Io { .. }), "{error}");
         assert!(error.to_string().contains("PERSIA_CKPT_DIR"), "{error}");
     }
-    let error = running.client().snapshot(root.path(), None).unwrap_err().to_string();
+    let error = running.client().write_snapshot(root.path(), None).unwrap_err().to_string();
     assert!(error.contains("PERSIA_CKPT_DIR"), "{error}");
 }
 
@@ -116,7 +116,7 @@ fn a_snapshot_is_not_made_twice_at_the_same_time() {
         start(&[Fault::Fail(|| TablesError::Unreachable { peer: "server 0".into(), what: "x".into() })]);
     let root = tempfile::tempdir().unwrap();
     let options = ClientOptions { checkpoint_root: Some(root.path().to_owned()), ..running.options() };
-    let error = WireTables::connect(options).unwrap().snapshot(root.path(), None).unwrap_err();
+    let error = WireTables::connect(options).unwrap().write_snapshot(root.path(), None).unwrap_err();
     assert!(matches!(error, TablesError::Unreachable { .. }), "{error}");
-    assert_eq!(running.calls(), ["snapshot"]);
+    assert_eq!(running.calls(), ["write_snapshot"]);
 }

@@ -289,39 +289,42 @@ impl Middleware for Mock {
         Ok(Response::new(proto::BeginReply {}))
     }
 
-    async fn cut(&self, request: Request<proto::CutRequest>) -> Result<Response<proto::CutReply>, Status> {
-        require(request.extensions(), "Cut", &[])?;
-        self.next("cut").await?;
-        Ok(Response::new(proto::CutReply {}))
+    async fn prepare_snapshot(
+        &self,
+        request: Request<proto::PrepareSnapshotRequest>,
+    ) -> Result<Response<proto::PrepareSnapshotReply>, Status> {
+        require(request.extensions(), "PrepareSnapshot", &[])?;
+        self.next("prepare_snapshot").await?;
+        Ok(Response::new(proto::PrepareSnapshotReply {}))
     }
 
-    async fn uncut(
+    async fn abort_snapshot(
         &self,
-        request: Request<proto::UncutRequest>,
-    ) -> Result<Response<proto::UncutReply>, Status> {
-        require(request.extensions(), "Uncut", &[])?;
-        self.next("uncut").await?;
-        Ok(Response::new(proto::UncutReply {}))
+        request: Request<proto::AbortSnapshotRequest>,
+    ) -> Result<Response<proto::AbortSnapshotReply>, Status> {
+        require(request.extensions(), "AbortSnapshot", &[])?;
+        self.next("abort_snapshot").await?;
+        Ok(Response::new(proto::AbortSnapshotReply {}))
     }
 
-    async fn saved(
+    async fn commit_snapshot(
         &self,
-        request: Request<proto::SavedRequest>,
-    ) -> Result<Response<proto::SavedReply>, Status> {
-        require(request.extensions(), "Saved", &[])?;
-        self.next("saved").await?;
-        Ok(Response::new(proto::SavedReply {}))
+        request: Request<proto::CommitSnapshotRequest>,
+    ) -> Result<Response<proto::CommitSnapshotReply>, Status> {
+        require(request.extensions(), "CommitSnapshot", &[])?;
+        self.next("commit_snapshot").await?;
+        Ok(Response::new(proto::CommitSnapshotReply {}))
     }
 
-    async fn snapshot(
+    async fn write_snapshot(
         &self,
-        request: Request<proto::SnapshotRequest>,
-    ) -> Result<Response<proto::SnapshotReply>, Status> {
-        require(request.extensions(), "Snapshot", &[])?;
-        self.next("snapshot").await?;
+        request: Request<proto::WriteSnapshotRequest>,
+    ) -> Result<Response<proto::WriteSnapshotReply>, Status> {
+        require(request.extensions(), "WriteSnapshot", &[])?;
+        self.next("write_snapshot").await?;
         self.seen.lock().directories.push(request.into_inner().directory);
         let file = proto::File { name: "shard-000.arrow".into(), bytes: 5, blake3: "00".into() };
-        Ok(Response::new(proto::SnapshotReply { files: vec![file], rows: vec![1, 2] }))
+        Ok(Response::new(proto::WriteSnapshotReply { files: vec![file], rows: vec![1, 2] }))
     }
 
     async fn restore(
