@@ -41,33 +41,33 @@ pub(crate) struct DevicePool {
 #[derive(Debug)]
 struct Inner {
     handle: sys::CUmemoryPool,
-    /// Where blocks are given back, behind everything that used them. Nothing else waits there.
+    /// The stream on which blocks are freed, after everything that used them.
     releases: Stream,
     /// Streams of ours that a block may be in use on.
     ours: [sys::CUstream; 2],
     /// For the order between two streams; used under its lock.
     order: Mutex<Event>,
-    kept: Mutex<Kept>,
+    threshold: Mutex<Threshold>,
     context: Arc<Context>,
 }
 
-/// How much memory a pool keeps when blocks are free.
+/// How much free memory a pool keeps.
 ///
-/// At each synchronisation the driver gives back to the device what a pool has above its threshold, and taking it again
-/// is slow. So the threshold is above what the steps in flight need together: what was in use at most, in this window or the
-/// one before. It grows at once; what a few large batches took goes back after two windows without.
+/// At each synchronisation the driver returns memory above the threshold to the device, and taking it again is slow. So
+/// the threshold is above what the steps in flight need together: the most in use in this window or the previous one. It
+/// grows at once, and shrinks after two windows without large batches.
 #[derive(Debug, Default)]
-struct Kept {
-    threshold: u64,
-    /// In use at most, in the window before.
+struct Threshold {
+    bytes: u64,
+    /// In use at most, in the previous window.
     before: u64,
     /// Blocks of this window.
     blocks: u32,
 }
 
-impl Kept {
+impl Threshold {
     /// Count a block. `used` is what was in use at most since the window began. Returns the new threshold, if there is one,
-    /// and whether a window begins.
+    /// and whether a window starts.
     fn count(&mut self, used: u64) -> (Option<u64>, bool) {
         let needed = used.max(self.before).saturating_mul(SLACK);
         self.blocks += 1;
@@ -75,9 +75,9 @@ impl Kept {
         if ends {
             (self.blocks, self.before) = (0, used);
         }
-        let changes = needed > self.threshold || (ends && needed < self.threshold);
+        let changes = needed > self.bytes || (ends && needed < self.bytes);
         if changes {
-            self.threshold = needed;
+            self.bytes = needed;
         }
         (changes.then_some(needed), ends)
     }
@@ -104,7 +104,7 @@ impl DevicePool {
             releases: Stream::new(context)?,
             ours,
             order: Mutex::new(Event::new(context)?),
-            kept: Mutex::default(),
+            threshold: Mutex::default(),
             context: Arc::clone(context),
         };
         // A look-up must not wait for the model: memory that is still in use elsewhere is not given to it.
@@ -127,7 +127,7 @@ impl DevicePool {
         }
         inner.context.check("cuMemAllocFromPoolAsync", code)?;
         let block = Block { address, pool: Arc::clone(inner) };
-        inner.keep()?;
+        inner.adjust()?;
         Ok(block)
     }
 
@@ -142,7 +142,7 @@ impl DevicePool {
     pub(crate) fn trim(&self) -> Result<(), CudaError> {
         let inner = &self.inner;
         let _current = inner.context.enter()?;
-        *inner.kept.lock() = Kept::default();
+        *inner.threshold.lock() = Threshold::default();
         inner.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, &mut 0u64)?;
         // SAFETY: the pool and the stream are alive.
         unsafe {
@@ -169,28 +169,28 @@ impl Inner {
         Ok(value)
     }
 
-    /// Keep as much as is needed, now that another block was taken.
-    fn keep(&self) -> Result<(), CudaError> {
-        let mut kept = self.kept.lock();
-        let (threshold, begins) = kept.count(self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?);
-        if let Some(mut threshold) = threshold {
-            self.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &mut threshold)?;
+    /// Adjust the threshold after a block was taken.
+    fn adjust(&self) -> Result<(), CudaError> {
+        let mut threshold = self.threshold.lock();
+        let (changed, starts) = threshold.count(self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?);
+        if let Some(mut bytes) = changed {
+            self.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &mut bytes)?;
         }
-        if begins {
+        if starts {
             self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, &mut 0u64)?;
         }
         Ok(())
     }
 
-    /// Let blocks be given back only behind what is queued on `stream` so far.
-    fn release_behind(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+    /// Let blocks be freed only after all work queued on `stream` so far.
+    fn release_after(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let event = self.order.lock();
         event.record(stream)?;
         self.releases.wait(&event)
     }
 }
 
-/// A piece of device memory. Dropped, it goes back to the pool behind everything that may use it.
+/// Device memory. Dropped, it returns to the pool after everything that may use it.
 #[derive(Debug)]
 pub(crate) struct Block {
     address: u64,
@@ -220,11 +220,11 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Note that what is queued on `stream` so far uses the block: somebody else's, at its last use.
+    /// Note that work queued on `stream`, which is not ours, uses the block; called at its last use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
-        if self.pool.release_behind(stream as sys::CUstream).is_err() {
-            // The stream is gone: wait for whatever it had.
+        if self.pool.release_after(stream as sys::CUstream).is_err() {
+            // The stream was destroyed: wait for all work.
             // SAFETY: a context is current.
             let _ = unsafe { sys::cuCtxSynchronize() };
         }
@@ -234,15 +234,15 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         let Ok(_current) = self.pool.context.enter() else { return };
-        let ordered = self.pool.ours.iter().try_for_each(|stream| self.pool.release_behind(*stream));
+        let ordered = self.pool.ours.iter().try_for_each(|stream| self.pool.release_after(*stream));
         if ordered.is_ok() {
-            // SAFETY: made by `take`, given back once, behind all its uses. On failure it is lost, with the context.
+            // SAFETY: made by `take`, freed once, after all its uses. On failure it is leaked, with the context.
             let _ = unsafe { sys::cuMemFreeAsync(self.address, self.pool.releases.handle()) };
         }
     }
 }
 
-/// Page-locked memory, which the device copies from and to by itself.
+/// Page-locked memory, which the device accesses without the CPU.
 #[derive(Debug)]
 pub(crate) struct PinnedPool {
     state: Mutex<PinnedState>,
@@ -252,7 +252,7 @@ pub(crate) struct PinnedPool {
 #[derive(Debug, Default)]
 struct PinnedState {
     free: Vec<Pages>,
-    /// Those that a copy may still read, in the order of their copies.
+    /// Pages that a copy may still read, in the order of the copies.
     busy: Vec<(Event, Pages)>,
 }
 
@@ -270,7 +270,7 @@ impl PinnedPool {
         Arc::new(Self { state: Mutex::default(), context: Arc::clone(context) })
     }
 
-    /// `bytes` of page-locked memory with whatever was in it: the smallest free block that fits.
+    /// `bytes` of page-locked memory of unspecified content: the smallest free block that fits.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CudaError> {
         let mut state = self.state.lock();
         state.reclaim();
@@ -280,7 +280,7 @@ impl PinnedPool {
             Some(place) => state.free.swap_remove(place),
             None => self.make(bytes.max(1).next_multiple_of(PINNED_STEP))?,
         };
-        Ok(Pinned { pages: Some(pages), len: bytes, behind: None, home: Arc::clone(self) })
+        Ok(Pinned { pages: Some(pages), len: bytes, free_after: None, home: Arc::clone(self) })
     }
 
     fn make(&self, bytes: usize) -> Result<Pages, CudaError> {
@@ -296,10 +296,10 @@ impl PinnedPool {
         Ok(Pages { start: start.cast(), bytes })
     }
 
-    /// Keep the largest of what is free.
-    fn put(&self, pages: Pages, behind: Option<Event>) {
+    /// Return pages; of the free ones the largest are kept.
+    fn put(&self, pages: Pages, free_after: Option<Event>) {
         let mut state = self.state.lock();
-        match behind {
+        match free_after {
             Some(event) => state.busy.push((event, pages)),
             None => state.free.push(pages),
         }
@@ -345,7 +345,7 @@ impl PinnedState {
 pub(crate) struct Pinned {
     pages: Option<Pages>,
     len: usize,
-    behind: Option<Event>,
+    free_after: Option<Event>,
     home: Arc<PinnedPool>,
 }
 
@@ -363,7 +363,7 @@ impl Pinned {
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; no copy from it is under way before `give_back_behind`.
+        // SAFETY: as above; no copy from it is under way before `give_back_after`.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
     }
 
@@ -372,7 +372,7 @@ impl Pinned {
         if self.len == 0 {
             return Ok(());
         }
-        // SAFETY: both blocks have as many bytes, and outlive the copy: they go back behind it.
+        // SAFETY: both blocks have as many bytes, and outlive the copy: they are freed after it.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, self.start().cast(), self.len, stream.handle()) };
         self.home.context.check("cuMemcpyHtoDAsync", code)
     }
@@ -387,16 +387,16 @@ impl Pinned {
         self.home.context.check("cuMemcpyDtoHAsync", code)
     }
 
-    /// Give it back, to be used again once the device has come to `event`.
-    pub(crate) fn give_back_behind(mut self, event: Event) {
-        self.behind = Some(event);
+    /// Return it, to be reused once the device has reached `event`.
+    pub(crate) fn give_back_after(mut self, event: Event) {
+        self.free_after = Some(event);
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
         if let Some(pages) = self.pages.take() {
-            self.home.put(pages, self.behind.take());
+            self.home.put(pages, self.free_after.take());
         }
     }
 }
@@ -406,26 +406,26 @@ mod tests {
     use super::*;
 
     /// The thresholds while so many blocks are taken, with `used` in use at most.
-    fn thresholds(kept: &mut Kept, blocks: u32, used: u64) -> Vec<u64> {
-        (0..blocks).filter_map(|_| kept.count(used).0).collect()
+    fn thresholds(threshold: &mut Threshold, blocks: u32, used: u64) -> Vec<u64> {
+        (0..blocks).filter_map(|_| threshold.count(used).0).collect()
     }
 
     #[test]
-    fn what_is_in_use_at_most_is_kept_and_twice_that() {
-        let mut kept = Kept::default();
-        assert_eq!(thresholds(&mut kept, 1, 10), [20]);
-        assert_eq!(thresholds(&mut kept, 1, 35), [70], "it grows at once");
-        assert_eq!(thresholds(&mut kept, 10 * WINDOW, 35), [], "a threshold that fits is left alone");
+    fn twice_the_most_in_use_is_kept() {
+        let mut threshold = Threshold::default();
+        assert_eq!(thresholds(&mut threshold, 1, 10), [20]);
+        assert_eq!(thresholds(&mut threshold, 1, 35), [70], "it grows at once");
+        assert_eq!(thresholds(&mut threshold, 10 * WINDOW, 35), [], "a threshold that fits is left alone");
     }
 
     #[test]
     fn what_a_large_batch_took_goes_back_after_two_windows() {
-        let mut kept = Kept::default();
-        assert_eq!(thresholds(&mut kept, WINDOW - 1, 10), [20]);
-        // It ends a window, and the next one begins with it in use.
-        assert_eq!(kept.count(500), (Some(1000), true));
-        assert_eq!(thresholds(&mut kept, WINDOW, 10), []);
-        assert_eq!(thresholds(&mut kept, WINDOW - 1, 10), []);
-        assert_eq!(kept.count(10), (Some(20), true));
+        let mut threshold = Threshold::default();
+        assert_eq!(thresholds(&mut threshold, WINDOW - 1, 10), [20]);
+        // It ends a window, and is in use when the next one starts.
+        assert_eq!(threshold.count(500), (Some(1000), true));
+        assert_eq!(thresholds(&mut threshold, WINDOW, 10), []);
+        assert_eq!(thresholds(&mut threshold, WINDOW - 1, 10), []);
+        assert_eq!(threshold.count(10), (Some(20), true));
     }
 }
