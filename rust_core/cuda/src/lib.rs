@@ -20,6 +20,7 @@ mod error;
 pub mod kernels;
 pub mod layout;
 mod memory;
+mod pinned;
 mod step;
 mod sums;
 
@@ -38,7 +39,8 @@ pub use sums::Sums;
 
 use driver::{Context, Stream};
 use kernels::Kernels;
-use memory::{DevicePool, PinnedPool};
+use memory::DevicePool;
+use pinned::PinnedPool;
 
 /// One device: everything that steps share.
 #[derive(Debug)]

@@ -9,7 +9,8 @@ use crate::Cuda;
 use crate::driver::Event;
 use crate::error::CudaError;
 use crate::layout::{Jobs, StepLayout};
-use crate::memory::{Block, Pinned};
+use crate::memory::Block;
+use crate::pinned::Pinned;
 
 /// A device, as one engine uses it.
 #[derive(Debug, Clone)]

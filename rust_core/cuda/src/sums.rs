@@ -12,7 +12,8 @@ use persia_types::Dtype;
 use crate::driver::Event;
 use crate::error::CudaError;
 use crate::layout::{Gradient, SumsLayout};
-use crate::memory::{Block, Pinned};
+use crate::memory::Block;
+use crate::pinned::Pinned;
 use crate::step::{DeviceTensor, Step};
 
 /// Summed gradients of a step, while they are copied to the host.
