@@ -6,7 +6,7 @@ use persia_types::schema::{Initializer, Optimizer};
 use persia_types::tables::{FileEntry, Run, TablesError};
 use persia_types::token::Token;
 
-use crate::fixture::{Fixture, GENERATION, begun, begun_with, ids, run, telling, token, told};
+use crate::fixture::{Fixture, GENERATION, begun, begun_with, distinct_gradients, ids, pushed, run, token};
 use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
@@ -40,7 +40,7 @@ fn a_snapshot_comes_back(make: Make<'_>) {
     let ids = ids(300);
     for seq in 1..=3 {
         fixture.train(seq, 1, &ids);
-        fixture.push(seq, 1, &ids, &telling(1, &ids));
+        fixture.push(seq, 1, &ids, &distinct_gradients(1, &ids));
     }
     let dir = tempfile::tempdir().unwrap();
     let files = snapshot(&fixture, dir.path());
@@ -50,8 +50,8 @@ fn a_snapshot_comes_back(make: Make<'_>) {
     fresh.0.restore(dir.path(), &files).unwrap();
     assert_eq!(fresh.rows_held(), [0, 300]);
     assert_eq!(fresh.read(1, &ids), rows);
-    fixture.push(4, 1, &ids, &telling(1, &ids));
-    fresh.push(4, 1, &ids, &telling(1, &ids));
+    fixture.push(4, 1, &ids, &distinct_gradients(1, &ids));
+    fresh.push(4, 1, &ids, &distinct_gradients(1, &ids));
     assert_eq!(fresh.read(1, &ids), fixture.read(1, &ids));
 }
 
@@ -59,11 +59,11 @@ fn a_snapshot_is_of_the_last_cut(make: Make<'_>) {
     let fixture = begun_with(make, &with_state());
     let (early, late) = (ids(300), [9_001u64, 9_002]);
     fixture.train(1, 1, &early);
-    fixture.push(1, 1, &early, &telling(1, &early));
+    fixture.push(1, 1, &early, &distinct_gradients(1, &early));
     let rows = fixture.read(1, &early);
     fixture.0.prepare_snapshot(1).unwrap();
     fixture.train(2, 1, &[&early[..], &late].concat());
-    fixture.push(2, 1, &early[..100], &telling(1, &early[..100]));
+    fixture.push(2, 1, &early[..100], &distinct_gradients(1, &early[..100]));
     let (of_cut, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = fixture.0.write_snapshot(of_cut.path(), Some(1)).unwrap();
     assert_eq!(saved.rows, [0, 300]);
@@ -95,17 +95,17 @@ fn restore_replaces(make: Make<'_>) {
     let fixture = begun(make);
     let (early, late) = (ids(50), [1u64, 2, 3]);
     fixture.train(1, 0, &early);
-    fixture.push(1, 0, &early, &telling(0, &early));
+    fixture.push(1, 0, &early, &distinct_gradients(0, &early));
     let dir = tempfile::tempdir().unwrap();
     let files = snapshot(&fixture, dir.path());
     fixture.train(2, 0, &[&early[..], &late].concat());
-    fixture.push(2, 0, &early, &telling(0, &early));
+    fixture.push(2, 0, &early, &distinct_gradients(0, &early));
     fixture.0.restore(dir.path(), &files).unwrap();
     assert_eq!(fixture.rows_held(), [50, 0]);
-    assert_eq!(fixture.read(0, &early), told(0, &early, 1.0));
+    assert_eq!(fixture.read(0, &early), pushed(0, &early, 1.0));
     fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
     let next = Token { generation: GENERATION + 1, ..token(0, 1) };
-    let report = fixture.try_push(next, 0, &early, &telling(0, &early), 1.0).unwrap();
+    let report = fixture.try_push(next, 0, &early, &distinct_gradients(0, &early), 1.0).unwrap();
     assert_eq!(report.rows_applied, 50);
 }
 
@@ -115,7 +115,7 @@ fn a_damaged_snapshot_changes_nothing(make: Make<'_>) {
     fixture.train(1, 0, &ids);
     let dir = tempfile::tempdir().unwrap();
     let files = snapshot(&fixture, dir.path());
-    fixture.push(1, 0, &ids, &telling(0, &ids));
+    fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
     let check = |damage: &str| {
         let error = fixture.0.restore(dir.path(), &files).expect_err(damage);
         let named = matches!(
@@ -123,7 +123,7 @@ fn a_damaged_snapshot_changes_nothing(make: Make<'_>) {
             TablesError::Corrupt { .. } | TablesError::Foreign { .. } | TablesError::Io { .. }
         );
         assert!(named, "{damage}: {error}");
-        assert_eq!(fixture.read(0, &ids), told(0, &ids, 1.0), "{damage}");
+        assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 1.0), "{damage}");
     };
     let largest = files.iter().max_by_key(|file| file.bytes).unwrap();
     let path = dir.path().join(&largest.name);
@@ -138,14 +138,14 @@ fn a_damaged_snapshot_changes_nothing(make: Make<'_>) {
     check("a lost file");
     fs::write(&path, &good).unwrap();
     fixture.0.restore(dir.path(), &files).expect("the file is whole again");
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 0.0));
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 0.0));
 }
 
 fn counts_add_up(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(100);
     fixture.train(1, 0, &ids[..80]);
-    let mut gradients = telling(0, &ids);
+    let mut gradients = distinct_gradients(0, &ids);
     gradients[3][0] = f32::NAN;
     fixture.push(1, 0, &ids, &gradients);
     fixture.push(1, 0, &ids, &gradients);

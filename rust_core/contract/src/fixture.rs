@@ -1,4 +1,4 @@
-//! Short words for the cases.
+//! Helpers for the cases.
 
 use std::sync::Arc;
 
@@ -68,7 +68,7 @@ impl Fixture {
     ) -> Result<(Rows, LookupReport), TablesError> {
         let dim = schema().tables[table].dim;
         let grouped = ShardedIds::group(ids).unwrap();
-        // Not zero, so that a row that is not written is seen.
+        // NaN shows a row that is not written.
         let mut floats = vec![f32::NAN; ids.len() * dim];
         let tables = [TableIds { table, ids: &grouped, per_sample: None }];
         let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
@@ -111,15 +111,18 @@ impl Fixture {
     }
 }
 
-/// A gradient per id that tells it from its neighbours: `[id + 1; dim]`.
-pub(super) fn telling(table: usize, ids: &[Id]) -> Vec<Vec<f32>> {
+/// A gradient per id, different from all others: `[id + 1; dim]`.
+pub(super) fn distinct_gradients(table: usize, ids: &[Id]) -> Vec<Vec<f32>> {
     let dim = schema().tables[table].dim;
     ids.iter().map(|id| vec![(*id % 1000 + 1) as f32; dim]).collect()
 }
 
-/// What rows at zero are after `times` pushes of [`telling`] gradients under [`LEDGER`].
-pub(super) fn told(table: usize, ids: &[Id], times: f32) -> Rows {
-    telling(table, ids).into_iter().map(|row| row.into_iter().map(|g| 0.0 - g * times).collect()).collect()
+/// What rows at zero are after `times` pushes of [`distinct_gradients`] gradients under [`LEDGER`].
+pub(super) fn pushed(table: usize, ids: &[Id], times: f32) -> Rows {
+    distinct_gradients(table, ids)
+        .into_iter()
+        .map(|row| row.into_iter().map(|g| 0.0 - g * times).collect())
+        .collect()
 }
 
 /// Ids in many shards.

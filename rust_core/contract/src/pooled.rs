@@ -1,4 +1,4 @@
-//! Samples of many ids: pooled by whoever holds the rows, where they say they do, with the bits of rows pooled here.
+//! Samples of many ids: tables that pool give the bits of rows pooled here.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
@@ -56,16 +56,16 @@ impl Many {
         let indices: Vec<u32> = lists.iter().flatten().map(place).collect();
         let weights: Vec<f32> = (0..indices.len() as u64).map(number).collect();
         let mut offsets = vec![0];
-        let mut of_use = Vec::new();
+        let mut of_index = Vec::new();
         for (sample, list) in (0..).zip(&lists) {
-            of_use.extend(std::iter::repeat_n(sample, list.len()));
-            offsets.push(of_use.len() as u32);
+            of_index.extend(std::iter::repeat_n(sample, list.len()));
+            offsets.push(of_index.len() as u32);
         }
         let (mut starts, mut samples, mut grouped) = (vec![0], Vec::new(), Vec::new());
         for unique in 0..ids.len() as u32 {
-            for use_ in (0..indices.len()).filter(|use_| indices[*use_] == unique) {
-                samples.push(of_use[use_]);
-                grouped.push(weights[use_]);
+            for index in (0..indices.len()).filter(|index| indices[*index] == unique) {
+                samples.push(of_index[index]);
+                grouped.push(weights[index]);
             }
             starts.push(samples.len() as u32);
         }

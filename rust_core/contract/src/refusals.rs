@@ -4,7 +4,7 @@ use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;
 use persia_types::tables::{LookupRequest, Mode, PushRequest, TableGradients, TableIds, Tables, TablesError};
 
-use crate::fixture::{begun, ids, telling, token, told};
+use crate::fixture::{begun, distinct_gradients, ids, pushed, token};
 use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
@@ -79,6 +79,6 @@ fn one_bad_table_spoils_the_push(make: Make<'_>) {
     let bad = TableGradients { table: 1, ids: &grouped, gradients: Gradients::Rows(&[1.0; 80]) };
     let error = push(fixture.0.as_ref(), &[good, bad]);
     assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 0.0));
-    assert_eq!(fixture.push(1, 0, &ids, &telling(0, &ids)).rows_applied, 20);
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 0.0));
+    assert_eq!(fixture.push(1, 0, &ids, &distinct_gradients(0, &ids)).rows_applied, 20);
 }

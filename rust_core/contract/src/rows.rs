@@ -1,15 +1,15 @@
-//! What rows hold: their own gradients and nobody else's.
+//! What rows hold: their own gradients and no others.
 
 use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;
 use persia_types::schema::Initializer;
 use persia_types::tables::{LookupRequest, Mode, PushReport, PushRequest, Run, TableGradients, TableIds};
 
-use crate::fixture::{begun, begun_with, ids, run, telling, token, told};
+use crate::fixture::{begun, begun_with, distinct_gradients, ids, pushed, run, token};
 use crate::{Case, Make, schema};
 
 pub(super) const CASES: &[Case] = &[
-    ("a missing id shifts nobody", a_missing_id_shifts_nobody),
+    ("a missing id shifts no other", a_missing_id_shifts_no_other),
     ("a non-finite row is skipped alone", a_nonfinite_row_is_skipped_alone),
     ("evaluation changes nothing and reads zeros", evaluation_changes_nothing),
     ("tables do not mix", tables_do_not_mix),
@@ -21,13 +21,13 @@ pub(super) const CASES: &[Case] = &[
     ("weights stay within their bound", weights_stay_within_their_bound),
 ];
 
-fn a_missing_id_shifts_nobody(make: Make<'_>) {
+fn a_missing_id_shifts_no_other(make: Make<'_>) {
     let fixture = begun(make);
     let all = ids(200);
     let known: Vec<u64> = all.iter().copied().filter(|id| id % 3 != 0).collect();
     let missing: Vec<u64> = all.iter().copied().filter(|id| id % 3 == 0).collect();
     fixture.train(1, 1, &known);
-    let report = fixture.push(1, 1, &all, &telling(1, &all));
+    let report = fixture.push(1, 1, &all, &distinct_gradients(1, &all));
     let expected = PushReport {
         rows_pushed: 200,
         rows_applied: known.len() as u64,
@@ -35,8 +35,8 @@ fn a_missing_id_shifts_nobody(make: Make<'_>) {
         ..Default::default()
     };
     assert_eq!(report, expected);
-    assert_eq!(fixture.read(1, &known), told(1, &known, 1.0));
-    assert_eq!(fixture.read(1, &missing), told(1, &missing, 0.0));
+    assert_eq!(fixture.read(1, &known), pushed(1, &known, 1.0));
+    assert_eq!(fixture.read(1, &missing), pushed(1, &missing, 0.0));
     assert_eq!(fixture.rows_held(), [0, known.len() as u64]);
 }
 
@@ -44,7 +44,7 @@ fn a_nonfinite_row_is_skipped_alone(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(60);
     fixture.train(1, 1, &ids);
-    let mut gradients = telling(1, &ids);
+    let mut gradients = distinct_gradients(1, &ids);
     let first_bad = *ShardedIds::group(&[ids[7], ids[40], ids[59]]).unwrap().ids().first().unwrap();
     gradients[7][0] = f32::NAN;
     gradients[40][18] = f32::INFINITY;
@@ -58,7 +58,7 @@ fn a_nonfinite_row_is_skipped_alone(make: Make<'_>) {
         ..Default::default()
     };
     assert_eq!(report, expected);
-    let mut rows = told(1, &ids, 1.0);
+    let mut rows = pushed(1, &ids, 1.0);
     for bad in [7, 40, 59] {
         rows[bad].fill(0.0);
     }
@@ -111,10 +111,10 @@ fn a_part_may_be_pushed(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(90);
     fixture.train(1, 0, &ids);
-    fixture.push(1, 0, &ids[30..60], &telling(0, &ids[30..60]));
-    assert_eq!(fixture.read(0, &ids[30..60]), told(0, &ids[30..60], 1.0));
-    assert_eq!(fixture.read(0, &ids[..30]), told(0, &ids[..30], 0.0));
-    assert_eq!(fixture.read(0, &ids[60..]), told(0, &ids[60..], 0.0));
+    fixture.push(1, 0, &ids[30..60], &distinct_gradients(0, &ids[30..60]));
+    assert_eq!(fixture.read(0, &ids[30..60]), pushed(0, &ids[30..60], 1.0));
+    assert_eq!(fixture.read(0, &ids[..30]), pushed(0, &ids[..30], 0.0));
+    assert_eq!(fixture.read(0, &ids[60..]), pushed(0, &ids[60..], 0.0));
 }
 
 fn an_empty_request_is_answered(make: Make<'_>) {
@@ -158,7 +158,7 @@ fn not_admitted(make: Make<'_>) {
     let (rows, report) = fixture.train(1, 0, &ids);
     assert_eq!(rows, vec![vec![0.0; 4]; 40]);
     assert_eq!((report.missing, report.inserted), (40, 0));
-    assert_eq!(fixture.push(1, 0, &ids, &telling(0, &ids)).rows_missing, 40);
+    assert_eq!(fixture.push(1, 0, &ids, &distinct_gradients(0, &ids)).rows_missing, 40);
     assert_eq!(fixture.rows_held(), [0, 0]);
 
     let half = begun_with(make, &Run { admit_probability: 0.5, initializer, ..run() });
@@ -173,17 +173,17 @@ fn the_factor_multiplies(make: Make<'_>) {
     let ids = ids(10);
     fixture.train(1, 0, &ids);
     for (seq, factor) in [(1, 0.0), (2, 0.5), (3, 2.0)] {
-        fixture.try_push(token(0, seq), 0, &ids, &telling(0, &ids), factor).unwrap();
+        fixture.try_push(token(0, seq), 0, &ids, &distinct_gradients(0, &ids), factor).unwrap();
     }
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 2.5));
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 2.5));
 }
 
 fn weights_stay_within_their_bound(make: Make<'_>) {
     let fixture = begun_with(make, &Run { weight_bound: 2.5, ..run() });
     let ids = ids(12);
     fixture.train(1, 0, &ids);
-    fixture.push(1, 0, &ids, &telling(0, &ids));
-    let clamped: Vec<Vec<f32>> = told(0, &ids, 1.0)
+    fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
+    let clamped: Vec<Vec<f32>> = pushed(0, &ids, 1.0)
         .into_iter()
         .map(|row| row.into_iter().map(|weight| weight.clamp(-2.5, 2.5)).collect())
         .collect();

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use persia_types::tables::{LookupReport, Mode, PushReport, TablesError};
 
-use crate::fixture::{begun, ids, telling, token, told};
+use crate::fixture::{begun, distinct_gradients, ids, pushed, token};
 use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
@@ -14,7 +14,7 @@ pub(super) const CASES: &[Case] = &[
     ("a failed push leaves its token unknown", a_failed_push_leaves_its_token_unknown),
     ("an old token counts as seen", an_old_token_counts_as_seen),
     ("tokens survive a clear", tokens_survive_a_clear),
-    ("the highest push of every rank is told", highest_pushes_are_told),
+    ("the highest push of every rank is reported", highest_pushes_are_reported),
     ("threads lose no update", threads_lose_no_update),
 ];
 
@@ -22,13 +22,13 @@ fn a_push_counts_once(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(100);
     fixture.train(1, 1, &ids);
-    let first = fixture.push(1, 1, &ids, &telling(1, &ids));
+    let first = fixture.push(1, 1, &ids, &distinct_gradients(1, &ids));
     assert_eq!(first, PushReport { rows_pushed: 100, rows_applied: 100, ..Default::default() });
     for _ in 0..2 {
-        let again = fixture.push(1, 1, &ids, &telling(1, &ids));
+        let again = fixture.push(1, 1, &ids, &distinct_gradients(1, &ids));
         assert_eq!(again, PushReport { rows_pushed: 100, rows_duplicate: 100, ..Default::default() });
     }
-    assert_eq!(fixture.read(1, &ids), told(1, &ids, 1.0));
+    assert_eq!(fixture.read(1, &ids), pushed(1, &ids, 1.0));
     let sum = fixture.0.stats().unwrap().pushes;
     assert_eq!((sum.rows_pushed, sum.rows_applied, sum.rows_duplicate), (300, 100, 200));
 }
@@ -39,10 +39,10 @@ fn a_lookup_inserts_once(make: Make<'_>) {
     let (_, report) = fixture.train(1, 0, &ids);
     assert_eq!(report, LookupReport { inserted: 50, ..Default::default() });
     assert_eq!(fixture.rows_held(), [50, 0]);
-    fixture.push(1, 0, &ids, &telling(0, &ids));
+    fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
     let (rows, report) = fixture.train(1, 0, &ids); // the reply was lost: the same token again
     assert_eq!(report.inserted, 0);
-    assert_eq!(rows, told(0, &ids, 1.0));
+    assert_eq!(rows, pushed(0, &ids, 1.0));
     let (_, report) = fixture.train(2, 0, &ids);
     assert_eq!(report, LookupReport { hits: 50, ..Default::default() });
     assert_eq!(fixture.rows_held(), [50, 0]);
@@ -53,9 +53,9 @@ fn out_of_order(make: Make<'_>) {
     let ids = ids(10);
     fixture.train(1, 0, &ids);
     for (rank, seq) in [(0, 3), (1, 1), (0, 1), (1, 2), (0, 2), (0, 3), (1, 1)] {
-        fixture.try_push(token(rank, seq), 0, &ids, &telling(0, &ids), 1.0).unwrap();
+        fixture.try_push(token(rank, seq), 0, &ids, &distinct_gradients(0, &ids), 1.0).unwrap();
     }
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 5.0));
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 5.0));
 }
 
 fn a_failed_push_leaves_its_token_unknown(make: Make<'_>) {
@@ -65,18 +65,18 @@ fn a_failed_push_leaves_its_token_unknown(make: Make<'_>) {
     let short = vec![vec![1.0; 3]; 10];
     let error = fixture.try_push(token(0, 1), 0, &ids, &short, 1.0).unwrap_err();
     assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
-    let report = fixture.push(1, 0, &ids, &telling(0, &ids));
+    let report = fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
     assert_eq!(report.rows_applied, 10);
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 1.0));
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 1.0));
 }
 
 fn an_old_token_counts_as_seen(make: Make<'_>) {
     let fixture = begun(make);
     fixture.train(1, 0, &[1]);
-    fixture.push(500, 0, &[1], &telling(0, &[1]));
-    let report = fixture.push(500 - 128, 0, &[1], &telling(0, &[1]));
+    fixture.push(500, 0, &[1], &distinct_gradients(0, &[1]));
+    let report = fixture.push(500 - 128, 0, &[1], &distinct_gradients(0, &[1]));
     assert_eq!(report.rows_duplicate, 1);
-    let report = fixture.push(500 - 127, 0, &[1], &telling(0, &[1]));
+    let report = fixture.push(500 - 127, 0, &[1], &distinct_gradients(0, &[1]));
     assert_eq!(report.rows_applied, 1);
 }
 
@@ -84,21 +84,21 @@ fn tokens_survive_a_clear(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(20);
     fixture.train(1, 0, &ids);
-    fixture.push(1, 0, &ids, &telling(0, &ids));
+    fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
     fixture.0.clear().unwrap();
     assert_eq!(fixture.rows_held(), [0, 0]);
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 0.0));
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 0.0));
     fixture.train(2, 0, &ids);
-    assert_eq!(fixture.push(1, 0, &ids, &telling(0, &ids)).rows_duplicate, 20);
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 0.0));
+    assert_eq!(fixture.push(1, 0, &ids, &distinct_gradients(0, &ids)).rows_duplicate, 20);
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 0.0));
 }
 
-fn highest_pushes_are_told(make: Make<'_>) {
+fn highest_pushes_are_reported(make: Make<'_>) {
     let fixture = begun(make);
     fixture.train(9, 0, &[1]);
     assert_eq!(fixture.0.stats().unwrap().tokens, BTreeMap::new());
     for (rank, seq) in [(0, 2), (1, 7), (0, 1)] {
-        fixture.try_push(token(rank, seq), 0, &[1], &telling(0, &[1]), 1.0).unwrap();
+        fixture.try_push(token(rank, seq), 0, &[1], &distinct_gradients(0, &[1]), 1.0).unwrap();
     }
     assert_eq!(fixture.0.stats().unwrap().tokens, BTreeMap::from([(0, 2), (1, 7)]));
 }
@@ -113,11 +113,11 @@ fn threads_lose_no_update(make: Make<'_>) {
             scope.spawn(move || {
                 for seq in 1..=STEPS {
                     fixture.try_lookup(token(rank, seq), Mode::Train, 0, ids).unwrap();
-                    fixture.try_push(token(rank, seq), 0, ids, &telling(0, ids), 1.0).unwrap();
+                    fixture.try_push(token(rank, seq), 0, ids, &distinct_gradients(0, ids), 1.0).unwrap();
                 }
             });
         }
     });
     assert_eq!(fixture.rows_held(), [64, 0]);
-    assert_eq!(fixture.read(0, &ids), told(0, &ids, 4.0 * STEPS as f32));
+    assert_eq!(fixture.read(0, &ids), pushed(0, &ids, 4.0 * STEPS as f32));
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use persia_cuda::{Cuda, CudaDevice, Gradient, Part, Step};
+use persia_cuda::{Cuda, CudaDevice, DeviceTensor, Gradient, Step};
 use persia_engine::device::{Device, OnDevice};
 use persia_types::Dtype;
 use pyo3::prelude::*;
@@ -57,7 +57,7 @@ pub(crate) fn vectors(on_device: &OnDevice) -> ElementType {
 
 /// A tensor of a step, or of its sums.
 struct OnCuda {
-    part: Part,
+    part: DeviceTensor,
     ordinal: i32,
 }
 

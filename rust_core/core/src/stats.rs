@@ -56,7 +56,7 @@ fn stages(engine: &EngineStats) -> [(&'static str, StageTime); 7] {
     [
         ("deduplicate", engine.deduplicate),
         ("plan", engine.plan),
-        ("permit_wait", engine.permit_wait),
+        ("permit_wait", engine.staleness_wait),
         ("lookup", engine.lookup),
         ("pool", engine.pool),
         ("segment_sum", engine.segment_sum),

@@ -5,7 +5,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "a benchmark prints and has nobody to report to"
+    reason = "a benchmark prints its result and stops at the first error"
 )]
 
 use std::hint::black_box;

@@ -1,4 +1,4 @@
-//! Aligned float buffers that are used again.
+//! Aligned float buffers that are reused.
 
 use std::sync::{Arc, Weak};
 
@@ -10,7 +10,7 @@ use crate::memory::FreeList;
 const ALIGNMENT: usize = 64;
 const LANES: usize = ALIGNMENT / size_of::<f32>();
 
-/// Floats at a 64-byte boundary. Dropped, its memory goes back to the engine it came from.
+/// Floats at a 64-byte boundary. Dropped, its memory returns to its engine.
 #[derive(Debug)]
 pub struct Buffer {
     memory: Vec<f32>,
@@ -25,7 +25,7 @@ impl Buffer {
         self.len
     }
 
-    /// Whether there is none.
+    /// Whether it has no floats.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -69,10 +69,10 @@ impl BufferPool {
         buffer
     }
 
-    /// A buffer of `len` floats with whatever was in it before.
+    /// A buffer of `len` floats of unspecified value.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Buffer {
         let memory = self.free.lock().take(len + LANES - 1);
-        // The heap does not move when its owner does, so this stays right.
+        // Moving the vector does not move its heap memory.
         let start = memory.as_ptr().align_offset(ALIGNMENT).min(LANES - 1);
         Buffer { memory, start, len, home: Arc::downgrade(self) }
     }

@@ -36,7 +36,7 @@ pub struct EvalResult {
     pub outputs: Vec<Output>,
     /// The vectors, where the engine has a device; those of `outputs` are empty then.
     pub on_device: Option<OnDevice>,
-    /// What was found.
+    /// What the look-up found.
     pub report: LookupReport,
 }
 

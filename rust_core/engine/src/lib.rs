@@ -14,10 +14,10 @@
 //! let pipeline = engine.pipeline()?;
 //! pipeline.feed(batch, Duration::from_secs(1))?;
 //! pipeline.end_of_data();
-//! while let Next::Ready(looked) = pipeline.next(Duration::from_secs(60))? {
-//!     // looked.outputs -> model -> gradients
+//! while let Next::Ready(pooled) = pipeline.next(Duration::from_secs(60))? {
+//!     // pooled.outputs -> model -> gradients
 //! #   let gradients = Vec::new();
-//!     if let Some(ticket) = looked.ticket {
+//!     if let Some(ticket) = pooled.ticket {
 //!         ticket.push(gradients, PushOptions::default())?;
 //!     }
 //! }

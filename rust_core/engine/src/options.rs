@@ -4,7 +4,7 @@ use persia_types::limits::MAX_STALENESS;
 
 use crate::error::Error;
 
-/// How an engine runs. Every field has a range, checked by [`Engine::new`].
+/// How an engine runs. Every field has a range, which [`Engine::new`](crate::Engine::new) checks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
     /// The job's name, part of every token.
@@ -23,7 +23,7 @@ pub struct EngineOptions {
     pub forward_buffer: usize,
     /// The first step, from 1; a resumed run starts after the step of its checkpoint.
     pub first_seq: u64,
-    /// Multiplies every summed gradient: 1 / world size, or 1 for a sum over ranks.
+    /// Multiplies every summed gradient: 1 / world size for a mean over ranks, 1 for a sum.
     pub gradient_scale: f32,
 }
 

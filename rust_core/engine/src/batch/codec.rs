@@ -288,7 +288,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Replace the checksum, so that a test reaches the parser behind it.
+    /// Replace the checksum, so that a test reaches the parser.
     fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
         let body = bytes.len() - CHECKSUM_BYTES;
         let checksum = crc32c::crc32c(&bytes[..body]);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn trailing_bytes_and_future_versions_are_refused_behind_a_right_checksum() {
+    fn trailing_bytes_and_future_versions_are_refused_despite_a_right_checksum() {
         let bytes = sample_batch().to_bytes().unwrap();
         let mut longer = bytes.clone();
         longer.extend([0; 3]);
@@ -356,7 +356,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Damage behind a right checksum is either refused or another valid batch; it never panics.
+        /// Damage with a right checksum is either refused or another valid batch; it never panics.
         #[test]
         fn hostile_bytes_never_panic(
             edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),

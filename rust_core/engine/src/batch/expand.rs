@@ -1,6 +1,6 @@
-//! What a feature's slot makes of it before it is looked up: buckets for ids, places for samples.
+//! Features as their slots look them up: hash stacks and raw features become ordinary features.
 //!
-//! Both are features like any other, so that look-up, pooling and segment sum know neither. A hash stack turns each
+//! Look-up, pooling and segment sum know neither. A hash stack turns each
 //! occurrence of an id into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size`
 //! samples of one id or none: "pooled", these are the rows of the first ids, padded with zeros.
 
@@ -13,15 +13,15 @@ use persia_types::schema::{Pooling, Slot};
 use crate::batch::feature::IdFeature;
 use crate::error::Error;
 
-/// A feature as its slot wants it looked up.
+/// A feature as its slot looks it up.
 #[derive(Debug)]
 pub(crate) struct Expanded {
     pub(crate) feature: IdFeature,
-    /// Ids of the original that were left out: those behind a sample's first `sample_fixed_size`.
+    /// Ids that were truncated: those after a sample's first `sample_fixed_size`.
     pub(crate) truncated: usize,
 }
 
-/// `None` where the feature serves as it is.
+/// Expand a feature; `None` where it is looked up as it is.
 ///
 /// # Errors
 /// [`Error::BadFeature`] for per-sample weights where nothing is summed, [`Error::TooLarge`].
@@ -38,7 +38,7 @@ thread_local! {
     static LISTS: RefCell<Lists> = RefCell::default();
 }
 
-/// Memory of one expansion after the other.
+/// Memory that is reused for every expansion.
 #[derive(Default)]
 struct Lists {
     ids: Vec<Id>,

@@ -13,12 +13,12 @@ use crate::batch::weights::Weights;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The ids of one feature for every sample of a batch: unique ids, and who uses which.
+/// The ids of one feature for every sample of a batch: unique ids, and the samples of each.
 #[derive(Debug, Clone)]
 pub struct IdFeature {
     name: String,
     unique: ShardedIds,
-    /// Per occurrence the place of its id in `unique`.
+    /// Per occurrence the index of its id in `unique`.
     inverse: Vec<u32>,
     /// Where each sample's occurrences start, `batch + 1` of them; `None` is one id per sample.
     offsets: Option<Vec<u32>>,
@@ -26,7 +26,7 @@ pub struct IdFeature {
     /// `None` is 1 for all.
     weights: Option<Weights>,
     spent: Duration,
-    /// Where its vectors go back to, if the thread that made it still lives.
+    /// The memory that its vectors return to, while the thread that made it lives.
     home: Weak<FeatureMemory>,
 }
 
@@ -75,7 +75,7 @@ impl IdFeature {
         Ok(self)
     }
 
-    /// From what a decoder read; everything is checked.
+    /// From decoded parts, which are all checked.
     pub(crate) fn from_parts(
         name: String,
         unique: &[Id],
@@ -97,14 +97,14 @@ impl IdFeature {
             return bad("its unique ids are not unique, or not in order of their shards");
         }
         if inverse.iter().any(|place| *place as usize >= unique.len()) {
-            return bad("an occurrence points outside the unique ids");
+            return bad("an occurrence has an index outside the unique ids");
         }
         let occurrences = match &offsets {
             None => Occurrences::group(unique.len(), &inverse, 0..inverse.len() as u32),
             Some(offsets) => Occurrences::group(unique.len(), &inverse, samples_of(offsets)),
         };
         if occurrences.starts().windows(2).any(|bounds| bounds[0] == bounds[1]) {
-            return bad("a unique id occurs nowhere");
+            return bad("a unique id has no occurrence");
         }
         let (spent, home) = (Duration::ZERO, Weak::new());
         let feature =
@@ -136,7 +136,7 @@ impl IdFeature {
         &self.unique
     }
 
-    /// Per occurrence, in batch order, the place of its id in [`Self::unique`].
+    /// Per occurrence, in batch order, the index of its id in [`Self::unique`].
     pub fn inverse(&self) -> &[u32] {
         &self.inverse
     }

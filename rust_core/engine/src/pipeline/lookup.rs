@@ -18,7 +18,7 @@ use crate::step::{forward, plan};
 /// Times of one batch before its look-up.
 struct Before {
     plan: Duration,
-    permit_wait: Duration,
+    staleness_wait: Duration,
 }
 
 /// Serve a queue until its stream ends, it is closed, or the engine fails.
@@ -73,7 +73,7 @@ fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     };
     let plan_time = watch.lap();
     let Some(step) = admit(scheduler, queue, batch.requires_grad()) else { return false };
-    let before = Before { plan: plan_time, permit_wait: watch.lap() };
+    let before = Before { plan: plan_time, staleness_wait: watch.lap() };
     let mode = if batch.requires_grad() { Mode::Train } else { Mode::Eval };
     let looked = guarded("look-up", step, || {
         let device = scheduler.context.device.as_deref();
@@ -159,7 +159,7 @@ fn record(stats: &mut EngineStats, batch: &Batch, plan: &Plan, before: &Before, 
     }
     stats.deduplicate.add(batch.deduplication());
     stats.plan.add(before.plan);
-    stats.permit_wait.add(before.permit_wait);
+    stats.staleness_wait.add(before.staleness_wait);
     stats.lookup.add(done.lookup);
     stats.pool.add(done.pool);
 }

@@ -121,7 +121,7 @@ impl Plan {
         &self.slots
     }
 
-    /// A feature of the batch as its slot wants it looked up.
+    /// A feature of the batch as its slot looks it up.
     pub(crate) fn feature<'a>(&'a self, batch: &'a Batch, index: usize) -> &'a IdFeature {
         self.expanded[index].as_ref().map_or(&batch.id_features()[index], |expanded| &expanded.feature)
     }

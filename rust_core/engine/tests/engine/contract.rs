@@ -22,7 +22,7 @@ fn caught(make: contract::Make<'_>) -> Vec<&'static str> {
 }
 
 #[test]
-fn the_suite_catches_a_push_that_counts_twice() {
+fn the_contract_catches_a_push_that_counts_twice() {
     struct Twice(PlainTables);
     tables_by_wrapping!(Twice);
     impl Wrapped for Twice {
@@ -41,7 +41,7 @@ fn the_suite_catches_a_push_that_counts_twice() {
 }
 
 #[test]
-fn the_suite_catches_an_evaluation_that_inserts() {
+fn the_contract_catches_an_evaluation_that_inserts() {
     struct Inserting(PlainTables);
     tables_by_wrapping!(Inserting);
     impl Wrapped for Inserting {
@@ -61,7 +61,7 @@ fn the_suite_catches_an_evaluation_that_inserts() {
 }
 
 #[test]
-fn the_suite_catches_gradients_that_shift_behind_a_missing_id() {
+fn the_contract_catches_gradients_that_shift_after_a_missing_id() {
     struct Shifting(PlainTables);
     tables_by_wrapping!(Shifting);
     impl Wrapped for Shifting {
@@ -84,5 +84,5 @@ fn the_suite_catches_gradients_that_shift_behind_a_missing_id() {
         }
     }
     let caught = caught(&|| Arc::new(Shifting(PlainTables::new(contract::schema()))));
-    assert!(caught.contains(&"a missing id shifts nobody"), "{caught:?}");
+    assert!(caught.contains(&"a missing id shifts no other"), "{caught:?}");
 }

@@ -52,7 +52,7 @@ impl PlainTables {
         self.lock().rows[table].iter().map(|(id, row)| (*id, row.weights.clone())).collect()
     }
 
-    /// What gradients would be if those behind a missing id moved up by one.
+    /// The gradients, if those after a missing id moved up by one.
     pub(crate) fn shifted_by_missing(&self, table: &TableGradients<'_>) -> Vec<f32> {
         let dim = self.schema.tables.get(table.table).map_or(1, |table| table.dim);
         let all = table.gradients.rows(0..table.ids.len(), dim);

@@ -1,4 +1,4 @@
-//! Schemas, batches and tables that can be held up or broken.
+//! Schemas, batches, and tables that block or fail on request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -224,7 +224,7 @@ impl Rigged {
         self.gate.lock().staleness.clone()
     }
 
-    /// Wait until the push of `step` stands at the gate.
+    /// Wait until the push of `step` is at the gate.
     pub(crate) fn wait_for_push(&self, step: u64) {
         let mut gate = self.gate.lock();
         let here = |gate: &mut Gate| !gate.arrived.contains(&step);
