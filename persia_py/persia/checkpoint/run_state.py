@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run besides its rows: model, optimizers, random state, data position."""
+"""What a checkpoint holds of a training run apart from rows: model, optimizers, random state, data position."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -102,7 +102,7 @@ class EmbeddingCtx(BaseCtx):
             order, through which gradients flow to the rows in training; labels. All are on the context's device: use
             them on the stream that is PyTorch's current one in this call. A pooled feature is ``[batch, dim]``. A raw
             (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros
-            behind them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
+            after them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
             them apart).
         """
         if isinstance(batch, PersiaBatch):
@@ -180,9 +180,9 @@ class EmbeddingCtx(BaseCtx):
             dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set.
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
-            blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
-                are written. The next dump or load and the end of the context wait for that, and raise what it met; a
-                context that is left by an error waits for 15 s.
+            blocking: False returns as soon as rows and model are as they will be saved; training may continue while
+                files are written. The next dump or load and the end of the context wait for that, and raise its error;
+                a context that is left by an error waits for 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
@@ -333,7 +333,7 @@ class InferCtx(EmbeddingCtx):
 
 
 def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> list[torch.Tensor]:
-    """Return dense inputs or labels: on a device copies, for there they lie among all rows and lists of the batch."""
+    """Return dense inputs or labels. On a device they are copied out of the batch's one buffer, which is large."""
     shared = [from_dlpack(tensor) for tensor in tensors]
     return shared if batch.device_id is None else [tensor.clone() for tensor in shared]
 

@@ -44,7 +44,7 @@ class TrainingLoop:
 
     Args:
         backend: Where the rows are, and the other ranks.
-        state: What checkpoints hold of the run besides rows.
+        state: What checkpoints hold of the run, apart from rows.
         source: The data.
         hooks: Equal on all ranks.
         options: How batches are looked up; equal on all ranks.
@@ -191,7 +191,7 @@ class TrainingLoop:
             self._hooks.end(complete=False)
         finally:
             try:
-                if self.backend.closed:  # the context has ended: there are no other ranks to tell
+                if self.backend.closed:  # the context has ended: there are no other ranks to agree with
                     self._pipeline.close()
                 else:
                     self.backend.close_loop(self._pipeline, together=together)
