@@ -231,7 +231,9 @@ class RemoteBackend(Backend):
         else:
             wire_dtype = self.configuration.general.wire_dtype
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
-            self._agree_on_loop({**own, **self._rate()})
+            if self._begun and self.engine.generation:
+                self.engine.drain()  # each rank comes with its pushes acknowledged
+            agreement.check_same(self._peers.share("start of a loop", {**own, **self._rate()}))
             generation = self.engine.renew(reproducible) if self.rank == 0 else 0
             # A loop that was left may have taken a batch that was not trained on.
             given = [generation, self.engine.step, self.trained_step, self._restored]
@@ -248,13 +250,6 @@ class RemoteBackend(Backend):
         if optimizer is None:
             return {}
         return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.course}
-
-    def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
-        """Wait until every rank is at the start of a loop, each with its pushes acknowledged."""
-        assert self._peers is not None  # noqa: S101
-        if self._begun and self.engine.generation:
-            self.engine.drain()
-        agreement.check_same(self._peers.share("start of a loop", arguments))
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
