@@ -215,7 +215,7 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
     with make(checkpoints=checkpoints) as ctx:
         assert ctx.step == 10
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
-    assert "without looking for a newer one" in caplog.text
+    assert "without looking for a newer replica" in caplog.text
     assert checkpoints.not_uploaded == 1
     assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
     with (

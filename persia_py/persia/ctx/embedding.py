@@ -50,7 +50,7 @@ class EmbeddingCtx(BaseCtx):
         self._embeddings: list[torch.Tensor] = []
         self._was_training = False
         self._outer: RowSettings | None = None
-        self._cut_slots: set[str] = set()  # whose cut was logged
+        self._truncated_slots: set[str] = set()  # those that were logged
 
     def _enter(self) -> None:
         self._outer = None if self._owner else self._common.settings
@@ -115,17 +115,17 @@ class EmbeddingCtx(BaseCtx):
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
-        self._log_cuts(batch)
+        self._log_truncated(batch)
         return dense, embeddings, labels
 
-    def _log_cuts(self, batch: "_forward.TrainingBatch") -> None:
-        """Say once for each raw slot that its samples have more ids than places."""
+    def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
+        """Log once for each raw slot that its samples have more ids than places."""
         for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
-            if truncated and slot not in self._cut_slots:
-                self._cut_slots.add(slot)
+            if truncated and slot not in self._truncated_slots:
+                self._truncated_slots.add(slot)
                 _logger.warning(
-                    "slot %r: %d ids of the batch are left out, because their samples have more than "
-                    "sample_fixed_size; the first ones count. Engine.stats()['slots'] counts them from now on",
+                    "slot %r: %d ids of the batch are dropped, because their samples have more than "
+                    "sample_fixed_size; the first ones are used. Engine.stats()['slots'] counts them from now on",
                     slot,
                     truncated,
                 )

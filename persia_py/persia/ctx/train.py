@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from persia.backend.base import Backend
-from persia.backend.remote import RemoteBackend
 from persia.checkpoint import autosave, snapshot
 from persia.checkpoint.autosave import Autosave
 from persia.checkpoint.policy import Checkpoints
@@ -119,6 +118,8 @@ class TrainCtx(EmbeddingCtx):
                     "TrainCtx beside an EmbeddingCollection, whose rows are on the same servers: it would begin with "
                     "empty tables; close() the collection first"
                 )
+            from persia.backend.remote import RemoteBackend  # and with it gRPC
+
             return RemoteBackend(
                 trains=True, device=self._device, option=self._option, gradient_scale=self._gradient_scale
             )
@@ -133,7 +134,7 @@ class TrainCtx(EmbeddingCtx):
         self._state = RunState(
             self._common,
             lambda: self.model,
-            self.dense_optimizer,
+            lambda: self.dense_optimizer,
             self.embedding_optimizer,
             self._backward.loss_scale,
             self._checkpoints,
