@@ -215,7 +215,7 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
     with make(checkpoints=checkpoints) as ctx:
         assert ctx.step == 10
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
-    assert "without looking for a newer one" in caplog.text
+    assert "without looking for a newer replica" in caplog.text
     assert checkpoints.not_uploaded == 1
     assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
     with (
@@ -253,3 +253,14 @@ def test_a_folder_is_wanted_where_a_url_is_given(configure: Configure, tmp_path:
         ctx.dump_checkpoint(f"{URL}/step-1")
     with pytest.raises(ConfigError, match="want a URL such as s3://"):
         Checkpoints(tmp_path, upload_to=str(tmp_path))
+
+
+def test_the_old_names_of_an_upload_work(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL)
+    with make(checkpoints=checkpoints) as ctx:
+        train(ctx, DataLoader(Batches(3), reproducible=True))
+    assert [each.name for each in ObjectStore(URL).whole()] == ["step-3"]
+    assert checkpoints.uncopied == checkpoints.not_uploaded == 0
+    with pytest.raises(UsageError, match="two names of one argument"):
+        Checkpoints(tmp_path, copy_to=URL, upload_to=URL)

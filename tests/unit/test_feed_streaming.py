@@ -111,15 +111,15 @@ def test_a_loop_left_early_goes_on_behind_the_last_trained_batch(script: Script,
     assert trained == list(range(9))
 
 
-def test_a_reading_thread_that_is_left_behind_does_not_end_the_next_loop(
+def test_a_reading_thread_that_is_left_running_does_not_end_the_next_loop(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def left_behind(thread: threading.Thread) -> bool:
+    def left_running(thread: threading.Thread) -> bool:
         thread.join()
         return False
 
     script(SENDS)
-    monkeypatch.setattr("persia.data.loader._join", left_behind)
+    monkeypatch.setattr("persia.loop.feeder._join", left_running)
     with make() as ctx:
         loader = DataLoader(StreamingDataset())
         assert len(train(ctx, loader, 10)) == 10
@@ -352,7 +352,7 @@ def test_a_script_has_its_own_arguments(script: Script, monkeypatch: pytest.Monk
     assert sys.argv is before
 
 
-def test_a_script_that_does_not_end_is_left_behind(
+def test_a_script_that_does_not_end_is_left_running(
     script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("persia.feed.script._LEAVE_S", 0.1)

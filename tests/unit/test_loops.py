@@ -14,7 +14,7 @@ from test_training import SLOTS, everything, loss_fn, make, train
 from waiting import wait_until
 
 from persia.backend.local import LocalBackend
-from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
+from persia.ctx import Checkpoints, EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
@@ -231,7 +231,10 @@ def test_contexts_can_be_made_again_and_start_empty(configure: Configure) -> Non
     assert cnt_ctx() is None
 
 
-def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(configure: Configure) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(
+    configure: Configure, tmp_path: Path, saves: bool
+) -> None:
     configure(SLOTS)
 
     class Broken(IterableDataset):
@@ -240,7 +243,7 @@ def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(configure: Confi
             yield Batches(1).batch(1)
             raise ZeroDivisionError("row 17 of part-3")
 
-    with make() as ctx:
+    with make(checkpoints=Checkpoints(tmp_path / "run") if saves else None) as ctx:
         seen = 0
         with pytest.raises(ZeroDivisionError, match="row 17 of part-3"):
             for batch in DataLoader(Broken()):

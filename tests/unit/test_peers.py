@@ -20,7 +20,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 from waiting import wait_until
 
-from persia.backend import remote
+from persia.backend import agreement, remote
 from persia.ctx import Checkpoints
 from persia.discovery import nats
 from persia.distributed import control_plane, handshake, network, options, rendezvous, run
@@ -93,7 +93,7 @@ def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: ThreadPoo
     waiting = [pool.submit(each.share, "step 1", 0) for each in (first, second)]
     third._links[0].hang_up()  # as the kernel does for a process that is killed
     for future in waiting:
-        with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a word"):
+        with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a message"):
             future.result(LONG)
     with pytest.raises(RunLostError, match="rank 0 is gone"):
         third.share("step 1", 0)
@@ -257,12 +257,12 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
 def test_ranks_begin_a_loop_with_the_same() -> None:
     told: list[dict[str, Any]] = [{"staleness": 1, "learning rate": rate} for rate in (0.1, 0.1, 0.2)]
     with pytest.raises(UsageError, match=r"learning rate is 0\.2 on rank 2 and 0\.1 on rank 0"):
-        remote.check_same(told)
+        agreement.check_same(told)
     told[0]["learning rate"] = None  # of a checkpoint that rank 0 has loaded, which the others get from it
-    remote.check_same(told)
+    agreement.check_same(told)
     told[2]["staleness"] = 2
     with pytest.raises(UsageError, match="staleness is 2 on rank 2 and 1 on rank 0"):
-        remote.check_same(told)
+        agreement.check_same(told)
 
 
 @pytest.mark.parametrize(
@@ -312,21 +312,23 @@ def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, mon
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0), LONG)
     with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(handshake.STRANGERS + 20)]
-        for stranger in strangers:
+        unauthenticated = [
+            stack.enter_context(socket.create_connection(address)) for _ in range(handshake.UNAUTHENTICATED + 20)
+        ]
+        for stranger in unauthenticated:
             assert b"challenge" in stranger.recv(1000)
         right = handshake.join(address, me(1), LONG)
         alone = first.result(LONG)
         with pytest.raises(UsageError, match="pid 101 on here"):
             handshake.join(address, me(1, pid=7), LONG)
-        assert strangers[0].recv(1000) == b""
-        strangers[-1].setblocking(False)
+        assert unauthenticated[0].recv(1000) == b""
+        unauthenticated[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
-            strangers[-1].recv(1000)
+            unauthenticated[-1].recv(1000)
         for each in (right, alone):
             each.leave(None)
-        strangers[-1].settimeout(LONG)
-        assert strangers[-1].recv(1000) == b""
+        unauthenticated[-1].settimeout(LONG)
+        assert unauthenticated[-1].recv(1000) == b""
     listener.close()
 
 

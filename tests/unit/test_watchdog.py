@@ -120,4 +120,4 @@ watchdog.end("rank 0 makes no progress", tell)
     assert done.returncode == 70, done.stderr
     if "sleep" not in tell:
         assert "error: rank 0 makes no progress" in done.stderr and "threads of rank 0:" in done.stderr
-    assert ("were not told: ValueError: no such rank" in done.stderr) == ("raise" in tell)
+    assert ("do not know: ValueError: no such rank" in done.stderr) == ("raise" in tell)

@@ -1,4 +1,4 @@
-"""The embedded mode: the embedding store inside this process, nothing else to start."""
+"""The embedded mode: the embedding store is in this process."""
 
 from persia.backend.base import Backend, Device, RowSettings
 from persia.embedding.config import Configuration

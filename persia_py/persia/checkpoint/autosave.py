@@ -163,7 +163,7 @@ class Autosave:
         self._upload(path)
 
     def _tidy(self, path: Path) -> int:
-        """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is none the worse."""
+        """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is still good."""
         try:
             _core.publish_latest(path)
         except PersiaError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run besides its rows: model, optimizers, random state, data position."""
+"""What a checkpoint holds of a training run apart from rows: model, optimizers, random state, data position."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,7 @@ class RunState:
     Args:
         backend: Where the rows are, and the other ranks.
         model: Returns the model; None where the context has none.
-        dense_optimizer: Updates it.
+        dense_optimizer: Returns the optimizer that updates it.
         embedding_optimizer: Updates the rows, as long as no other one is applied.
         loss_scale: With mixed precision.
         user: What the script adds.
@@ -59,7 +59,7 @@ class RunState:
         self,
         backend: Backend,
         model: Callable[[], torch.nn.Module | None],
-        dense_optimizer: torch.optim.Optimizer,
+        dense_optimizer: Callable[[], torch.optim.Optimizer],
         embedding_optimizer: Optimizer,
         loss_scale: Scale | None,
         user: UserState | None,
@@ -110,7 +110,7 @@ class RunState:
                 save.add_state(dense, bare(model).state_dict())
                 if jit is not None:
                     save.add_module(jit, bare(model))
-            save.add_state(optimizer, self._dense_optimizer.state_dict())
+            save.add_state(optimizer, self._dense_optimizer().state_dict())
             if self._loss_scale is not None:
                 save.add_state(LOSS_SCALE, self._loss_scale.state_dict())
             for name, state in {rng_state.rank_state(0): self.rank_state(), **more}.items():
@@ -138,12 +138,12 @@ class RunState:
         scale = loaded.state(LOSS_SCALE) if LOSS_SCALE in loaded.names else None
         if model is not None and dense is not None:
             snapshot.check_module(bare(model), dense, loaded.path)
-        snapshot.check_optimizer(self._dense_optimizer, optimizer, loaded.path)
+        snapshot.check_optimizer(self._dense_optimizer(), optimizer, loaded.path)
         rng_state.check_random_state(rank, self.optimizer, loaded.path / rng_state.rank_state(0))
         restore_rows(self.backend, loaded)
         if model is not None and dense is not None:
             bare(model).load_state_dict(dense)
-        self._dense_optimizer.load_state_dict(optimizer)
+        self._dense_optimizer().load_state_dict(optimizer)
         self._load_scale(scale)
         rng_state.restore_random_state(rank, self.optimizer)
         self._ranks = ranks
@@ -158,7 +158,7 @@ class RunState:
         state = self.backend.spread(
             lambda: {
                 "dense": None if module is None else module.state_dict(),
-                "optimizer": self._dense_optimizer.state_dict(),
+                "optimizer": self._dense_optimizer().state_dict(),
                 "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
                 "embedding_lr": self.optimizer.lr,
                 "cursor": self._cursor,
@@ -171,7 +171,7 @@ class RunState:
             return
         if module is not None:
             module.load_state_dict(state["dense"])
-        self._dense_optimizer.load_state_dict(state["optimizer"])
+        self._dense_optimizer().load_state_dict(state["optimizer"])
         self._load_scale(state["loss_scale"])
         self.optimizer.update_lr(state["embedding_lr"])
         if self._user is not None and state["more"] is not None:

@@ -8,7 +8,6 @@ from typing_extensions import Self
 
 from persia.backend.base import Backend, Device
 from persia.backend.local import LocalBackend
-from persia.backend.remote import RemoteBackend
 from persia.runtime import contexts, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import UsageError
@@ -96,6 +95,8 @@ class BaseCtx:
     def _open(self) -> Backend:
         """What the outermost context holds for all inside it."""
         if settings.nats_url is not None:
+            from persia.backend.remote import RemoteBackend  # and with it gRPC
+
             return RemoteBackend(trains=False, device=self._device)
         return LocalBackend(device=self._device)
 

@@ -50,7 +50,7 @@ class EmbeddingCtx(BaseCtx):
         self._embeddings: list[torch.Tensor] = []
         self._was_training = False
         self._outer: RowSettings | None = None
-        self._cut_slots: set[str] = set()  # whose cut was logged
+        self._truncated_slots: set[str] = set()  # those that were logged
 
     def _enter(self) -> None:
         self._outer = None if self._owner else self._common.settings
@@ -102,7 +102,7 @@ class EmbeddingCtx(BaseCtx):
             order, through which gradients flow to the rows in training; labels. All are on the context's device: use
             them on the stream that is PyTorch's current one in this call. A pooled feature is ``[batch, dim]``. A raw
             (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros
-            behind them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
+            after them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
             them apart).
         """
         if isinstance(batch, PersiaBatch):
@@ -115,17 +115,17 @@ class EmbeddingCtx(BaseCtx):
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
-        self._log_cuts(batch)
+        self._log_truncated(batch)
         return dense, embeddings, labels
 
-    def _log_cuts(self, batch: "_forward.TrainingBatch") -> None:
-        """Say once for each raw slot that its samples have more ids than places."""
+    def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
+        """Log once for each raw slot that its samples have more ids than places."""
         for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
-            if truncated and slot not in self._cut_slots:
-                self._cut_slots.add(slot)
+            if truncated and slot not in self._truncated_slots:
+                self._truncated_slots.add(slot)
                 _logger.warning(
-                    "slot %r: %d ids of the batch are left out, because their samples have more than "
-                    "sample_fixed_size; the first ones count. Engine.stats()['slots'] counts them from now on",
+                    "slot %r: %d ids of the batch are dropped, because their samples have more than "
+                    "sample_fixed_size; the first ones are used. Engine.stats()['slots'] counts them from now on",
                     slot,
                     truncated,
                 )
@@ -180,9 +180,9 @@ class EmbeddingCtx(BaseCtx):
             dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set.
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
-            blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
-                are written. The next dump or load and the end of the context wait for that, and raise what it met; a
-                context that is left by an error waits for 15 s.
+            blocking: False returns as soon as rows and model are as they will be saved; training may continue while
+                files are written. The next dump or load and the end of the context wait for that, and raise its error;
+                a context that is left by an error waits for 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
@@ -333,7 +333,7 @@ class InferCtx(EmbeddingCtx):
 
 
 def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> list[torch.Tensor]:
-    """Return dense inputs or labels: on a device copies, for there they lie among all rows and lists of the batch."""
+    """Return dense inputs or labels. On a device they are copied out of the batch's one buffer, which is large."""
     shared = [from_dlpack(tensor) for tensor in tensors]
     return shared if batch.device_id is None else [tensor.clone() for tensor in shared]
 

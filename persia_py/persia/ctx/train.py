@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from persia.backend.base import Backend
-from persia.backend.remote import RemoteBackend
 from persia.checkpoint import autosave, snapshot
 from persia.checkpoint.autosave import Autosave
 from persia.checkpoint.policy import Checkpoints
@@ -119,6 +118,8 @@ class TrainCtx(EmbeddingCtx):
                     "TrainCtx beside an EmbeddingCollection, whose rows are on the same servers: it would begin with "
                     "empty tables; close() the collection first"
                 )
+            from persia.backend.remote import RemoteBackend  # and with it gRPC
+
             return RemoteBackend(
                 trains=True, device=self._device, option=self._option, gradient_scale=self._gradient_scale
             )
@@ -133,7 +134,7 @@ class TrainCtx(EmbeddingCtx):
         self._state = RunState(
             self._common,
             lambda: self.model,
-            self.dense_optimizer,
+            lambda: self.dense_optimizer,
             self.embedding_optimizer,
             self._backward.loss_scale,
             self._checkpoints,
@@ -236,7 +237,7 @@ class TrainCtx(EmbeddingCtx):
 
         With several ranks, rank 0 saves and the others return; it does not matter whether they call this. Between two
         training loops rank 0 waits until every rank has left the last one, so that the pushes of all ranks are in it.
-        Inside a loop the rows are cut where rank 0 stands, after its own pushes; those of other ranks may be missing.
+        Inside a loop the cut is after rank 0's own pushes; those of other ranks may be missing.
 
         Args:
             dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set; with
@@ -244,9 +245,9 @@ class TrainCtx(EmbeddingCtx):
             dense_model_filename: The model's state dict inside it.
             jit_dense_model_filename: The scripted model inside it.
             opt_filename: The dense optimizer's state dict inside it.
-            blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
-                are written. The next dump or load and the end of the context wait for that, and raise what it met; a
-                context that is left by an error waits for 15 s.
+            blocking: False returns as soon as rows and model are as they will be saved; training may continue while
+                files are written. The next dump or load and the end of the context wait for that, and raise its error;
+                a context that is left by an error waits for 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:

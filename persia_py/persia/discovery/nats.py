@@ -52,7 +52,7 @@ class Service:
         return self.metadata.get(key, "")
 
     def number(self, key: str, default: int = -1) -> int:
-        """Return a value as a number, ``default`` if it is none."""
+        """Return a value as a number, ``default`` where it is no number."""
         text = self.text(key)
         return int(text) if text.isdecimal() else default
 
@@ -93,7 +93,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     )
     try:
         client.connect()
-        client.ping()  # a refused password is told now
+        client.ping()  # a refused password is reported now
         inbox = f"_INBOX.persia.{uuid.uuid4().hex}"
         client.subscribe(inbox, callback=note)
         client.publish(subject, reply=inbox)

@@ -1,4 +1,4 @@
-"""Where a rank finds the others: rank 0 is announced to NATS, the others connect to it."""
+"""How ranks find each other: rank 0 announces itself to NATS, the others connect to it."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from persia_core.discovery import Announcement
 
 AFTER_OTHERS_S = 30.0
-"""What follows the wait for other ranks has this many seconds, however long that wait was."""
+"""Seconds for what follows the wait for other ranks, however long that wait was."""
 
 
 class Rendezvous:
@@ -72,7 +72,7 @@ class Rendezvous:
             services.TRAINER, self._rank, self._world_size, address, {"rank": str(self._rank), **extra}
         )
         try:
-            self._refuse_twins()
+            self._refuse_duplicates()
         except BaseException:
             announcement.close()
             raise
@@ -108,7 +108,7 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Stop listening, unless the run goes on listening."""
+        """Stop listening, unless the run listens from now on."""
         for listener in (self._listener, self._store_listener):
             if listener is not None:
                 listener.close()
@@ -126,7 +126,7 @@ class Rendezvous:
                 if time.monotonic() > self._deadline:
                     raise
 
-    def _refuse_twins(self) -> None:
+    def _refuse_duplicates(self) -> None:
         mine = f"{socket.gethostname()} {os.getpid()}"
         found = [peer for peer in self._trainers() if peer["index"] == str(self._rank)]
         own = next((peer["started"] for peer in found if f"{peer['host']} {peer['pid']}" == mine), None)

@@ -94,7 +94,7 @@ def _leave(reason: str | None = None) -> None:
 
 
 def fail(reason: str) -> None:
-    """Tell the other ranks that this one cannot go on; they end too. The run is not finished unless it begins again."""
+    """Let the other ranks know that this one cannot continue; they end too. The run is unfinished until a restart."""
     _process.failed = _process.failed or reason
     _leave(reason)
 
@@ -141,8 +141,8 @@ def finish() -> None:
 
     Raises:
         PersiaError: What an EmbeddingCollection pushed cannot be applied.
-        RunLostError: A rank is gone, or training in this process has failed, even if the script went on; no summary is
-            written then.
+        RunLostError: A rank is gone, or training in this process has failed, even if the script continued; no summary
+            is written then.
         UsageError: The script ended without a ``TrainCtx`` or an EmbeddingCollection, and there are other ranks.
     """
     if _process.failed:

@@ -1,4 +1,4 @@
-"""Optimizers of embedding rows. They run where the rows live; the formulas stand beside each class.
+"""Optimizers of embedding rows. They run where the rows are; each class has its formula.
 
 Per element; ``g`` is the gradient summed over a batch for one id, ``w`` a weight. ``lr`` is the rate of the step, which
 travels with each push: :meth:`Optimizer.update_lr` sets it, :meth:`Optimizer.scheduled` lets it vary with the step.
@@ -31,11 +31,11 @@ class Optimizer:
 
     @property
     def course(self) -> str:
-        """What the schedule is, as far as it can be told; ranks compare it."""
+        """The schedule as text, which ranks compare."""
         if self._schedule is None:
             return "none"
-        told = is_dataclass(self._schedule)
-        return repr(self._schedule) if told else getattr(self._schedule, "__name__", type(self._schedule).__name__)
+        shown = is_dataclass(self._schedule)
+        return repr(self._schedule) if shown else getattr(self._schedule, "__name__", type(self._schedule).__name__)
 
     def scheduled(self, schedule: Callable[[int], float]) -> Self:
         """Multiply the learning rate of each step by ``schedule(step)``, and return this optimizer.

@@ -1,7 +1,8 @@
 """Learning rates that vary with the step.
 
 A schedule is a function of the global step alone, counted from 1, so that nothing of it has to be saved: a resumed run
-goes on where it stood, and every server uses the same rate. Ranks compare their schedules when a training loop starts.
+continues with the right rate, and every server uses the same one. Ranks compare their schedules at the start
+of a training loop.
 """
 
 import math

@@ -85,11 +85,16 @@ class Feeder:
 def stop_reading(thread: threading.Thread, source: Source, *, whole: bool) -> None:
     """End a thread that reads ``source``, and prepare it for the next loop."""
     source.interrupt()
+    source.settle(whole=whole, read_to_end=_join(thread))
+
+
+def _join(thread: threading.Thread) -> bool:
+    """Wait for a reading thread; return whether it has ended. One that is stuck in the data set is left running."""
     if thread.ident is not None:
         thread.join(LEAVE_S)
     if thread.is_alive():
         _logger.warning("the data set is still busy %g s after the loop ended; its thread is left running", LEAVE_S)
-    source.settle(whole=whole, read_to_end=not thread.is_alive())
+    return not thread.is_alive()
 
 
 def empty_batch(slots: list[str]) -> Batch:

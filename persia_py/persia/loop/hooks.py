@@ -1,4 +1,4 @@
-"""What a training loop does besides stepping: hooks, in one ordered list.
+"""What a training loop does apart from stepping: hooks, in one ordered list.
 
 A hook is an object with any of the methods below. The loop calls each point on the hooks in their order, and the ends
 in reverse order. All ranks have equal lists, which they compare when a loop starts.

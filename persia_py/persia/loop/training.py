@@ -44,7 +44,7 @@ class TrainingLoop:
 
     Args:
         backend: Where the rows are, and the other ranks.
-        state: What checkpoints hold of the run besides rows.
+        state: What checkpoints hold of the run, apart from rows.
         source: The data.
         hooks: Equal on all ranks.
         options: How batches are looked up; equal on all ranks.
@@ -122,11 +122,11 @@ class TrainingLoop:
             ready = self._pipeline.has_next()
         preemption.leave_if_asked()
         fed = self._feeder.fed
-        work = fed[0] if ready and fed else None
-        left = len(fed) + self._source.waiting() if ready else 0
+        work = fed[0] if ready and fed else None  # ready without a batch: the error of the data set comes next
+        left = max(1, len(fed) + self._source.waiting()) if ready else 0
         ballots = self.backend.gather("next step", [left, self._hooks.vote(work)])
-        if work is not None and all(left for left, _ in ballots):
-            return self._hooks.decide(work.step, [votes for _, votes in ballots])
+        if all(left for left, _ in ballots):
+            return self._hooks.decide(self.step + 1 if work is None else work.step, [votes for _, votes in ballots])
         if self.backend.writes:
             self._log_end([left for left, _ in ballots])
         return None
@@ -191,7 +191,7 @@ class TrainingLoop:
             self._hooks.end(complete=False)
         finally:
             try:
-                if self.backend.closed:  # the context has ended: there are no other ranks to tell
+                if self.backend.closed:  # the context has ended: there are no other ranks to agree with
                     self._pipeline.close()
                 else:
                     self.backend.close_loop(self._pipeline, together=together)

@@ -1,4 +1,4 @@
-"""What a job is called, where its run keeps its files, and whether that run is finished."""
+"""The name of a job, the folder of its run, and whether that run is finished."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from persia.runtime.errors import ConfigError
 from persia.runtime.settings import settings
 
 RUN = "RUN"
-"""Names the run that is going on; gone when it is finished."""
+"""Names the current run; removed when it is finished."""
 
 SUMMARY = "summary.json"
 """Written into the run's folder by rank 0, at the end and only then."""
@@ -45,10 +45,9 @@ def run_dir() -> Path:
 
 
 def run_name() -> str:
-    """Return the name of the run that is going on in :func:`run_dir`; where there is none, a new one begins.
+    """Return the name of the current run in :func:`run_dir`; where there is none, a new one begins.
 
-    For rank 0. A run that is interrupted and started again keeps its name: ``JOB-`` and when it began, in UTC. The end
-    of a run takes its name away.
+    For rank 0. A run that is interrupted and started again keeps its name: ``JOB-`` and the time of its start, in UTC.
 
     Raises:
         ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
@@ -63,7 +62,7 @@ def run_name() -> str:
         draft.write_text(name + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; it names the run that is going on") from error
+        raise ConfigError(f"{path}: {error.strerror}; it names the current run") from error
     return name
 
 

@@ -1,7 +1,7 @@
-"""A training loop that makes no progress: every rank shows what each of its threads is at, and ends with exit code 70.
+"""A training loop that makes no progress: every rank shows the stacks of its threads, and ends with exit code 70.
 
-Progress is a step, a look-up, an evaluated batch. What a rank waits for on purpose (data, other ranks, files of a save)
-is no hang, however long it takes.
+Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, the files of a
+save) is no hang, however long it takes.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
 _HINT = (
-    "the threads below show where it stands; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
+    "the threads below show where it is; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
     "take, and 0 is without limit"
 )
 _SLICES = 20
 """Looks during the time that a loop may make no progress."""
 _LAST_S = 10.0
-"""Seconds that telling and showing may take: a pipe or a connection that nobody reads must not keep the process."""
+"""Seconds that the report may take: a pipe or a connection without a reader must not keep the process."""
 _ERRORS = 2
-"""Standard error itself; what stands in ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
+"""Standard error itself: ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
 
 
 class _State:
@@ -37,7 +37,7 @@ _state = _State()
 
 
 def progress() -> None:
-    """Note that the training loop goes on."""
+    """Note that the training loop makes progress."""
     _state.last = time.monotonic()
 
 
@@ -54,7 +54,7 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Around what torch does on all ranks together: the rank that is waited for shall be the first to be named."""
+    """Around a collective of torch, which gets twice the time: the rank that the others wait for is reported first."""
     _state.collectives += 1
     try:
         yield
@@ -75,11 +75,11 @@ class Watchdog:
     """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
 
     Args:
-        tell: Lets the other ranks know why.
+        report: Sends the reason to the other ranks.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
         self._timeout_s = settings.hang_timeout
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,24 +110,24 @@ class Watchdog:
                     f"rank {settings.rank} (pid {os.getpid()}) has made no progress after step {loop.step} for "
                     f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={self._timeout_s:g})"
                 )
-                end(reason, self._tell)
+                end(reason, self._report)
 
 
-def end(reason: str, tell: Callable[[str], None]) -> None:
+def end(reason: str, report: Callable[[str], None]) -> None:
     """Show the stacks of all threads of this process, and end it from outside its main thread, whatever fails.
 
     Args:
         reason: Why.
-        tell: Lets the other ranks know.
+        report: Sends the reason to the other ranks.
     """
     limit = threading.Timer(_LAST_S, os._exit, [int(ExitCode.HUNG)])
     limit.daemon = True
     limit.start()
     try:
         try:
-            tell(reason)
+            report(reason)
         except Exception as error:
-            reason += f"; the other ranks were not told: {type(error).__name__}: {error}"
+            reason += f"; the other ranks do not know: {type(error).__name__}: {error}"
         os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.rank}:\n".encode())
         faulthandler.dump_traceback(_ERRORS, all_threads=True)
     finally:
