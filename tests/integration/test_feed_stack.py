@@ -113,7 +113,7 @@ def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> N
     sender.says("connection lost")
     again = train(pair, STOP_AT=30)
     assert again.wait(180) == 0, again.output
-    sender.says("running the script again")
+    sender.says("restarting the script")
     assert summary(pair)["steps"] == 30
     assert int(str(summary(pair)["generation"])) > 1
     sender.says("the trainers want no more batches")

@@ -65,7 +65,7 @@ def test_waiting_for_a_batch_is_told(
     run = ranks(1)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run.take)
-        wait_until("a word about it", lambda: "waiting for a batch since" in caplog.text, 10)
+        wait_until("a word about it", lambda: "waiting for a batch for" in caplog.text, 10)
         with sending(run, 1):
             assert first.result(20) == 0
     logging.getLogger("persia").removeHandler(caplog.handler)
@@ -197,7 +197,7 @@ def test_a_sender_of_something_else_is_refused(ranks: MakeRanks, monkeypatch: py
     run = ranks(1)
     with pytest.raises(IncompatibleError, match=r"job 'other' \(the trainer has 'feed-test'\)"):
         connect(run, job="other")
-    monkeypatch.setattr("persia.feed.stream.__version__", "0.0.9")
+    monkeypatch.setattr("persia.feed.rank_stream.__version__", "0.0.9")
     with pytest.raises(IncompatibleError, match=r"version '0.0.9' \(the trainer has '0.1.0'\)"):
         connect(run)
     monkeypatch.undo()
@@ -212,7 +212,7 @@ def test_a_wrong_token_is_refused(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("persia").addHandler(caplog.handler)
-    monkeypatch.setattr("persia.feed.channel._TELL_S", 60.0)
+    monkeypatch.setattr("persia.feed.channel._LOG_INTERVAL_S", 60.0)
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("r" * tokens.LEAST_SECRET)
     wrong.write_text("w" * tokens.LEAST_SECRET)

@@ -20,7 +20,7 @@ from persia import __version__
 from persia.data import StreamingDataset
 from persia.errors import DataError, UsageError
 from persia.feed import server as feed_server
-from persia.feed.replay import Rounds, digests_behind, to_skip
+from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
 from persia.feed.sender import Sender
 
 
@@ -51,7 +51,7 @@ def test_a_resumed_run_counts_in_the_order_of_training(
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(2, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
-    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    monkeypatch.setattr("persia.runtime.contexts.current", lambda: context)
     data = StreamingDataset()
     data.load_state_dict({"taken": [5, 3], "world_size": 1})
     with sending(run, 7, 0, 2), sending(run, of_second, 1, 2, first=100):
@@ -102,9 +102,9 @@ def test_batches_that_differ_from_those_received_are_told_once(
         thread.join(20)
         assert not ended
     text = (
-        "data-compose replica 0: the 3 batches that rank {} has had already, and that are not sent again, are others "
-        "than those it had: samples of these batches were trained on twice or not at all, and exactly-once does not "
-        "hold for them; give the script a fixed seed and a fixed order, or begin a new run"
+        "data-compose replica 0: the 3 batches that are skipped, because rank {} has received them, differ from those "
+        "it received: samples of these batches were trained on twice or not at all, so their results are not "
+        "exactly-once; give the script a fixed seed and a fixed order, or start a new run"
     )
     assert others_told() == [text.format(rank) for rank in warned]
 
@@ -114,7 +114,7 @@ def cut(relay: Relay, sender: Sender) -> None:
     stream = sender._streams[0]
     before = [None, stream._call]
     relay.cut()
-    wait_until("a welcome", lambda: stream._call not in before and stream._state.startswith("connected to"), 20)
+    wait_until("a welcome", lambda: stream._call not in before and stream._logged.startswith("connected to"), 20)
 
 
 @pytest.mark.parametrize("changed", [None, 1])
@@ -149,7 +149,7 @@ def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> S
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(generation, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
-    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    monkeypatch.setattr("persia.runtime.contexts.current", lambda: context)
     return StreamingDataset()
 
 
@@ -216,24 +216,24 @@ def test_a_run_is_resumed_that_had_nothing_yet_of_some_replica(
 
 
 def test_what_a_resumed_run_keeps_equals_that_of_one_that_was_not_interrupted() -> None:
-    def take(rounds: Rounds, taken: list[int], turns: int) -> None:
+    def take(rounds: RoundDigests, taken: list[int], turns: int) -> None:
         for _ in range(turns):
             for replica in range(2):
                 if replica == 0 or taken[1] < 5:  # it ends early
                     taken[replica] += 1
                     rounds.take(replica, 100 * replica + taken[replica], taken)
 
-    whole, taken = Rounds(), [0, 0]
+    whole, taken = RoundDigests(), [0, 0]
     take(whole, taken, 4)
     state = whole.state()
     assert state == {"version": __version__, "batches": 3, "digests": [3, 103]}
-    resumed, again = Rounds(3, digests_behind(3, 2, state)), [3, 3]
+    resumed, again = RoundDigests(3, digests_after(3, 2, state)), [3, 3]
     take(resumed, again, 1)
     assert resumed.state() == state
     take(whole, taken, 20)
     take(resumed, again, 20)
     assert resumed.state() == whole.state() == {"version": __version__, "batches": 4, "digests": [4, 104]}
-    assert to_skip(taken) == 4
+    assert batches_to_skip(taken) == 4
 
 
 KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
@@ -257,9 +257,9 @@ KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
     ],
 )
 def test_a_checkpoint_with_digests_of_another_form_has_none(state: Any) -> None:
-    assert digests_behind(3, 2, KNOWN) == [0, 2**32 - 1]
-    assert digests_behind(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
-    assert digests_behind(3, 2, state) == [None, None]
+    assert digests_after(3, 2, KNOWN) == [0, 2**32 - 1]
+    assert digests_after(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
+    assert digests_after(3, 2, state) == [None, None]
 
 
 def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks) -> None:
@@ -271,7 +271,7 @@ def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks)
     first.close()
     second = connect(run)
     second.send(batch(0))
-    with pytest.raises(UsageError, match="ended after 1 batches for this rank, and [2-5] have come"):
+    with pytest.raises(UsageError, match="ended after 1 batches for this rank, but [2-5] have arrived"):
         second.end()
     second.close()
     with pytest.raises(DataError, match="same batches"):

@@ -182,7 +182,9 @@ def test_a_resumed_run_whose_script_sends_other_batches_than_before_is_told(
             ctx.dump_checkpoint(tmp_path / "checkpoint")
             assert len(train(ctx, DataLoader(StreamingDataset()))) == 19
         assert len(others_told()) == warnings * again
-        assert all("the 10 batches that rank 0 has had" in message for message in others_told())
+        assert all(
+            "the 10 batches that are skipped, because rank 0 has received them" in message for message in others_told()
+        )
 
 
 def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +300,8 @@ class Sender:
 def test_an_exit_stays_one_where_the_trainers_want_no_more(
     monkeypatch: pytest.MonkeyPatch, kept: BaseException
 ) -> None:
-    monkeypatch.setattr("persia.feed.script.running", lambda: None)
-    monkeypatch.setattr("persia.feed.script.ScriptSender", Sender)
+    monkeypatch.setattr("persia.feed.embedded.running", lambda: None)
+    monkeypatch.setattr("persia.feed.embedded.ScriptSender", Sender)
     with pytest.raises(type(kept)), DataCtx():
         raise kept
     with DataCtx():
@@ -308,7 +310,7 @@ def test_an_exit_stays_one_where_the_trainers_want_no_more(
 
 def test_a_sender_whose_note_cannot_be_written_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = SimpleNamespace(announce=lambda *_: io.BytesIO(), close=lambda: None)
-    monkeypatch.setattr("persia.service.discovery", lambda: found)
+    monkeypatch.setattr("persia.discovery.services.connect", lambda: found)
     monkeypatch.setattr("persia.feed.sender.Sender", Sender)
     monkeypatch.setattr(Sender, "closed", False)
     for name, value in {"PERSIA_NATS_URL": "nats://h:1", "PERSIA_JOB": "j", SERVED: str(tmp_path)}.items():
@@ -355,7 +357,7 @@ def test_a_script_has_its_own_arguments(script: Script, monkeypatch: pytest.Monk
 def test_a_script_that_does_not_end_is_left_running(
     script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("persia.feed.script._LEAVE_S", 0.1)
+    monkeypatch.setattr("persia.feed.embedded._LEAVE_S", 0.1)
     release = threading.Event()
     monkeypatch.setattr(sys, "release_for_test", release, raising=False)
     script("""
@@ -367,7 +369,7 @@ def test_a_script_that_does_not_end_is_left_running(
     monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
     with make() as ctx:
         train(ctx, DataLoader(StreamingDataset()), 2)
-    assert "is still busy 0.1 s after training ended" in caplog.text
+    assert "is still running 0.1 s after training ended" in caplog.text
     release.set()
 
 

@@ -16,11 +16,11 @@ import pytest
 from waiting import is_running, wait_until
 
 from persia.errors import AuthError
-from persia.launch.generations import wait_for_new_trainers
+from persia.launch.data_loader import wait_for_new_trainers
+from persia.launch.local_job import private_folder
 from persia.launch.logs import Logs
-from persia.launch.private import private_folder
 from persia.launch.process import Process
-from persia.launch.watch import Events
+from persia.launch.supervision import Events
 from persia.runtime import tokens
 
 PLACE = (
@@ -310,7 +310,7 @@ def test_a_log_goes_on_when_nobody_reads_the_output(monkeypatch: pytest.MonkeyPa
     with Logs(tmp_path) as logs, monkeypatch.context() as patch:
         broken = os.fdopen(writer, "w", buffering=1)  # closing it fails, as its writes do
         patch.setattr(sys, "stdout", broken)
-        write = logs.of("part")
+        write = logs.writer("part")
         write("one")
         write("two")
     with contextlib.suppress(BrokenPipeError):

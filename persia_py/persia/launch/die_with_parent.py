@@ -1,6 +1,7 @@
-"""Become another program that the kernel kills when its parent dies: ``tied.py PARENT_PID PROGRAM ARGUMENTS...``.
+"""Run a program that the kernel kills when its parent dies: ``die_with_parent.py PARENT_PID PROGRAM ARGUMENTS...``.
 
-Run by path and without site-packages, so that it costs a few milliseconds. Nothing outlives a launcher that was killed.
+A launcher that is killed leaves no processes. This file is run by its path and without site-packages, which takes a
+few milliseconds.
 """
 
 import ctypes
@@ -12,10 +13,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Tie this process to its parent, then run the program in it."""
+    """Ask the kernel for SIGKILL at the parent's death, then replace this process by the program."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
+    if os.getppid() != parent:  # the parent died before the call above
         os._exit(1)
     try:
         os.execvp(command[0], command)  # noqa: S606

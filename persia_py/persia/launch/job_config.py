@@ -1,4 +1,4 @@
-"""What ``persia up`` starts: the description of a job on one host, read from YAML and checked."""
+"""The YAML file of ``persia up``: read and check the description of a job on one host."""
 
 import difflib
 import os
@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from persia.launch.host import load_yaml
+from persia.launch.yaml_files import load_yaml
 from persia.runtime.errors import ConfigError
 
 _AUTO = "auto"
-_MOST_REPLICAS = 64
-_MOST_RESTARTS = 100
-_Count = Annotated[int, Field(ge=1, le=_MOST_REPLICAS)]
+_MAX_REPLICAS = 64
+_MAX_RESTARTS = 100
+_Count = Annotated[int, Field(ge=1, le=_MAX_REPLICAS)]
 
 
 def _as_text(value: object) -> str:
@@ -25,13 +25,13 @@ def _as_text(value: object) -> str:
     raise ValueError("text or a number")
 
 
-def _as_words(entry: str) -> str:
-    if not shlex.split(entry):  # a quote that is not closed is a ValueError, too
+def _check_entry(entry: str) -> str:
+    if not shlex.split(entry):  # raises ValueError at a quote that is not closed
         raise ValueError("the path of a script, and arguments")
     return entry
 
 
-_Entry = Annotated[str, AfterValidator(_as_words)]
+_Entry = Annotated[str, AfterValidator(_check_entry)]
 _Text = Annotated[str, BeforeValidator(_as_text)]
 
 
@@ -40,76 +40,80 @@ class _Strict(BaseModel):
 
 
 class DataCompose(_Strict):
-    """The script that sends batches."""
+    """The data script, which sends batches."""
 
     entry: _Entry
-    """Its path, arguments allowed."""
+    """The path of the script, with arguments if any."""
     replicas: _Count = 1
-    """How often it runs; each sends its part."""
+    """The number of replicas; each sends its part of the data."""
 
 
 class Trainer(_Strict):
-    """The script that trains."""
+    """The training script."""
 
     entry: _Entry
-    """Its path, arguments allowed."""
+    """The path of the script, with arguments if any."""
     ranks: _Count = 1
-    """Processes that train together."""
+    """The number of ranks."""
 
 
-class StackConfig(_Strict):
-    """A job on this host. Paths are relative to the file's folder."""
+class JobConfig(_Strict):
+    """A job on this host. Paths are relative to the folder of the file."""
 
     job: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "local"
-    """Its name; jobs of different names do not see each other."""
+    """The job's name. Jobs of different names do not see each other."""
     servers: _Count = 1
-    """Processes that hold the embedding rows."""
+    """The number of embedding servers."""
     middlewares: _Count = 1
-    """Processes that split requests over the servers."""
+    """The number of middlewares."""
     embedding_config: str
-    """The slots."""
+    """The path of ``embedding_config.yml``: the slots."""
     global_config: str | None = None
-    """Capacity and more."""
+    """The path of ``global_config.yml``: capacity and other limits."""
     data_compose: DataCompose | None = None
     """None: the trainer makes its own batches."""
     trainer: Trainer | None = None
-    """None: keep the servers up for trainers started by hand."""
+    """None: the servers run until Ctrl-C, for trainers that are started by hand."""
     env: dict[str, _Text] = Field(default_factory=dict)
-    """More variables for every process; true is 1, false is 0."""
+    """Variables for every process. true is 1, false is 0."""
     token: str = _AUTO
-    """A file with the secret, at least 32 bytes; ``auto`` makes one for this run."""
+    """The path of a file with the secret, at least 32 bytes. ``auto`` makes one for this run."""
     run_dir: str | None = None
-    """Where logs, checkpoints and the summary go; ``runs/JOB`` below the working directory if not given."""
-    restarts: Annotated[int, Field(ge=0, le=_MOST_RESTARTS)] = 3
-    """How often a part that died is started again before the run is given up."""
+    """The folder of logs, checkpoints and the summary; None means ``runs/JOB`` below the working directory."""
+    restarts: Annotated[int, Field(ge=0, le=_MAX_RESTARTS)] = 3
+    """How often a part that died is restarted before the job ends."""
 
 
-def read_stack(path: Path) -> StackConfig:
-    """Return the job a file describes, its paths made absolute.
+def read_job_config(path: Path) -> JobConfig:
+    """Return the job that a file describes, with absolute paths.
 
     Raises:
-        ConfigError: With every mistake: where, what is there, what is allowed.
+        ConfigError: It lists every mistake: where it is, what was found, what is allowed.
     """
-    content = load_yaml(path)
     try:
-        config = StackConfig.model_validate(content)
+        content = load_yaml(path)
+    except ConfigError as error:
+        error.hint = _next_step(path)
+        raise
+    try:
+        config = JobConfig.model_validate(content)
     except ValidationError as error:
         mistakes = [_mistake(detail) for detail in error.errors()]
-        raise _refused(path, mistakes) from error
-    return _anchored(config, path)
+        raise _error(path, mistakes) from error
+    return _with_absolute_paths(config, path)
 
 
-def makes_token(config: StackConfig) -> bool:
-    """Return whether the job has a secret of its own, made for this run."""
+def makes_token(config: JobConfig) -> bool:
+    """Return whether a secret is made for this run."""
     return config.token == _AUTO
 
 
-def _anchored(config: StackConfig, path: Path) -> StackConfig:
+def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
     folder = path.resolve().parent
     files = {"embedding_config": config.embedding_config, "global_config": config.global_config}
     if config.token != _AUTO:
         files["token"] = config.token
-    found = {key: _under(folder, name) for key, name in files.items() if name is not None}
+    found = {key: _absolute(folder, name) for key, name in files.items() if name is not None}
     mistakes = [
         f"{key}: found `{files[key]}`, which is no file (seen from {folder})"
         for key, name in found.items()
@@ -120,26 +124,30 @@ def _anchored(config: StackConfig, path: Path) -> StackConfig:
         if part is None:
             continue
         name, *arguments = shlex.split(part.entry)
-        script = _under(folder, name)
+        script = _absolute(folder, name)
         if not Path(script).is_file():
             mistakes.append(f"{key}.entry: found `{name}`, which is no file (seen from {folder})")
         changes[key] = part.model_copy(update={"entry": shlex.join([script, *arguments])})
     if config.run_dir is not None:
-        changes["run_dir"] = _under(folder, config.run_dir)
+        changes["run_dir"] = _absolute(folder, config.run_dir)
     if mistakes:
-        raise _refused(path, mistakes)
+        raise _error(path, mistakes)
     return config.model_copy(update=changes)
 
 
-def _under(folder: Path, name: str) -> str:
+def _absolute(folder: Path, name: str) -> str:
     return os.path.normpath(folder / Path(name).expanduser())
 
 
-def _refused(path: Path, mistakes: list[str]) -> ConfigError:
+def _error(path: Path, mistakes: list[str]) -> ConfigError:
     count = "1 error" if len(mistakes) == 1 else f"{len(mistakes)} errors"
     error = ConfigError("\n".join([f"{path}: {count}", *(f"  {mistake}" for mistake in mistakes)]))
-    error.hint = f"correct it, then run: persia up {path}"
+    error.hint = _next_step(path)
     return error
+
+
+def _next_step(path: Path) -> str:
+    return f"correct it, then run: persia up {path}"
 
 
 def _mistake(detail: Any) -> str:
@@ -158,7 +166,7 @@ def _mistake(detail: Any) -> str:
 
 
 _MODELS: dict[tuple[str, ...], type[BaseModel]] = {
-    (): StackConfig,
+    (): JobConfig,
     ("data_compose",): DataCompose,
     ("trainer",): Trainer,
 }

@@ -1,4 +1,4 @@
-"""The embedded mode's data-compose: the data script, in a thread of the training process."""
+"""Embedded mode: run the data script in a thread of the training process."""
 
 import os
 import shlex
@@ -7,9 +7,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from persia.feed.inbox import Events, Inbox
+from persia.feed.inbox import Inbox, SenderCallbacks
 from persia.feed.protocol import Stopped
-from persia.feed.replay import Replay
+from persia.feed.replay import ReplayCheck
 from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
@@ -19,16 +19,16 @@ _logger = get_logger("feed")
 _NAMES = ("data_loader.py", "data_compose.py")
 _SELF = "this process"
 _LEAVE_S = 5.0
-"""Seconds a script has to end when training is over."""
+"""Seconds in which the script has to end after training."""
 
 _running: "ScriptFeed | None" = None
 
 
 class ScriptFeed:
-    """Runs the data script, and takes what its ``DataCtx`` sends.
+    """Run the data script, and receive the batches that its ``DataCtx`` sends.
 
     Attributes:
-        inbox: Where the batches wait.
+        inbox: The waiting batches.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class ScriptFeed:
         self._path, self._arguments = find_script()
         self._thread = threading.Thread(target=self._run, name="persia-data-script", daemon=True)
         self._connected = False
-        self._told: BaseException | None = None
+        self._reported: BaseException | None = None
 
     def start(self) -> None:
         """Start the script.
 
         Raises:
-            UsageError: Another one is running.
+            UsageError: A data script is already running.
         """
         global _running
         if _running is not None:
@@ -51,21 +51,22 @@ class ScriptFeed:
         self._thread.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop the script, as far as it sends batches; ``error`` is what training was left with."""
+        """Refuse more batches, and wait a few seconds for the end of the script. ``error`` has no effect."""
         global _running
         del error
         self.inbox.stop("training is over")
         if _running is self:
             self._thread.join(_LEAVE_S)
             if self._thread.is_alive():
-                _logger.warning("%s is still busy %g s after training ended; left behind", self._path, _LEAVE_S)
+                _logger.warning(
+                    "%s is still running %g s after training ended; its thread is abandoned", self._path, _LEAVE_S
+                )
             _running = None
 
     def _run(self) -> None:
-        """Execute the script; what it raises belongs to the training loop.
+        """Execute the script, and pass its error to the training loop.
 
-        runpy is no help here: it would replace ``__main__`` under the training script, which then could pickle
-        none of its classes.
+        It does not use runpy, which would replace ``__main__``: the training script could not pickle its classes.
         """
         folder, before = str(self._path.parent), sys.argv
         if folder not in sys.path:
@@ -76,8 +77,8 @@ class ScriptFeed:
             exec(compile(self._path.read_bytes(), self._path, "exec"), names)  # noqa: S102  # the user's own script
             self._finish(None)
         except SystemExit as error:
-            told = not error.code or self._told is not None
-            self._finish(None if told else UsageError(f"{self._path} exited: {error.code}"))
+            reported = not error.code or self._reported is not None
+            self._finish(None if reported else UsageError(f"{self._path} exited: {error.code}"))
         except Stopped:
             pass
         except BaseException as error:
@@ -87,44 +88,47 @@ class ScriptFeed:
 
     def _finish(self, error: BaseException | None) -> None:
         if not self._connected:
-            error = error or UsageError(f"{self._path} ended without a `with DataCtx()`: it sent no data")
+            error = error or UsageError(f"{self._path} ended without a `with DataCtx()`, so it sent no data")
             self.connect()
-            self.tell(0, error)
-        elif error is not None and error is not self._told:
-            _logger.error("%s failed behind its DataCtx: %r", self._path, error)
+            self.report_end(0, error)
+        elif error is not None and error is not self._reported:
+            _logger.error("%s failed after its DataCtx: %r", self._path, error)
 
-    def connect(self) -> Replay:
-        """Let the script's ``DataCtx`` in, once the training loop asks for batches; return what it has had already.
+    def connect(self) -> ReplayCheck:
+        """Connect the script's ``DataCtx``, as soon as the training loop asks for batches.
+
+        Returns:
+            The check of the batches that it has to skip.
 
         Raises:
-            Stopped: No batch is wanted any more.
+            Stopped: Training is over.
         """
         self._connected = True
-        ignored = Events(taken=lambda _: None, stopped=lambda _: None, replaced=lambda: None)
-        place = self.inbox.connect(0, 1, _SELF, ignored)
-        return Replay(0, 0, place.received, place.digest) if place else Replay(0, 0, 0, None)
+        ignored = SenderCallbacks(taken=lambda _: None, stopped=lambda _: None, replaced=lambda: None)
+        position = self.inbox.connect(0, 1, _SELF, ignored)
+        return ReplayCheck(0, 0, position.received, position.digest) if position else ReplayCheck(0, 0, 0, None)
 
     def send(self, number: int, batch: Batch) -> None:
-        """Hand batch ``number`` over; wait until there is room.
+        """Add batch ``number`` to the inbox; wait until there is room.
 
         Raises:
-            Stopped: No batch is wanted any more.
+            Stopped: Training is over.
         """
         self.inbox.wait_for_room(0)
         self.inbox.put(0, _SELF, number, number, batch, batch.to_bytes())
 
-    def tell(self, batches: int, error: BaseException | None = None) -> None:
-        """Say that everything is sent, or what the script failed with."""
-        self._told = error
+    def report_end(self, batches: int, error: BaseException | None = None) -> None:
+        """Report that all batches are sent, or the error of the script."""
+        self._reported = error
         self.inbox.end(0, _SELF, batches, error)
 
 
 class ScriptSender:
-    """What a ``DataCtx`` sends through in the embedded mode; the same calls as :class:`persia.feed.sender.Sender`.
+    """The sender of a ``DataCtx`` in embedded mode. It has the methods of :class:`persia.feed.sender.Sender`.
 
     Attributes:
-        world_size: One rank.
-        generation: Of a run that has no other.
+        world_size: The number of ranks, which is 1.
+        generation: The generation of the run, which is always 1.
     """
 
     world_size = 1
@@ -136,39 +140,39 @@ class ScriptSender:
         self._sent = 0
 
     def send(self, batch: Batch) -> None:
-        """Hand a batch over; wait until there is room.
+        """Add a batch to the inbox; wait until there is room.
 
         Raises:
-            Stopped: No batch is wanted any more.
+            Stopped: Training is over.
         """
         if self._sent < self._replay.batches:
-            self._replay.leave_out(batch)
+            self._replay.skip(batch)
         else:
             self._feed.send(self._sent, batch)
         self._sent += 1
 
     def end(self) -> None:
-        """Say that everything is sent."""
-        self._feed.tell(self._sent)
+        """Report that all batches are sent."""
+        self._feed.report_end(self._sent)
 
     def fail(self, error: BaseException) -> None:
-        """Pass an error of the script on to the training loop."""
-        self._feed.tell(self._sent, error)
+        """Report an error of the script to the training loop."""
+        self._feed.report_end(self._sent, error)
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
 
 def running() -> ScriptFeed:
-    """Return the feed whose script is running in this process.
+    """Return the feed whose data script is running in this process.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No data script is running.
     """
     if _running is None:
         raise UsageError(
-            "DataCtx: PERSIA_NATS_URL is not set, and no training script runs this one; run the training script, "
-            "whose StreamingDataset starts it"
+            "DataCtx: PERSIA_NATS_URL is not set, and no training script runs this one; run the training script: its "
+            "StreamingDataset starts the data script"
         )
     return _running
 
@@ -177,7 +181,7 @@ def find_script() -> tuple[Path, list[str]]:
     """Return the data script and its arguments: ``PERSIA_DATALOADER_ENTRY``, else a file beside the main script.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such file.
     """
     entry = os.environ.get("PERSIA_DATALOADER_ENTRY", "").strip()
     if entry:

@@ -1,7 +1,7 @@
-"""What runs in the process of one trainer rank: ``python -m persia.launch.rank FILE ARGUMENTS...``.
+"""The process of one trainer rank: ``python -m persia.launch.rank_main FILE ARGUMENTS...``.
 
-The script, then the common end of all ranks. SIGTERM before that end exits 75: start me again. A context that saves its
-run does so first.
+It runs the script, then ends the run together with the other ranks. SIGTERM before that end exits with 75: restart
+this rank. A context that saves its run saves it first.
 """
 
 import os
@@ -10,15 +10,15 @@ import sys
 import time
 from types import FrameType
 
-from persia.launch.script import guarded, run_script
-from persia.launch.watch import ONE_SIGNAL
+from persia.launch.supervision import ONE_SIGNAL
+from persia.launch.user_script import guarded, run_script
 from persia.runtime import preemption
 from persia.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
     """Run the script in ``sys.argv[1]``, then end the run."""
-    _end_on_sigterm()
+    _handle_sigterm()
     return guarded(_train)
 
 
@@ -30,25 +30,26 @@ def _train() -> int:
 
             run.finish()
         else:
-            _tell(f"its script ended with exit code {code}")
+            _report_failure(f"its script ended with exit code {code}")
     except Exception as error:
-        _tell(f"{type(error).__name__}: {error}")
+        _report_failure(f"{type(error).__name__}: {error}")
         raise
     return code
 
 
-def _tell(reason: str) -> None:
-    """Let the other ranks know why this one ends, if it ever met them."""
+def _report_failure(reason: str) -> None:
+    """Report to the other ranks why this one ends, if the script has used them."""
     if "persia.distributed" in sys.modules:
         from persia.distributed import run
 
         run.fail(reason)
 
 
-def _end_on_sigterm() -> None:
+def _handle_sigterm() -> None:
+    """End the rank on SIGTERM; at once on a second one, which counts if it comes later than ``ONE_SIGNAL``."""
     first_at: float | None = None
 
-    def heard(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
         del number, frame
         now = time.monotonic()
@@ -59,9 +60,9 @@ def _end_on_sigterm() -> None:
         first_at = now
         if not preemption.ask_to_stop():
             sys.stderr.write("SIGTERM: leaving before the end of the run\n")
-            raise SystemExit(ExitCode.AGAIN)  # the contexts tell their peers on the way out
+            raise SystemExit(ExitCode.AGAIN)  # contexts report it to the other ranks as they exit
 
-    signal.signal(signal.SIGTERM, heard)
+    signal.signal(signal.SIGTERM, handle)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,30 @@
-"""What runs in the process of a data-compose script: ``python -m persia.launch.data FILE ARGUMENTS...``."""
+"""The process of a data script: ``python -m persia.launch.data_loader_main FILE ARGUMENTS...``."""
 
 import os
 import sys
 from pathlib import Path
 
 from persia.feed.protocol import RunRestarted
-from persia.launch.script import guarded, run_script
+from persia.launch.user_script import guarded, run_script
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import SERVED
 
-"""Exit code: a new generation of the run began, the script has to run again."""
-
 
 def main() -> int:
     """Run the script in ``sys.argv[1]``."""
-    return guarded(_compose)
+    return guarded(_send_data)
 
 
-def _compose() -> int:
+def _send_data() -> int:
     script, *arguments = sys.argv[1:]
     try:
         code = run_script(script, arguments)
     except RunRestarted as restarted:
-        sys.stderr.write(f"{restarted}: running the script again\n")
+        sys.stderr.write(f"{restarted}: restarting the script\n")
         return AGAIN
     if code == 0 and (note := os.environ.get(SERVED)) and not Path(note).exists():
-        raise UsageError(f"{script} ended without a `with DataCtx()`: it sent no data; the trainers wait for it")
+        raise UsageError(f"{script} ended without a `with DataCtx()`, so it sent no data; the trainers wait for it")
     return code
 
 

@@ -1,4 +1,4 @@
-"""Waiting for what happens to several processes, and for signals to this one."""
+"""Supervise several processes: wait for their ends and for signals, and stop them together."""
 
 import signal
 import time
@@ -10,25 +10,25 @@ from types import FrameType
 from persia.launch.process import Process
 
 GRACE = 20.0
-"""Seconds a process has between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 SAVING_GRACE = 45.0
-"""As ``GRACE``, for a trainer, which may save its run meanwhile."""
+"""The same for trainers, which may save their run in this time."""
 ONE_SIGNAL = 2.0
-"""Seconds in which two signals count as one: some senders signal a launcher and its ranks, a process and its group."""
+"""Seconds in which two signals count as one. Some tools signal a launcher and its ranks, or a process and its group."""
 
 
 class Events:
-    """What happened, in order: processes that ended, and numbers of signals this process was sent."""
+    """A queue of events: processes that ended, and numbers of signals that this process received."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Process | int] = SimpleQueue()
 
     def ended(self, process: Process) -> None:
-        """Note that a process ended."""
+        """Add the end of a process."""
         self._queue.put(process)
 
     def next(self, timeout: float | None = None) -> "Process | int | None":
-        """Wait for the next event; None after ``timeout`` seconds without one."""
+        """Wait for the next event; return None after ``timeout`` seconds without one."""
         try:
             return self._queue.get(timeout=timeout)
         except Empty:
@@ -57,9 +57,9 @@ def stop(
     grace: float = GRACE,
     say: Callable[[str], None],
 ) -> None:
-    """End processes together: SIGTERM, ``grace`` seconds, SIGKILL.
+    """Stop processes together, and return when all have ended: SIGTERM, ``grace`` seconds, SIGKILL.
 
-    Returns when all have ended. Their ends are taken from ``events``; another signal to us cuts the grace short.
+    It takes the ends of processes from ``events``. A second signal to this process ends the grace period.
     """
     began = time.monotonic()
     left = {process for process in processes if process.running}

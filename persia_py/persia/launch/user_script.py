@@ -1,4 +1,4 @@
-"""Running a user's script inside this process as if Python had been given it."""
+"""Run a user's script inside this process, as ``python FILE ARGUMENTS...`` would."""
 
 import runpy
 import sys
@@ -9,18 +9,18 @@ from pathlib import Path
 from persia.runtime.errors import PersiaError
 
 _RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
-"""Where the frames come from that lie between this module and the script."""
+"""Files of the frames between this module and the script."""
 
 
 def run_script(file: str, arguments: Sequence[str]) -> int:
-    """Run the script and return the exit code it asked for, 0 when it came to its end.
+    """Run the script and return its exit code.
 
     Args:
         file: Its path.
-        arguments: What it finds in ``sys.argv[1:]``.
+        arguments: Its ``sys.argv[1:]``.
 
     Raises:
-        BaseException: Whatever it raises but SystemExit.
+        BaseException: An exception of the script other than SystemExit.
     """
     sys.argv = [file, *arguments]
     sys.path[0] = str(Path(file).resolve().parent)
@@ -32,7 +32,7 @@ def run_script(file: str, arguments: Sequence[str]) -> int:
 
 
 def exit_code(error: SystemExit) -> int:
-    """Return the process exit code that a SystemExit stands for; a message in it is printed."""
+    """Return the exit code of a SystemExit. If it carries a message, print that."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -42,10 +42,9 @@ def exit_code(error: SystemExit) -> int:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Return the result of ``work``; an error becomes a message and its exit code.
+    """Return the result of ``work``, or report its error and return an exit code.
 
-    What persia raises on purpose is told in one or two lines. Anything else is told with the script's part of its
-    traceback, and gives 1.
+    A ``PersiaError`` is one message and its own code. Any other error is the script's part of its traceback, and 1.
     """
     try:
         return work()
@@ -63,5 +62,5 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def report(error: PersiaError) -> None:
-    """Write an error's message, and what to do next, to standard error."""
+    """Write an error's message and next step to standard error."""
     sys.stderr.write(f"error: {error}\n" + (f"next:  {error.hint}\n" if error.hint else ""))

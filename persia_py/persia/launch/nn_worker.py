@@ -1,4 +1,4 @@
-"""The ranks of one trainer replica: started together, watched, ended together."""
+"""The ranks of one trainer replica: start them together, supervise them, stop them together."""
 
 import json
 import os
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from persia.launch.process import Process
-from persia.launch.watch import SAVING_GRACE, Events, stop
+from persia.launch.supervision import SAVING_GRACE, Events, stop
 from persia.runtime import job
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import settings
 
 _OWN_CODES = {2, 3, 4, 5, 70}
-"""Exit codes of a rank that say more than 75: configuration, unreachable, corrupt, refused, hung."""
+"""Exit codes of a rank that are passed on: configuration, unreachable, corrupt, refused, hung."""
 
 _NOTICE = 5.0
-"""Seconds that ranks have to end by themselves once one has failed."""
+"""Seconds in which the other ranks may end by themselves after one has failed."""
 
 _output = threading.Lock()
 
@@ -30,17 +30,17 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
     """Run the ranks of this replica to their end.
 
     Args:
-        script: What each rank runs.
+        script: The script that each rank runs.
         arguments: Its arguments.
-        ranks: How many ranks this replica has.
-        node: This replica's index.
-        nodes: How many replicas there are.
+        ranks: The number of ranks of this replica.
+        node: The index of this replica.
+        nodes: The number of replicas.
 
     Returns:
-        The exit code: 0 when every rank came to its end, or the run was finished before.
+        The exit code: 0 if every rank ended with 0, or the run is finished already.
 
     Raises:
-        UsageError: The numbers, or ``CUDA_VISIBLE_DEVICES``, do not fit.
+        UsageError: The numbers do not fit together, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
     """
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
         raise UsageError(
@@ -50,24 +50,24 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
     _check_devices(ranks)
     folder = job.run_dir() if settings.nats_url is not None else None
     if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
-        say_finished(folder, summary)
+        report_finished(folder, summary)
         return 0
     events = Events()
     with events.signals():
         started = [
             Process(
                 f"rank {node * ranks + local}",
-                [sys.executable, "-m", "persia.launch.rank", str(script), *arguments],
-                env={**os.environ, **_place(local, ranks=ranks, node=node, nodes=nodes)},
-                line=_prefixed(f"[rank {node * ranks + local}]") if ranks > 1 else None,
+                [sys.executable, "-m", "persia.launch.rank_main", str(script), *arguments],
+                env={**os.environ, **_rank_variables(local, ranks=ranks, node=node, nodes=nodes)},
+                line=_print_with_prefix(f"[rank {node * ranks + local}]") if ranks > 1 else None,
                 ended=events.ended,
             )
             for local in range(ranks)
         ]
-        return _watch(started, events, folder)
+        return _supervise(started, events, folder)
 
 
-def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
+def _supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
     left = set(ranks)
     while left:
         event = events.next()
@@ -79,16 +79,16 @@ def _watch(ranks: Sequence[Process], events: Events, folder: Path | None) -> int
         if isinstance(event, Process):
             left.discard(event)
             if event.code != 0:
-                _say(f"{event.name} {event.how()}" + (", ending the others" if left else ""))
-                _let_them_notice(left, events)
+                _say(f"{event.name} {event.outcome()}" + (", ending the others" if left else ""))
+                _wait_for_other_failures(left, events)
                 stop(left, events, say=_say)
-                codes = [_code(rank.code) for rank in (event, *(other for other in ranks if other is not event))]
+                codes = [_exit_code(rank.code) for rank in (event, *(other for other in ranks if other is not event))]
                 return next((code for code in codes if code in _OWN_CODES), codes[0])
     return 0
 
 
-def _let_them_notice(left: set[Process], events: Events) -> None:
-    """Give ranks that learn of another's end time to say why they end: the cause may be theirs."""
+def _wait_for_other_failures(left: set[Process], events: Events) -> None:
+    """Let the other ranks end by themselves: one of them may report the cause."""
     deadline = time.monotonic() + _NOTICE
     while left and (seconds := deadline - time.monotonic()) > 0:
         event = events.next(seconds)
@@ -98,12 +98,12 @@ def _let_them_notice(left: set[Process], events: Events) -> None:
             left.discard(event)
 
 
-def _code(code: int) -> int:
-    # 1 is an exception of the script itself: starting it again would raise it again
+def _exit_code(code: int) -> int:
+    # 1 is an exception of the script itself: a restart would raise it again.
     return code if code == 1 or code in _OWN_CODES else AGAIN
 
 
-def _place(local: int, *, ranks: int, node: int, nodes: int) -> dict[str, str]:
+def _rank_variables(local: int, *, ranks: int, node: int, nodes: int) -> dict[str, str]:
     return {
         "RANK": str(node * ranks + local),
         "LOCAL_RANK": str(local),
@@ -121,13 +121,13 @@ def _check_devices(ranks: int) -> None:
     devices = [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
     if len(set(devices)) < ranks:
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(set(devices))} device(s), but {ranks} rank(s) want one each "
+            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(set(devices))} device(s), but {ranks} rank(s) need one each "
             f"(GPU_NUM={gpus})"
         )
 
 
-def say_finished(folder: Path, summary: dict[str, Any]) -> None:
-    """Print that the run in this folder is finished, its summary, and how to train again."""
+def report_finished(folder: Path, summary: dict[str, Any]) -> None:
+    """Print that the run in this folder is finished, with its summary and how to train again."""
     path = folder / job.SUMMARY
     sys.stdout.write(
         f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\n"
@@ -136,7 +136,7 @@ def say_finished(folder: Path, summary: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _prefixed(prefix: str) -> Callable[[str], None]:
+def _print_with_prefix(prefix: str) -> Callable[[str], None]:
     def write(line: str) -> None:
         with _output:
             sys.stdout.write(f"{prefix} {line}\n")
