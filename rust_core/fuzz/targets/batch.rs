@@ -40,7 +40,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let tensor = |name: Option<&str>, dtype: Dtype, shape: &[usize]| {
         let bytes = vec![1; shape.iter().product::<usize>() * dtype.size()];

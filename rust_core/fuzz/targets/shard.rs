@@ -63,7 +63,7 @@ fn bits_of(table: &TableRows) -> Bits<'_> {
     (name, [*dim, *state_len], ids, last_used, bits(weights), bits(state), admission_counts)
 }
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let ids: Vec<u64> = (0..).filter(|id| shard_of(*id) == SHARD).take(6).collect();
     let table = |name: &str, dim: usize, state_len: usize, rows: usize, counts: usize| TableRows {
