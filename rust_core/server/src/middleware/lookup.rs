@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::fanout::{Fanout, SlowestServer};
-use super::pooled::{AllUses, CollectedRows, of_samples};
+use super::pooled::{AllCsr, CollectedRows, of_samples};
 use super::{SERVER_QUEUE, ServerClient, late, named, until};
 
 type Out = mpsc::Sender<Result<proto::LookupReply, Status>>;
@@ -27,7 +27,7 @@ pub(super) struct Lookup {
     pub(super) servers: Vec<Arc<ServerClient>>,
     pub(super) head: proto::LookupHead,
     pub(super) split: Arc<Split>,
-    pub(super) uses: AllUses,
+    pub(super) csr: AllCsr,
     pub(super) deadline: Instant,
 }
 
@@ -59,7 +59,7 @@ impl Lookup {
         };
         let kept = CollectedRows::receive(&self.split, kept);
         let ((), kept, report) = tokio::try_join!(self.feed(incoming, fanout), kept, sum)?;
-        let sent = timeout_at(self.deadline, kept.send(self.split, self.uses, out)).await;
+        let sent = timeout_at(self.deadline, kept.send(self.split, self.csr, out)).await;
         sent.map_err(|_| {
             Status::deadline_exceeded("the caller did not read its samples before the deadline")
         })??;
@@ -74,7 +74,7 @@ impl Lookup {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
                 return Err(Status::invalid_argument(
-                    "after the head and uses of a look-up only ids may come",
+                    "after the head and the lists of samples of a look-up only ids may come",
                 ));
             };
             for (server, piece) in self.split.ids(chunk)? {

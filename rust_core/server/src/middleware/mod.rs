@@ -22,11 +22,11 @@ use std::time::Duration;
 
 use persia_types::TablesError;
 use persia_wire::auth::{Role, require};
+use persia_wire::csr::receive_csr;
 use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
 use persia_wire::samples::Verb;
-use persia_wire::csr::receive_csr;
 use persia_wire::{proto, receive};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -75,10 +75,10 @@ impl MiddlewareService {
                 _ => None,
             };
             let memory = self.memory.take(split.parts(), Verb::Lookup, deadline).await?;
-            let uses = receive_csr(&mut incoming, Verb::Lookup, split.parts(), chunk);
+            let csr = receive_csr(&mut incoming, Verb::Lookup, split.parts(), chunk);
             let late = |_| Status::deadline_exceeded("the look-up was not complete before its deadline");
-            let uses = timeout_at(deadline, uses).await.map_err(late)??;
-            Ok((lookup::Lookup { servers, head, split: Arc::new(split), uses, deadline }, incoming, memory))
+            let csr = timeout_at(deadline, csr).await.map_err(late)??;
+            Ok((lookup::Lookup { servers, head, split: Arc::new(split), csr, deadline }, incoming, memory))
         };
         let (lookup, incoming, memory) = match started.await {
             Ok(started) => started,
@@ -118,9 +118,9 @@ impl MiddlewareService {
             _ => None,
         };
         let _memory = self.memory.take(split.parts(), Verb::Push, deadline).await?;
-        let uses = receive_csr(&mut incoming, Verb::Push, split.parts(), chunk);
-        let uses = timeout_at(deadline, uses).await.map_err(push::late_caller)??;
-        let push = push::Push { servers, head, split: Arc::new(split), uses, deadline };
+        let csr = receive_csr(&mut incoming, Verb::Push, split.parts(), chunk);
+        let csr = timeout_at(deadline, csr).await.map_err(push::late_caller)??;
+        let push = push::Push { servers, head, split: Arc::new(split), csr, deadline };
         let reply = push.run(incoming).await?;
         if push::first_failure(&reply).is_some() {
             self.servers.refresh();

@@ -7,13 +7,13 @@ use persia_kernels::Gradients;
 use persia_types::ShardedIds;
 use persia_types::limits::MAX_KEPT_BYTES;
 use persia_wire::chunk::ChunkError;
+use persia_wire::csr::ReceivedCsr;
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
 use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, pooled_chunks};
-use persia_wire::csr::ReceivedCsr;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
@@ -24,8 +24,8 @@ use super::fanout::Fanout;
 /// Memory is counted in mebibytes: 2^20 bytes.
 const MIB: u32 = 20;
 
-/// The uses of every part of a request; None for parts whose rows are not pooled.
-pub(super) type AllUses = Vec<Option<ReceivedCsr>>;
+/// The lists of samples of every part of a request; None for parts whose rows are not pooled.
+pub(super) type AllCsr = Vec<Option<ReceivedCsr>>;
 
 /// Whether `chunk` belongs to a part with vectors of samples.
 pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
@@ -48,8 +48,8 @@ impl MemoryBudget {
         Self { free: Arc::new(Semaphore::new(mib as usize)), mib }
     }
 
-    /// Wait for the memory of a request: rows or gradients of its parts with samples, and uses. Dropping the permit releases
-    /// it.
+    /// Wait for the memory of a request: rows or gradients of its parts with samples, and their lists. Dropping the permit
+    /// releases it.
     pub(super) async fn take(
         &self,
         parts: &[Part],
@@ -100,9 +100,9 @@ impl CollectedRows {
             let what = "no rows arrived for the ids of the samples".into();
             return Ok(Self { rows, whole: Err(ChunkError::CutShort { what }) });
         }
-        let uses = vec![None; parts.len()];
+        let csr = vec![None; parts.len()];
         let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-        let mut scatter = Scatter::new(&parts, &uses, &mut buffers).map_err(|error| to_status(&error))?;
+        let mut scatter = Scatter::new(&parts, &csr, &mut buffers).map_err(|error| to_status(&error))?;
         while let Some(chunk) = next {
             scatter.take(&chunk)?;
             next = chunks.recv().await;
@@ -115,19 +115,19 @@ impl CollectedRows {
     pub(super) async fn send(
         self,
         split: Arc<Split>,
-        uses: AllUses,
+        csr: AllCsr,
         out: &mpsc::Sender<Result<proto::LookupReply, Status>>,
     ) -> Result<(), Status> {
         // The server has already reported why rows are missing.
         self.whole?;
-        if uses.iter().all(Option::is_none) {
+        if csr.iter().all(Option::is_none) {
             return Ok(());
         }
         let (computed_chunks, mut pooled) = mpsc::channel(SERVER_QUEUE);
         let work = computed(move || {
-            for (index, ((part, uses), rows)) in split.parts().iter().zip(&uses).zip(&self.rows).enumerate() {
-                let Some(uses) = uses else { continue };
-                for chunk in pooled_chunks(index as u32, part.format, rows, uses.bags()) {
+            for (index, ((part, csr), rows)) in split.parts().iter().zip(&csr).zip(&self.rows).enumerate() {
+                let Some(csr) = csr else { continue };
+                for chunk in pooled_chunks(index as u32, part.format, rows, csr.bags()) {
                     if computed_chunks.blocking_send(chunk).is_err() {
                         return; // the receiver reports why it stopped
                     }
@@ -150,21 +150,21 @@ impl CollectedRows {
 /// samples.
 pub(super) async fn send_sums(
     split: &Split,
-    uses: AllUses,
+    csr: AllCsr,
     gradients: Vec<Vec<f32>>,
     fanout: Fanout<proto::PushRequest>,
 ) -> Result<(), Status> {
     // The sums of a push that every server has ended are not needed.
-    if uses.iter().all(Option::is_none) || fanout.all_closed() {
+    if csr.iter().all(Option::is_none) || fanout.all_closed() {
         return Ok(());
     }
     // A channel between them ends the computation when this future is dropped, independent of the servers.
     let (computed_chunks, mut sums) = mpsc::channel(SERVER_QUEUE);
     let parts = split.parts().to_vec();
     let work = computed(move || {
-        for (index, ((part, uses), rows)) in parts.into_iter().zip(&uses).zip(&gradients).enumerate() {
-            let Some(uses) = uses else { continue };
-            let sum = uses.sum(rows, part.format.dim);
+        for (index, ((part, csr), rows)) in parts.into_iter().zip(&csr).zip(&gradients).enumerate() {
+            let Some(csr) = csr else { continue };
+            let sum = csr.sum(rows, part.format.dim);
             let part = part.with_samples(None);
             for chunk in gradient_chunks(index as u32, &part, Gradients::Samples(sum)) {
                 if computed_chunks.blocking_send(chunk).is_err() {
@@ -204,11 +204,16 @@ mod tests {
 
     use super::*;
 
-    /// A part whose samples need almost `mib` mebibytes, and their uses some bytes.
+    /// A part whose samples need almost `mib` mebibytes, and their lists some bytes.
     fn part(mib: usize) -> Part {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
-        let samples =
-            Samples { samples: (mib << 8) - 1, indices: 1, per_sample_weights: false, factors: false, scale: 1.0 };
+        let samples = Samples {
+            samples: (mib << 8) - 1,
+            indices: 1,
+            per_sample_weights: false,
+            factors: false,
+            scale: 1.0,
+        };
         Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
     }
 

@@ -18,7 +18,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::fanout::{Fanout, SlowestServer};
-use super::pooled::{AllUses, of_samples, send_sums};
+use super::pooled::{AllCsr, of_samples, send_sums};
 use super::{ServerClient, error_of, late, until};
 
 type ToServers = Fanout<proto::PushRequest>;
@@ -28,7 +28,7 @@ pub(super) struct Push {
     pub(super) servers: Vec<Arc<ServerClient>>,
     pub(super) head: proto::PushHead,
     pub(super) split: Arc<Split>,
-    pub(super) uses: AllUses,
+    pub(super) csr: AllCsr,
     pub(super) deadline: Instant,
 }
 
@@ -38,7 +38,7 @@ impl Push {
         mut self,
         incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
     ) -> Result<proto::PushReply, Status> {
-        let uses = std::mem::take(&mut self.uses);
+        let csr = std::mem::take(&mut self.csr);
         let called = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
         // Dropped with the future: calls that have not ended are cancelled, and apply nothing.
         let mut calls = JoinSet::new();
@@ -74,7 +74,7 @@ impl Push {
         let feed = async {
             let gradients = self.feed(incoming, &fanout).await?;
             // The calls end with their queues.
-            send_sums(&self.split, uses, gradients, fanout).await
+            send_sums(&self.split, csr, gradients, fanout).await
         };
         let ((), servers) = tokio::try_join!(feed, outcomes)?;
         Ok(proto::PushReply { servers })
@@ -112,7 +112,8 @@ impl Push {
                     pieces.map(|(server, piece)| (server, push_request::Part::Gradients(piece))).collect()
                 }
                 _ => {
-                    let what = "after the head and uses of a push only ids and gradients may come";
+                    let what =
+                        "after the head and the lists of samples of a push only ids and gradients may come";
                     return Err(Status::invalid_argument(what));
                 }
             };

@@ -46,7 +46,8 @@ fn ids() -> ShardedIds {
 }
 
 fn part() -> proto::TablePart {
-    let samples = proto::Samples { samples: 2, indices: 4, per_sample_weights: true, factors: true, scale: 1.0 };
+    let samples =
+        proto::Samples { samples: 2, indices: 4, per_sample_weights: true, factors: true, scale: 1.0 };
     proto::TablePart { samples: Some(samples), ..Part::new(0, RowFormat::f32(DIM), &ids()).to_proto() }
 }
 
@@ -149,7 +150,7 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     let late = [&whole[..1], &whole[3..], &whole[1..3]].concat();
     for messages in [missing, late] {
         let status = raw_lookup(&stack, None, messages).unwrap_err();
-        assert!(status.message().contains("the uses of all its samples come first"), "{status}");
+        assert!(status.message().contains("the lists of all its samples come first"), "{status}");
     }
     assert!(raw_lookup(&stack, None, whole[..2].to_vec()).unwrap_err().message().contains("cut short"));
     let twice = [&whole[..], &whole[2..3]].concat();
