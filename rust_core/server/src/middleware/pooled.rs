@@ -7,13 +7,13 @@ use persia_kernels::Gradients;
 use persia_types::ShardedIds;
 use persia_types::limits::MAX_KEPT_BYTES;
 use persia_wire::chunk::ChunkError;
+use persia_wire::csr::ReceivedCsr;
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
 use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, pooled_chunks};
-use persia_wire::csr::ReceivedCsr;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
@@ -207,8 +207,13 @@ mod tests {
     /// A part whose samples need almost `mib` mebibytes, and their uses some bytes.
     fn part(mib: usize) -> Part {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
-        let samples =
-            Samples { samples: (mib << 8) - 1, indices: 1, per_sample_weights: false, factors: false, scale: 1.0 };
+        let samples = Samples {
+            samples: (mib << 8) - 1,
+            indices: 1,
+            per_sample_weights: false,
+            factors: false,
+            scale: 1.0,
+        };
         Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
     }
 

@@ -92,7 +92,8 @@ fn calls() -> Vec<Call> {
     let uses: Vec<u32> = (0..ids.len() as u32).collect();
     let (half, all, one) = (uses.len() as u32 / 2, uses.len() as u32, [1.0_f32.to_bits()]);
     let weights = one.repeat(uses.len());
-    let samples = proto::Samples { samples: 2, indices: all, per_sample_weights: true, factors: false, scale: 1.0 };
+    let samples =
+        proto::Samples { samples: 2, indices: all, per_sample_weights: true, factors: false, scale: 1.0 };
     let pooled = [proto::TablePart { samples: Some(samples), ..parts[0].clone() }];
     let bags = [&uses[..], &[0, half, all], &weights, &[]].concat();
     let of_ids: Vec<u32> = uses.iter().map(|at| at % 2).collect();

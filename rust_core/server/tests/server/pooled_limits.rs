@@ -46,7 +46,8 @@ fn ids() -> ShardedIds {
 }
 
 fn part() -> proto::TablePart {
-    let samples = proto::Samples { samples: 2, indices: 4, per_sample_weights: true, factors: true, scale: 1.0 };
+    let samples =
+        proto::Samples { samples: 2, indices: 4, per_sample_weights: true, factors: true, scale: 1.0 };
     proto::TablePart { samples: Some(samples), ..Part::new(0, RowFormat::f32(DIM), &ids()).to_proto() }
 }
 
