@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import workload
 
-from persia.common import CommonContext
-from persia.embedded import EmbeddedContext
+from persia.backend.base import Backend
+from persia.backend.local import LocalBackend
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad
 from persia_core.data import Batch, BatchBuilder
@@ -40,7 +40,7 @@ def build(ids: list[np.ndarray], per_sample: int) -> Batch:
 
 @contextmanager
 def stepper(
-    context: CommonContext, dim: int, per_sample: int, *, zipf: bool, rowwise: bool
+    context: Backend, dim: int, per_sample: int, *, zipf: bool, rowwise: bool
 ) -> Iterator[Callable[[int], None]]:
     """Begin a run, give its step, and end its loop."""
     optimizer = Adagrad(workload.LEARNING_RATE, vectorwise_shared=rowwise)
@@ -70,7 +70,7 @@ def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) ->
         "zipf": zipf,
         "optimizer": "rowwise" if rowwise else "adagrad",
     }
-    context = EmbeddedContext()
+    context = LocalBackend()
     with stepper(context, dim, per_sample, zipf=zipf, rowwise=rowwise) as step:
         workload.measure("persia", case, workload.rows_of(per_sample), step, seconds)
     context.close()

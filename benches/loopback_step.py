@@ -23,10 +23,10 @@ import torch
 import workload
 from embedded_step import make_batches, stepper
 
-from persia.embedded import EmbeddedContext
-from persia.launch.local import Command, LocalJob
+from persia.backend.local import LocalBackend
+from persia.backend.remote import RemoteBackend
+from persia.launch.local_job import Command, LocalJob
 from persia.launch.process import Process
-from persia.remote import RemoteContext
 
 ID_BYTES = 8
 WIRE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
@@ -97,7 +97,7 @@ def cost(step: Callable[[int], None], pids: list[int], seconds: float) -> tuple[
 
 def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, wire: str) -> None:
     """Measure one case and print it."""
-    embedded_context = EmbeddedContext()
+    embedded_context = LocalBackend()
     with stepper(embedded_context, dim, per_sample, zipf=False, rowwise=False) as step:
         embedded, _, embedded_wall = cost(step, [], seconds)
     embedded_context.close()
@@ -107,7 +107,7 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, w
     up, down = round(unique * ID_BYTES), round(unique * dim * WIRE_BYTES[wire])
     raw = raw_tcp.cpu_seconds(up, down, 20) + raw_tcp.cpu_seconds(up + down, 0, 20)
     with job(folder, tcp=tcp, general=f"embedding_worker_config: {{wire_dtype: {wire}}}") as pids:
-        context = RemoteContext(trains=True)
+        context = RemoteBackend(trains=True)
         with stepper(context, dim, per_sample, zipf=False, rowwise=False) as step:
             loopback, spread, wall = cost(step, pids, seconds)
         context.close(None)
@@ -131,7 +131,7 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, w
 def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, float]:
     """Return what :func:`cost` says of a step of dim 64, L 1, with so many servers."""
     with job(folder, tcp=False, servers=servers) as pids:
-        context = RemoteContext(trains=True)
+        context = RemoteBackend(trains=True)
         with stepper(context, 64, 1, zipf=False, rowwise=False) as step:
             result = cost(step, pids, seconds)
         context.close(None)

@@ -28,10 +28,10 @@ from embedded_step import build, make_batches
 from torch.utils.dlpack import from_dlpack
 
 import persia_core
-from persia.common import CommonContext, Device
+from persia.backend.base import Backend, Device
+from persia.backend.local import LocalBackend
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
-from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
@@ -63,9 +63,9 @@ def kernels() -> Iterator[Record]:
 
 
 @contextmanager
-def stepper(dim: int, per_sample: int, device: int | None) -> Iterator[tuple[CommonContext, Callable[[int], None]]]:
+def stepper(dim: int, per_sample: int, device: int | None) -> Iterator[tuple[Backend, Callable[[int], None]]]:
     """Give a whole step: deduplicate, look up, pool, sum gradients by id, update; batches are looked up ahead."""
-    context = EmbeddedContext(device=None if device is None else Device(device))
+    context = LocalBackend(device=None if device is None else Device(device))
     context.begin(optimizer=Adagrad(workload.LEARNING_RATE), config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
     pipeline = context.open_loop(4, False, 4)
     batches = make_batches(per_sample, zipf=False)

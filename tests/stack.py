@@ -22,10 +22,10 @@ import pytest
 from forking import forked_children
 from waiting import wait_until
 
-from persia.auth import role_token, secret
 from persia.errors import UnreachableError
-from persia.launch.local import BINARIES, Command, Kind, LocalJob, free_ports
+from persia.launch.local_job import BINARIES, Command, Kind, LocalJob, free_ports
 from persia.launch.process import Process
+from persia.runtime.tokens import role_token, secret
 from persia.utils import find_free_port, resolve_binary_execute_path
 
 START = 30.0
@@ -282,13 +282,14 @@ class LiveStack:
 
     def wait_ready(self) -> None:
         """Wait until every server and middleware is ready to serve."""
-        from persia import job, status
+        from persia.cli import job_status
+        from persia.runtime import job
 
         problems: list[str] = []
 
         def ready() -> bool:
             try:
-                problems[:] = status.status(self.nats_url, job.job_name()).problems
+                problems[:] = job_status.status(self.nats_url, job.job_name()).problems
             except UnreachableError as error:
                 problems[:] = [str(error)]
             return not problems
@@ -299,7 +300,7 @@ class LiveStack:
 
     def busy(self) -> str | None:
         """Return why a test may not use the stack now, or None."""
-        from persia import nats
+        from persia.discovery import nats
 
         with pytest.MonkeyPatch.context() as monkeypatch:
             self.use(monkeypatch)

@@ -1,22 +1,48 @@
 """Persia: train recommender models whose embedding tables live in sharded parameter servers.
 
-Layout:
+Layout, from the top; a layer imports only what is below it:
 
-* :mod:`persia.ctx`: the contexts a training script works in
-* :mod:`persia.data`: data loaders and the data sets that feed them
-* :mod:`persia.embedding`: features, batches and optimizers of embeddings
-* :mod:`persia.models`: models in plain torch
-* :mod:`persia.distributed`: several ranks: options, agreement, and the run's end and summary
-* :mod:`persia.embedded`, :mod:`persia.remote`: rows in this process, or on embedding servers
-* :mod:`persia.feed`: batches on their way from data-compose to trainers
-* :mod:`persia.launch`: starting, watching and ending the processes of a job
-* :mod:`persia.checkpoint`: what a checkpoint holds, and its inspection
-* :mod:`persia.errors`: everything raised on purpose
-* :mod:`persia.cli`: the ``persia`` command
+* :mod:`persia.cli`: the ``persia`` command; :mod:`persia.launch`: the processes of a job
+* :mod:`persia.ctx`, :mod:`persia.data`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
+* :mod:`persia.loop`: a pass over the data
+* :mod:`persia.checkpoint`: checkpoints of a run, and their replicas
+* :mod:`persia.backend`: rows in this process, or on embedding servers
+* :mod:`persia.feed`, :mod:`persia.distributed`: batches from data-compose; several ranks
+* :mod:`persia.discovery`: what the parts of a job announce to NATS
+* :mod:`persia.embedding`: features, batches, tables and optimizers of embeddings
+* :mod:`persia.runtime`: settings, errors, exit codes, logging, signals
+
+``persia.env``, ``errors``, ``logger``, ``utils``, ``service``, ``helper`` and ``launcher`` are PersiaML's paths.
 """
 
-from persia._core import check_core
+import importlib
 
 __version__ = "0.1.0"
 
-check_core(__version__)
+
+def _check_core(version: str) -> None:
+    """Refuse a missing or stale ``persia_core``.
+
+    Raises:
+        ImportError: It is not installed, or is of another version than these Python sources (``StaleCoreError``).
+    """
+    try:
+        core = importlib.import_module("persia_core")
+    except ModuleNotFoundError as error:
+        if error.name != "persia_core":
+            raise
+        raise ImportError(
+            "persia_core, the compiled part of persia, is not installed; "
+            "install the wheel persia-core, or in a clone run: make setup"
+        ) from error
+    built = getattr(core, "__version__", "unknown")
+    if built != version:
+        errors = importlib.import_module("persia_core.errors") if hasattr(core, "errors") else None
+        stale = getattr(errors, "StaleCoreError", ImportError)
+        raise stale(
+            f"{core.__file__} was built as version {built}, these Python sources are version {version}; "
+            "build it again: make setup (or remove the file from PYTHONPATH)"
+        )
+
+
+_check_core(__version__)

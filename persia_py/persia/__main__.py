@@ -1,5 +1,5 @@
 """``python -m persia``."""
 
-from persia.cli import main
+from persia.cli.main import main
 
 main()

@@ -1,6 +1,6 @@
-"""Everything persia raises on purpose, with exit codes and hints. The classes live in ``persia_core``."""
+"""PersiaML's path of :mod:`persia.runtime.errors`."""
 
-from persia_core.errors import (
+from persia.runtime.errors import (
     AuthError,
     BatchSizeError,
     CheckpointError,

@@ -1,106 +1,15 @@
-"""Small things PersiaML's scripts use."""
+"""PersiaML's path of small things that its scripts use."""
 
-import os
-import random
-import shutil
-import socket
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from persia.embedding.data import split_mask
+from persia.launch.host import dump_yaml, find_free_port, load_yaml, resolve_binary_execute_path, run_command
+from persia.runtime.seeding import setup_seed
 
-import yaml
-
-from persia.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-
-def setup_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, and ask torch for deterministic algorithms.
-
-    New embedding rows follow this seed too: a run's seed is ``torch.initial_seed()``.
-    """
-    import numpy as np
-    import torch
-
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Take a raw (sequence) feature apart, as the model gets it.
-
-    Args:
-        raw: ``[batch, sample_fixed_size, dim + 1]``.
-
-    Returns:
-        The rows ``[batch, sample_fixed_size, dim]``, and the bool mask ``[batch, sample_fixed_size]``, true where an id
-        is.
-    """
-    return raw[..., :-1], raw[..., -1] != 0
-
-
-def load_yaml(filepath: str | os.PathLike[str]) -> Any:
-    """Return the content of a YAML file.
-
-    Raises:
-        ConfigError: The file is missing, unreadable, or no YAML.
-    """
-    try:
-        with Path(filepath).open(encoding="utf-8") as file:
-            return yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{filepath}: {error}") from error
-
-
-def dump_yaml(content: Mapping[str, Any], filepath: str | os.PathLike[str]) -> None:
-    """Write ``content`` as a YAML file, keys in their order."""
-    with Path(filepath).open("w", encoding="utf-8") as file:
-        yaml.safe_dump(dict(content), file, sort_keys=False)
-
-
-def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Run ``cmd`` to its end with ``env`` added to this process's environment.
-
-    Raises:
-        subprocess.CalledProcessError: It ended with another status than 0.
-    """
-    return subprocess.run([str(part) for part in cmd], env={**os.environ, **(env or {})}, check=True)
-
-
-def resolve_binary_execute_path(binary_name: str) -> str:
-    """Return the path of a program: the one in ``THIRD_PARTY_PATH`` if there, else the first on ``PATH``.
-
-    A Python environment that is used without being activated counts as the last folder of ``PATH``.
-
-    Raises:
-        UsageError: It is in neither.
-    """
-    override = os.environ.get("THIRD_PARTY_PATH", "")
-    if override:
-        candidate = Path(override) / binary_name
-        if candidate.is_file() and os.access(candidate, os.X_OK):
-            return str(candidate)
-    found = shutil.which(binary_name) or shutil.which(binary_name, path=str(Path(sys.executable).parent))
-    if found is None:
-        raise UsageError(
-            f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH "
-            "(in a clone, make setup builds persia's own)"
-        )
-    return found
-
-
-def find_free_port(port: int | None = None) -> int:
-    """Return ``port`` if it can be bound on loopback, else one that is free now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(("127.0.0.1", port or 0))
-        except OSError:
-            probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+__all__ = [
+    "dump_yaml",
+    "find_free_port",
+    "load_yaml",
+    "resolve_binary_execute_path",
+    "run_command",
+    "setup_seed",
+    "split_mask",
+]

@@ -28,12 +28,14 @@ import torch
 from ledger_data import DIM, POISON, expected
 from torch.utils.dlpack import from_dlpack
 
-from persia import distributed, env, job, peers
+from persia import distributed, env
 from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.distributed import control_plane
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.optim import SGD, Adam
+from persia.runtime import job
 
 FOLDER = Path(sys.argv[1])
 PLAN: dict[str, Any] = {
@@ -41,7 +43,7 @@ PLAN: dict[str, Any] = {
     "every": 20,
     "reproducible": False,
     "bits": False,
-    "silence_s": peers.SILENCE_S,
+    "silence_s": control_plane.SILENCE_S,
     "evaluate": {"where": "", "step": 0, "ranks": []},
     "poison": None,
     **json.loads(sys.argv[2]),
@@ -132,7 +134,7 @@ def write(ctx: TrainCtx, skipped: int, checked: int, wrong: list[str]) -> None:
 def main() -> None:
     """Train, and compare."""
     torch.manual_seed(0)
-    bits, peers.SILENCE_S = PLAN["bits"], PLAN["silence_s"]
+    bits, control_plane.SILENCE_S = PLAN["bits"], PLAN["silence_s"]
     model = Sum()
     policy = "stop" if PLAN["poison"] is None else "skip"
     checkpoints = Checkpoints(every=PLAN["every"], failing_batches=policy)

@@ -24,8 +24,8 @@ from stack import TESTS, Part, Stack
 from typing_extensions import Self
 from waiting import wait_until
 
-from persia import job as job_files
-from persia.launch.local import Kind
+from persia.launch.local_job import Kind
+from persia.runtime import job as job_files
 
 CHAOS = Path(__file__).parent
 TRAIN, DATA = CHAOS / "ledger_train.py", CHAOS / "ledger_data.py"

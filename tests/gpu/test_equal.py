@@ -13,9 +13,9 @@ from torch.utils.dlpack import from_dlpack
 from persia.ctx import EmbeddingCtx, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.collection import EmbeddingCollection, TableConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad
+from persia.nn.collection import EmbeddingCollection, TableConfig
 
 SLOTS = """
     single: {dim: 8}

@@ -23,10 +23,11 @@ from waiting import wait_until
 from persia import env
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
-from persia.embedding import EmbeddingCollection, EmbeddingConfig, TableConfig
+from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.embedding.schedule import LRSchedule
 from persia.errors import CheckpointError, DataError, RunLostError, UsageError
+from persia.nn import EmbeddingCollection, TableConfig
 
 PLAN: dict[str, Any] = json.loads(sys.argv[1])
 RANK, WORLD = env.get_rank(), env.get_world_size()

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, Configure
 from stack import MakeStack, start
 
-from persia import job
-from persia.launch.local import Command
+from persia.launch.local_job import Command
+from persia.runtime import job
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
 COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"

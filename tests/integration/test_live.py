@@ -11,13 +11,13 @@ import torch
 from stack import LiveStack, Stack
 from torch.utils.dlpack import from_dlpack
 
-from persia import status
-from persia.configs import Configuration
+from persia.cli import job_status
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
+from persia.embedding.config import Configuration
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
-from persia.job import job_name
+from persia.runtime.job import job_name
 
 STEPS, SAMPLES, IDS = 20, 64, 100
 
@@ -109,7 +109,9 @@ def test_a_run_resumes_from_its_checkpoint_with_equal_bits(any_stack: Stack | Li
         saved = state(ctx, slots)
         rest = train(ctx, loader, STEPS)
         rows, trained = ctx.get_embedding_size(), state(ctx, slots)
-    servers = [one for one in status.status(any_stack.nats_url, job_name()).processes if one.service == "persia-server"]
+    servers = [
+        one for one in job_status.status(any_stack.nats_url, job_name()).processes if one.service == "persia-server"
+    ]
     assert len(rows) == len(servers) and all(rows)
     assert trained != saved
 

@@ -25,7 +25,7 @@ def run(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.Co
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=180,
     )
 
 

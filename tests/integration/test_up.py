@@ -22,7 +22,7 @@ from waiting import is_running, wait_until
 from persia.errors import UsageError
 from persia.launch.up import up as start_up
 
-DEADLINE = 60.0
+DEADLINE = 180.0
 TRAIN = """\
 import os
 from pathlib import Path

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from persia import feed
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.feed import server as feed_server
 from persia.feed.sender import Sender
 from persia.feed.server import FeedServer
 from persia_core.data import Batch
@@ -48,7 +48,7 @@ class Ranks:
     def begin(self, generation: int, job: str = JOB) -> None:
         """Be a new run; the ranks of the last one are gone without a word."""
         self.kill()
-        self.servers = [feed.serve(job, host="127.0.0.1") for _ in range(self.count)]
+        self.servers = [feed_server.serve(job, host="127.0.0.1") for _ in range(self.count)]
         for rank, server in enumerate(self.servers):
             server.welcome(generation, rank, self.count)
             server.inbox.open(self.buffer)

@@ -14,13 +14,13 @@ import torch
 from conftest import Batches, Configure, TinyModel
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia import checkpoint
+from persia.backend.local import LocalBackend
+from persia.backend.remote import RemoteBackend
+from persia.checkpoint import rng_state
 from persia.ctx import EmbeddingCtx, PreprocessMode, eval_ctx
 from persia.data import DataLoader
-from persia.embedded import EmbeddedContext
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import CheckpointError, StorageError, UsageError
-from persia.remote import RemoteContext
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_an_evaluation_needs_no_optimizer(saved: Path) -> None:
 
 
 def test_every_rank_loads_the_model_and_rank_0_the_rows(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EmbeddedContext, "writes", False)  # as on the other ranks
+    monkeypatch.setattr(LocalBackend, "writes", False)  # as on the other ranks
     model, wanted = TinyModel(), torch.load(saved / "dense.pt", weights_only=True)
     with EmbeddingCtx(PreprocessMode.EVAL, model) as ctx:
         ctx.load_checkpoint(saved)
@@ -108,7 +108,7 @@ def test_a_relative_directory_is_below_the_folder_of_checkpoints(
 
 
 def test_servers_have_one_folder_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    context: RemoteContext = object.__new__(RemoteContext)
+    context: RemoteBackend = object.__new__(RemoteBackend)
     with pytest.raises(UsageError, match="set PERSIA_CKPT_DIR"):
         context.checkpoint_dir("first")
     monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "all"))
@@ -242,9 +242,9 @@ def test_a_random_state_or_learning_rate_that_does_not_fit_changes_nothing(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None, lr: float, text: str
 ) -> None:
     configure(SLOTS)
-    kept = checkpoint.random_state
+    kept = rng_state.random_state
     monkeypatch.setattr(
-        checkpoint, "random_state", lambda optimizer: {k: v for k, v in kept(optimizer).items() if k != missing}
+        rng_state, "random_state", lambda optimizer: {k: v for k, v in kept(optimizer).items() if k != missing}
     )
     with make() as ctx:
         train(ctx, DataLoader(Batches(3)))

@@ -13,11 +13,11 @@ from conftest import Batches, Configure, TinyModel
 from test_training import SLOTS, everything, loss_fn, make, train
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
-from persia import distributed
+from persia.backend.local import LocalBackend
 from persia.ctx import eval_ctx
 from persia.data import DataLoader
-from persia.embedded import EmbeddedContext
-from persia.embedding import EmbeddingCollection, EmbeddingConfig, TableConfig
+from persia.distributed import run
+from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
 from persia.embedding.schedule import LRSchedule
 from persia.errors import (
@@ -30,6 +30,7 @@ from persia.errors import (
     RunLostError,
     UsageError,
 )
+from persia.nn import EmbeddingCollection, TableConfig
 
 IDS = 200
 TABLES = [TableConfig("a", 4, ["a"]), TableConfig("b", 4, ["b"])]
@@ -426,24 +427,24 @@ def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) 
     """When it cannot begin, and when it is closed in a run that has failed."""
     gc.collect()  # collections of other tests, which must not be closed in between
     ends: list[BaseException | None] = []
-    close = EmbeddedContext.close
+    close = LocalBackend.close
 
-    def closed(self: EmbeddedContext, error: BaseException | None = None) -> None:
+    def closed(self: LocalBackend, error: BaseException | None = None) -> None:
         ends.append(error)
         close(self, error)
 
-    def fails(self: EmbeddedContext, settings: object) -> None:
+    def fails(self: LocalBackend, settings: object) -> None:
         raise ConfigError("as planned")
 
-    monkeypatch.setattr(EmbeddedContext, "close", closed)
+    monkeypatch.setattr(LocalBackend, "close", closed)
     tables = collection()
     tables.close()
     with monkeypatch.context() as patched:
-        patched.setattr(EmbeddedContext, "apply", fails)
+        patched.setattr(LocalBackend, "apply", fails)
         with pytest.raises(ConfigError):
             collection()
     forgotten = collection()
-    monkeypatch.setattr(distributed._process, "failed", "ValueError: as planned")
+    monkeypatch.setattr(run._process, "failed", "ValueError: as planned")
     del forgotten
     gc.collect()
     assert ends[0] is None

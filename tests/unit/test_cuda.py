@@ -15,14 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
 import persia_core
-from persia.common import CommonContext, Device, Offender
+from persia.backend.base import Backend, Device, Offender
 from persia.ctx import Checkpoints, EmbeddingCtx, PreprocessMode, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
-from persia.embedding.collection import EmbeddingCollection, TableConfig
 from persia.embedding.optim import SGD
 from persia.errors import DeviceError, NonFiniteError, UsageError
-from persia.gradients import MAX_SKIPPED_STEPS, Backward, LossScale
+from persia.loop.backward import MAX_SKIPPED_STEPS, Backward
+from persia.loop.loss_scale import LossScale
+from persia.nn.collection import EmbeddingCollection, TableConfig
 from persia_core import backward, forward
 from persia_core.forward import TrainingBatch
 
@@ -234,7 +235,7 @@ def one_step(
     loss = torch.stack([embedding.float().sum() for embedding in embeddings[:used]]).sum() * dense.sum() * spoil
     step = Backward(torch.optim.SGD([dense], lr=1.0), scale)
     with contextlib.nullcontext() if asked is None else Asked(asked):
-        step(loss, cast(TrainingBatch, batch), embeddings, SGD(0.5), cast(CommonContext, Alone()))
+        step(loss, cast(TrainingBatch, batch), embeddings, SGD(0.5), cast(Backend, Alone()))
     return float(dense.detach())
 
 

@@ -17,10 +17,11 @@ from feeding import JOB, MakeRanks, batch, connect, new_ranks, sending
 from relay import Relay
 from waiting import wait_until
 
-from persia import auth, feed
 from persia.errors import AuthError, DataError, IncompatibleError, UsageError
-from persia.feed import RunRestarted, Stopped
+from persia.feed import server as feed_server
+from persia.feed.protocol import RunRestarted, Stopped
 from persia.feed.sender import Sender
+from persia.runtime import tokens
 
 
 @pytest.fixture
@@ -173,7 +174,7 @@ def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
     caplog.set_level(logging.INFO, "persia.feed")
     run = ranks(2)
     run.kill()
-    run.servers = [feed.serve(JOB, host="127.0.0.1") for _ in range(2)]
+    run.servers = [feed_server.serve(JOB, host="127.0.0.1") for _ in range(2)]
     run.servers[0].stop("training is over")
     with sending(run, 4):
         wait_until("a refused sender", lambda: "the run has not begun" in caplog.text, 20, evidence=lambda: caplog.text)
@@ -213,8 +214,8 @@ def test_a_wrong_token_is_refused(
     logging.getLogger("persia").addHandler(caplog.handler)
     monkeypatch.setattr("persia.feed.channel._TELL_S", 60.0)
     right, wrong = tmp_path / "right", tmp_path / "wrong"
-    right.write_text("r" * auth.LEAST_SECRET)
-    wrong.write_text("w" * auth.LEAST_SECRET)
+    right.write_text("r" * tokens.LEAST_SECRET)
+    wrong.write_text("w" * tokens.LEAST_SECRET)
     monkeypatch.setenv("PERSIA_TOKEN_FILE", str(right))
     run = ranks(1)
     with sending(run, 1):
@@ -224,7 +225,7 @@ def test_a_wrong_token_is_refused(
         with pytest.raises(AuthError, match="no valid token of role data") as caught:
             connect(run)
         assert caught.value.exit_code == 5
-        assert "r" * auth.LEAST_SECRET not in str(caught.value)
+        assert "r" * tokens.LEAST_SECRET not in str(caught.value)
     logging.getLogger("persia").removeHandler(caplog.handler)
     told = [line for line in caplog.text.splitlines() if "refused a call of ipv4:127.0.0.1:" in line]
     assert len(told) == 1

@@ -16,9 +16,10 @@ from feeding import JOB, MakeRanks, Ranks, batch, connect, many, new_ranks, numb
 from relay import Relay
 from waiting import wait_until
 
-from persia import __version__, feed
+from persia import __version__
 from persia.data import StreamingDataset
 from persia.errors import DataError, UsageError
+from persia.feed import server as feed_server
 from persia.feed.replay import Rounds, digests_behind, to_skip
 from persia.feed.sender import Sender
 
@@ -47,7 +48,7 @@ def test_a_resumed_run_counts_in_the_order_of_training(
     """Replica 1 ended early, perhaps with one batch less for this rank than for rank 0, which wrote the checkpoint."""
     run = ranks(1)
     run.servers[0].close()
-    run.servers = [feed.serve(JOB, host="127.0.0.1")]
+    run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(2, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
     monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
@@ -145,7 +146,7 @@ def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
 def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
     """A data set over rank 0 of a new generation, without training."""
     run.kill()
-    run.servers = [feed.serve(JOB, host="127.0.0.1")]
+    run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(generation, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
     monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)

@@ -16,7 +16,7 @@ from forking import ForkServer, fork_server
 from stack import TESTS, Part, start
 from waiting import is_running, wait_until
 
-from persia.launch.local import Command
+from persia.launch.local_job import Command
 
 FINDS = """
 import json, os, pathlib, signal, sys, threading

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from waiting import is_running, wait_until
 
-from persia import auth
 from persia.errors import AuthError
 from persia.launch.generations import wait_for_new_trainers
 from persia.launch.logs import Logs
 from persia.launch.private import private_folder
 from persia.launch.process import Process
 from persia.launch.watch import Events
+from persia.runtime import tokens
 
 PLACE = (
     'import os, sys\nprint("place", *(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")), *sys.argv[1:])\n'
@@ -166,17 +166,17 @@ NOTES = """
 import os
 import time
 
-from persia import stopping
+from persia.runtime import preemption
 
-with stopping.saving_run(), stopping.stoppable(True):
-    stopping.trained()
+with preemption.saving_run(), preemption.stoppable(True):
+    preemption.trained()
     print("up", os.environ["RANK"], os.getpid(), flush=True)
-    while not stopping.stop_asked():
+    while not preemption.stop_asked():
         time.sleep(0.01)
     print("up to the save", os.getpid(), flush=True)
     time.sleep(5.0)
     print("saved", flush=True)
-    stopping.leave_if_asked()
+    preemption.leave_if_asked()
 """
 
 
@@ -283,7 +283,7 @@ def test_a_token_file_that_is_no_use_is_exit_code_5(
         path.write_text(content)
     monkeypatch.setenv("PERSIA_TOKEN_FILE", str(path))
     with pytest.raises(AuthError, match="PERSIA_TOKEN_FILE: .*token") as caught:
-        auth.token("data")
+        tokens.token("data")
     assert caught.value.exit_code == 5
 
 

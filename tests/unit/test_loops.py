@@ -13,9 +13,9 @@ from conftest import Batches, Configure
 from test_training import SLOTS, everything, loss_fn, make, train
 from waiting import wait_until
 
-from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
+from persia.backend.local import LocalBackend
+from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
-from persia.embedded import EmbeddedContext
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
     IDFeature,
@@ -177,13 +177,13 @@ def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkey
     """Nothing has failed then: what was pushed is waited for, and no rank or data script is told of an error."""
     configure(SLOTS)
     ends: list[BaseException | None] = []
-    close = EmbeddedContext.close
+    close = LocalBackend.close
 
-    def closed(self: EmbeddedContext, error: BaseException | None = None) -> None:
+    def closed(self: LocalBackend, error: BaseException | None = None) -> None:
         ends.append(error)
         close(self, error)
 
-    monkeypatch.setattr(EmbeddedContext, "close", closed)
+    monkeypatch.setattr(LocalBackend, "close", closed)
 
     def steps() -> Iterator[int]:
         with make() as ctx:
@@ -201,13 +201,13 @@ def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkey
 
 def test_a_loop_whose_end_fails_reads_no_further(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(SLOTS)
-    close = TrainCtx.close_loop
+    close = LocalBackend.close_loop
 
-    def fail(self: TrainCtx, pipeline: Pipeline, *, together: bool) -> None:
+    def fail(self: LocalBackend, pipeline: Pipeline, *, together: bool) -> None:
         close(self, pipeline, together=together)
         raise UnreachableError("a push is not applied")
 
-    monkeypatch.setattr(TrainCtx, "close_loop", fail)
+    monkeypatch.setattr(LocalBackend, "close_loop", fail)
     data = Batches(9)
     with make() as ctx:
         loop = iter(DataLoader(data))

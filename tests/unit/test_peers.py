@@ -20,21 +20,26 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 from waiting import wait_until
 
-from persia import distributed, interfaces, meeting, nats, peers, remote, rendezvous, stopping
-from persia.ctx.poison import Poison, Work
+from persia.backend import remote
+from persia.ctx import Checkpoints
+from persia.discovery import nats
+from persia.distributed import control_plane, handshake, network, options, rendezvous, run
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
-from persia.job import finished_summary
+from persia.loop.feeder import Work
+from persia.loop.quarantine import Quarantine
+from persia.runtime import preemption
+from persia.runtime.job import finished_summary
 
 LONG = 20.0
 
 
-def me(rank: int, world_size: int = 2, **changes: Any) -> meeting.Introduction:
+def me(rank: int, world_size: int = 2, **changes: Any) -> handshake.Introduction:
     known: dict[str, Any] = {"version": "1", "host": "here", "pid": 100 + rank, "token": "secret", **changes}
-    return meeting.Introduction(job=known.pop("job", "j"), rank=rank, world_size=world_size, **known)
+    return handshake.Introduction(job=known.pop("job", "j"), rank=rank, world_size=world_size, **known)
 
 
-Meet = Callable[[int], list[peers.Peers]]
+Meet = Callable[[int], list[control_plane.Peers]]
 
 
 @pytest.fixture
@@ -46,15 +51,15 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
     """Bring ranks together; they leave with the test."""
-    made: list[peers.Peers] = []
+    made: list[control_plane.Peers] = []
     listeners: list[socket.socket] = []
 
-    def together(count: int) -> list[peers.Peers]:
-        listener = meeting.listen("127.0.0.1")
+    def together(count: int) -> list[control_plane.Peers]:
+        listener = handshake.listen("127.0.0.1")
         listeners.append(listener)
-        first = pool.submit(meeting.host, listener, me(0, count), LONG)
+        first = pool.submit(handshake.host, listener, me(0, count), LONG)
         address = ("127.0.0.1", listener.getsockname()[1])
-        others = [pool.submit(meeting.join, address, me(rank, count), LONG) for rank in range(1, count)]
+        others = [pool.submit(handshake.join, address, me(rank, count), LONG) for rank in range(1, count)]
         made.extend(future.result(LONG) for future in (first, *others))
         return made
 
@@ -65,7 +70,7 @@ def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
         listener.close()
 
 
-def share(pool: ThreadPoolExecutor, ranks: list[peers.Peers], topic: str) -> list[Future[list[Any]]]:
+def share(pool: ThreadPoolExecutor, ranks: list[control_plane.Peers], topic: str) -> list[Future[list[Any]]]:
     return [pool.submit(each.share, topic, each.rank * 10) for each in ranks]
 
 
@@ -134,21 +139,23 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
 ) -> None:
     """Torch may notice before that rank's word is here, and those above 0 learn of each other from rank 0."""
     *ranks, last = meet(3)
-    monkeypatch.setattr(distributed, "peers", lambda: ranks[rank])
+    monkeypatch.setattr(run, "peers", lambda: ranks[rank])
     batch = PersiaBatch(
         [IDTypeFeatureWithSingleID("a", np.arange(3, dtype=np.uint64))], labels=[Label(np.zeros((3, 1)))]
     )
-    common: Any = SimpleNamespace(engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True)
-    poison = Poison(skip=False)
-    poison.begin(common, tmp_path, ())
-    poison.at_work(Work(5, json.dumps({"batches": 5, "source": None}), batch.data))
+    backend: Any = SimpleNamespace(
+        engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True, checkpoint_dir=Path
+    )
+    quarantine = Quarantine(Checkpoints(tmp_path))
+    quarantine.on_start(SimpleNamespace(backend=backend))
+    work = Work(5, json.dumps({"batches": 5, "source": None}), batch.data)
     if how == "not at all":
-        monkeypatch.setattr(peers, "_NOTICED_S", 0.2)
+        monkeypatch.setattr(control_plane, "_NOTICED_S", 0.2)
     else:
         reason = "its error" if how == "by an error" else None
         leave = last._links[0].hang_up if how == "killed" else lambda: last.leave(reason)
         threading.Timer(0.3, leave).start()
-    poison.failed(RuntimeError("Connection closed by peer"))
+    quarantine.on_error(RuntimeError("Connection closed by peer"), work)
     assert ([*tmp_path.iterdir()] == []) == (how != "not at all")
 
 
@@ -171,9 +178,9 @@ def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPool
 def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: ThreadPoolExecutor) -> None:
     """Its loop waits for a rank that evaluates, say."""
     ranks = meet(3)
-    with stopping.saving_run():
+    with preemption.saving_run():
         waiting = pool.submit(ranks[1].share, "the loop", 0)
-        stopping.hear()
+        preemption.hear()
         wait_until("all to know", lambda: all(each._asked for each in ranks), LONG)
         for each in (ranks[0], ranks[2]):
             pool.submit(each.share, "the loop", 0)
@@ -182,13 +189,13 @@ def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, p
 
 def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped, not dead: its connection stays open."""
-    monkeypatch.setattr(peers, "_ALIVE_S", 0.05)
-    monkeypatch.setattr(peers, "SILENCE_S", 0.5)
-    listener = meeting.listen("127.0.0.1")
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    monkeypatch.setattr(control_plane, "_ALIVE_S", 0.05)
+    monkeypatch.setattr(control_plane, "SILENCE_S", 0.5)
+    listener = handshake.listen("127.0.0.1")
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as silent:
         challenge = json.loads(silent.recv(1000))["challenge"]
-        hello = {**me(1).__dict__, "token": meeting.proof(me(1), challenge)}
+        hello = {**me(1).__dict__, "token": handshake.proof(me(1), challenge)}
         assert "secret" not in str(hello)
         silent.sendall(json.dumps({"hello": hello}).encode() + b"\n")
         alone = first.result(LONG)
@@ -201,7 +208,7 @@ def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatc
 def test_waiting_for_a_rank_is_logged(
     meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(peers, "REMIND_S", 0.1)
+    monkeypatch.setattr(control_plane, "REMIND_S", 0.1)
     first, second = meet(2)
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
@@ -238,7 +245,7 @@ class FakePipeline:
 def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool: ThreadPoolExecutor) -> None:
     waiting = []
     for each in meet(3):
-        context: Any = object.__new__(remote.RemoteContext)
+        context: Any = object.__new__(remote.RemoteBackend)
         context._peers = each
         context.engine = FakeEngine(UnreachableError("server 1 is gone") if each.rank == 1 else None)
         waiting.append(pool.submit(context.close_loop, FakePipeline(), together=True))
@@ -270,29 +277,29 @@ def test_ranks_begin_a_loop_with_the_same() -> None:
 def test_a_rank_that_does_not_fit_is_refused(
     pool: ThreadPoolExecutor, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    listener = meeting.listen("127.0.0.1")
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    listener = handshake.listen("127.0.0.1")
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     with pytest.raises(error, match=text):
-        meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
-    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+        handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
+    right = handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     alone = first.result(LONG)
     with pytest.raises(UsageError, match="rank 1 of job 'j' is running already: pid 101 on here"):
-        meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
+        handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)
     listener.close()
 
 
 def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
-    listener = meeting.listen("127.0.0.1")
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    listener = handshake.listen("127.0.0.1")
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 7}\n', b"[]\n", b'{"hello": {"rank": 1}}\n'):
         with socket.create_connection(listener.getsockname()) as stranger:
             assert b"challenge" in stranger.recv(1000)
             stranger.sendall(data)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(100) == b""
-    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    right = handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
         each.leave(None)
     listener.close()
@@ -300,18 +307,18 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
 
 def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither while rank 0 waits for ranks nor behind that; of too many, those that came first are closed."""
-    monkeypatch.setattr(meeting, "INTRODUCTION_S", 10 * LONG)
-    listener = meeting.listen("127.0.0.1")
+    monkeypatch.setattr(handshake, "INTRODUCTION_S", 10 * LONG)
+    listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(meeting.STRANGERS + 20)]
+        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(handshake.STRANGERS + 20)]
         for stranger in strangers:
             assert b"challenge" in stranger.recv(1000)
-        right = meeting.join(address, me(1), LONG)
+        right = handshake.join(address, me(1), LONG)
         alone = first.result(LONG)
         with pytest.raises(UsageError, match="pid 101 on here"):
-            meeting.join(address, me(1, pid=7), LONG)
+            handshake.join(address, me(1, pid=7), LONG)
         assert strangers[0].recv(1000) == b""
         strangers[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -324,12 +331,12 @@ def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, mon
 
 
 def test_a_stranger_that_trickles_is_cut_off(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "INTRODUCTION_S", 0.5)
-    listener = meeting.listen("127.0.0.1")
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    monkeypatch.setattr(handshake, "INTRODUCTION_S", 0.5)
+    listener = handshake.listen("127.0.0.1")
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as stranger:
         assert b"challenge" in stranger.recv(1000)
-        monkeypatch.setattr(meeting, "INTRODUCTION_S", LONG)  # the rank has time
+        monkeypatch.setattr(handshake, "INTRODUCTION_S", LONG)  # the rank has time
 
         def trickle() -> bool:
             try:
@@ -339,22 +346,22 @@ def test_a_stranger_that_trickles_is_cut_off(pool: ThreadPoolExecutor, monkeypat
             return False
 
         wait_until("the stranger to be cut off", trickle, LONG)
-    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    right = handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
         each.leave(None)
     listener.close()
 
 
 def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
-    listener = meeting.listen("127.0.0.1")
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    listener = handshake.listen("127.0.0.1")
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as stranger:
         assert b"challenge" in stranger.recv(1000)
         with pytest.raises(OSError, match="reset|Broken pipe"):
             for _ in range(1000):
                 stranger.sendall(b" " * 1000)
                 time.sleep(0.001)
-    right = meeting.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
+    right = handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     for each in (right, first.result(LONG)):
         each.leave(None)
     listener.close()
@@ -362,7 +369,7 @@ def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
 
 def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
     """Neither while it waits for ranks nor behind that."""
-    listener = meeting.listen("127.0.0.1")
+    listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     lines = [b"[" * 10_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
 
@@ -374,13 +381,13 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
                 while stranger.recv(1000):
                     pass
 
-    first = pool.submit(meeting.host, listener, me(0), LONG)
+    first = pool.submit(handshake.host, listener, me(0), LONG)
     annoy()
-    right = meeting.join(address, me(1), LONG)
+    right = handshake.join(address, me(1), LONG)
     alone = first.result(LONG)
     annoy()
     with pytest.raises(UsageError, match="pid 101 on here"):  # there is still somebody who says so
-        meeting.join(address, me(1, pid=7), LONG)
+        handshake.join(address, me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)
     listener.close()
@@ -389,19 +396,19 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
 @pytest.mark.parametrize("met", [True, False])
 def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExecutor, met: bool) -> None:
     """It comes while rank 0 does not know yet, or has not ended yet: that is no reason to give up."""
-    listener = meeting.listen("127.0.0.1")
+    listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(meeting.host, listener, me(0, 2 if met else 3), LONG)
-    killed = meeting.join(address, me(1, 2 if met else 3), LONG)
+    first = pool.submit(handshake.host, listener, me(0, 2 if met else 3), LONG)
+    killed = handshake.join(address, me(1, 2 if met else 3), LONG)
     killed._links[0].send({"alive": True})  # it may have said something before
     killed._links[0].hang_up()
     if met:
         alone = first.result(LONG)
         with pytest.raises(UnreachableError, match="ended the connection before its welcome"):
-            meeting.join(address, me(1, pid=7), LONG)
+            handshake.join(address, me(1, pid=7), LONG)
         made = [alone]
     else:
-        made = [meeting.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
+        made = [handshake.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
         made.append(first.result(LONG))
         assert [future.result(LONG) for future in share(pool, made, "step 1")] == [[0, 10, 20]] * 3
     for each in (killed, *made):
@@ -410,10 +417,10 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
 
 
 def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> None:
-    listener = meeting.listen("127.0.0.1")
+    listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(meeting.host, listener, me(0), LONG)
-    ranks = [meeting.join(address, me(1), LONG), first.result(LONG)]
+    first = pool.submit(handshake.host, listener, me(0), LONG)
+    ranks = [handshake.join(address, me(1), LONG), first.result(LONG)]
     wrong: list[Any] = [7, {"rank": [1]}, {**me(1).__dict__, "rank": [1]}, {**me(1, pid=9).__dict__, "token": "é"}]
     for hello in wrong:
         with socket.create_connection(address) as stranger:
@@ -421,24 +428,27 @@ def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> 
             stranger.sendall(json.dumps({"hello": hello}).encode() + b"\n")
             assert b"101" not in stranger.recv(1000)
     with pytest.raises(AuthError):
-        meeting.join(address, me(1, token="other"), LONG)  # noqa: S106
+        handshake.join(address, me(1, token="other"), LONG)  # noqa: S106
     with pytest.raises(UsageError, match="pid 101 on here"):
-        meeting.join(address, me(1, pid=7), LONG)
+        handshake.join(address, me(1, pid=7), LONG)
     for each in ranks:
         each.leave(None)
     listener.close()
 
 
 def test_missing_ranks_are_named() -> None:
-    with meeting.listen("127.0.0.1") as listener, pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"):
-        meeting.host(listener, me(0, 3), 0.1)
+    with (
+        handshake.listen("127.0.0.1") as listener,
+        pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"),
+    ):
+        handshake.host(listener, me(0, 3), 0.1)
 
 
 def test_a_start_that_fails_leaves_nothing_open(pool: ThreadPoolExecutor) -> None:
-    listener = meeting.listen("127.0.0.1")
+    listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
-    first = pool.submit(meeting.host, listener, me(0, 3), 0.5)
-    second = meeting.join(address, me(1, 3), LONG)
+    first = pool.submit(handshake.host, listener, me(0, 3), 0.5)
+    second = handshake.join(address, me(1, 3), LONG)
     with pytest.raises(UnreachableError, match="rank 2 of 3 did not come"):
         first.result(LONG)
     assert listener.fileno() == -1
@@ -466,7 +476,7 @@ class FakeDiscovery:
         return self.announced
 
 
-def start(discovery: Any, rank: int) -> tuple[peers.Peers, Any]:
+def start(discovery: Any, rank: int) -> tuple[control_plane.Peers, Any]:
     place = rendezvous.Rendezvous(discovery, "nats://127.0.0.1:4222", rank, 2)
     try:
         place.announce("", place.open())
@@ -541,22 +551,22 @@ def test_a_password_in_an_address_is_in_no_text(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.row("S0-20")
 def test_a_rank_0_that_does_not_listen_is_told_with_name_and_port() -> None:
-    with meeting.listen("127.0.0.1") as free:
+    with handshake.listen("127.0.0.1") as free:
         port = free.getsockname()[1]
     with pytest.raises(UnreachableError, match=rf"127.0.0.1:{port} not reachable \(DNS ok / TCP refused\)"):
-        meeting.join(("127.0.0.1", port), me(1), 2.0)
+        handshake.join(("127.0.0.1", port), me(1), 2.0)
     with pytest.raises(UnreachableError, match=r"no\.such\.host\.invalid:1 not reachable \(DNS failed"):
-        meeting.join(("no.such.host.invalid", 1), me(1), 2.0)
+        handshake.join(("no.such.host.invalid", 1), me(1), 2.0)
 
 
 @pytest.mark.row("S0-19")
-@pytest.mark.parametrize("variable", interfaces.VARIABLES)
+@pytest.mark.parametrize("variable", network.VARIABLES)
 def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "eth9")
     with pytest.raises(UsageError, match=f"{variable}=eth9: interface eth9 does not exist; have .*lo"):
-        interfaces.check()
+        network.check()
     monkeypatch.setenv(variable, "lo")
-    interfaces.check()
+    network.check()
 
 
 @pytest.mark.parametrize(("value", "good"), [("l", True), ("=l", False), ("=lo", True), ("^lo,e", True), ("^", True)])
@@ -564,10 +574,10 @@ def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "veth1": []})
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
     if good:
-        interfaces.check()
+        network.check()
     else:
         with pytest.raises(UsageError, match="NCCL_SOCKET_IFNAME"):
-            interfaces.check()
+            network.check()
 
 
 @pytest.mark.row("S0-19")
@@ -575,43 +585,43 @@ def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("GPU_NUM", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0 shows 1 GPUs, GPU_NUM=2"):
-        interfaces.check()
+        network.check()
 
 
 def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PERSIA_JOB", "j")
-    monkeypatch.setattr(distributed, "_process", distributed._Process())
-    distributed.trained(7, generation=3)
-    distributed.report({"auc": 0.5})
-    distributed.report({"rows": [1, 2]})
+    monkeypatch.setattr(run, "_process", run._Process())
+    run.trained(7, generation=3)
+    run.report({"auc": 0.5})
+    run.report({"rows": [1, 2]})
     assert finished_summary(tmp_path / "run") is None
-    distributed.finish()
+    run.finish()
     summary = finished_summary(tmp_path / "run")
     assert summary is not None
     assert summary["result"] == {"auc": 0.5, "rows": [1, 2]}
     assert (summary["job"], summary["generation"], summary["steps"], summary["world_size"]) == ("j", 3, 7, 1)
     with pytest.raises(UsageError, match="want numbers"):
-        distributed.report({"auc": float("nan")})
+        run.report({"auc": float("nan")})
 
 
 def test_ddp_options_are_checked() -> None:
     with pytest.raises(UsageError, match="initialization_method='file'"):
-        distributed.DDPOption("file")
+        options.DDPOption("file")
     with pytest.raises(UsageError, match="backend='mpi'"):
-        distributed.DDPOption(backend="mpi")
-    assert distributed.get_default_distributed_option().backend == "gloo"
-    assert distributed.get_default_distributed_option(0).backend == "nccl"
+        options.DDPOption(backend="mpi")
+    assert options.get_default_distributed_option().backend == "gloo"
+    assert options.get_default_distributed_option(0).backend == "nccl"
 
 
 def test_ranks_may_wait_hours_for_one_that_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **options: asked.update(options))
-    distributed.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
+    options.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
     assert asked["timeout"] >= timedelta(hours=12)
 
 
 def test_alone_everything_is_agreed() -> None:
-    assert distributed.agree(True)
-    assert not distributed.agree(False)
+    assert run.agree(True)
+    assert not run.agree(False)
     assert threading.active_count() >= 1

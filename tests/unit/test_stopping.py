@@ -13,7 +13,7 @@ from test_checkpoints import STEPS, names, step, whole
 from test_training import SLOTS, make, train
 from waiting import wait_until
 
-from persia.checkpoint import Save
+from persia.checkpoint.snapshot import Save
 from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding.data import PersiaBatch
@@ -98,7 +98,7 @@ def evaluate(ctx: TrainCtx) -> None:
 def test_sigterm_outside_a_step_saves_what_was_trained(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, saved: int
 ) -> None:
-    monkeypatch.setattr("persia.stopping.STEP_S", 0.2)
+    monkeypatch.setattr("persia.runtime.preemption.STEP_S", 0.2)
     write = Save._write
 
     def write_last(self: Save) -> None:

@@ -6,17 +6,18 @@ from types import TracebackType
 import torch
 from typing_extensions import Self
 
-from persia import env, stopping
-from persia.common import CommonContext, Device
-from persia.embedded import EmbeddedContext
-from persia.errors import UsageError
+from persia.backend.base import Backend, Device
+from persia.backend.local import LocalBackend
+from persia.backend.remote import RemoteBackend
+from persia.runtime import contexts, preemption
+from persia.runtime.contexts import ends_well
+from persia.runtime.errors import UsageError
+from persia.runtime.settings import settings
 from persia_core import forward as _forward
 from persia_core.engine import Engine
 
 _WRITTEN_S = 15.0
 """Seconds that a save may still be written when an error ends a context; a launcher gives its ranks 25."""
-
-_stack: list["BaseCtx"] = []
 
 
 class PreprocessMode(Enum):
@@ -58,18 +59,18 @@ class BaseCtx:
             raise UsageError(f"embedding_dtype={embedding_dtype}: without device_id embedding tensors are float32")
         self.device_id = device_id
         self._device = None if device_id is None else Device(device_id, embedding_dtype)
-        self.common_context: CommonContext | None = None
+        self.common_context: Backend | None = None
         self._owner = False
 
     def __enter__(self) -> Self:
         """Make this the current context."""
-        if self in _stack:
+        if self in contexts.stack:
             raise UsageError("this context is already entered; make a new one to nest")
-        self._owner = not _stack
+        self._owner = not contexts.stack
         if self._owner and self.device_id is not None:
             torch.cuda.set_device(self.device_id)  # before the process group, whose ranks exchange tensors there
-        self.common_context = self._open() if self._owner else _stack[-1].common_context
-        _stack.append(self)
+        self.common_context = self._open() if self._owner else contexts.stack[-1].common_context
+        contexts.stack.append(self)
         try:
             self._enter()
         except BaseException as error:
@@ -92,13 +93,11 @@ class BaseCtx:
         finally:
             self._leave(None if value is None or ends_well(value) else value)
 
-    def _open(self) -> CommonContext:
+    def _open(self) -> Backend:
         """What the outermost context holds for all inside it."""
-        if env.nats_url() is not None:
-            from persia.remote import RemoteContext
-
-            return RemoteContext(trains=False, device=self._device)
-        return EmbeddedContext(device=self._device)
+        if settings.nats_url is not None:
+            return RemoteBackend(trains=False, device=self._device)
+        return LocalBackend(device=self._device)
 
     def _enter(self) -> None:
         """What a subclass does on entry."""
@@ -110,18 +109,19 @@ class BaseCtx:
         """What a subclass does when this process was asked to stop; it raises SystemExit then."""
 
     def _leave(self, error: BaseException | None) -> None:
-        _stack.remove(self)
+        contexts.stack.remove(self)
         common, self.common_context = self.common_context, None
         if self._owner and common is not None:
             try:
                 if error is not None:
-                    with stopping.leaving():
+                    with preemption.leaving():
                         common.let_write(_WRITTEN_S)
             finally:
+                common.closed = True
                 common.close(error)
 
     @property
-    def _common(self) -> CommonContext:
+    def _common(self) -> Backend:
         if self.common_context is None:
             raise UsageError(f"{type(self).__name__} is used outside its `with` block")
         return self.common_context
@@ -132,14 +132,7 @@ class BaseCtx:
         return self._common.engine
 
 
-def ends_well(left_by: BaseException) -> bool:
-    """Whether a block that is left by this exception has come to its end, and not failed.
-
-    GeneratorExit: whoever iterates the generator around the block wants no more.
-    """
-    return isinstance(left_by, GeneratorExit) or (isinstance(left_by, SystemExit) and not left_by.code)
-
-
 def cnt_ctx() -> BaseCtx | None:
     """Return the innermost context that is entered, or None."""
-    return _stack[-1] if _stack else None
+    context: BaseCtx | None = contexts.stack[-1] if contexts.stack else None
+    return context

@@ -1,18 +1,18 @@
 """Data-compose's context: sends batches to the trainers."""
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from persia import env, service
-from persia.ctx.base import ends_well
+from persia.discovery import services
 from persia.embedding.data import PersiaBatch
-from persia.errors import FeatureTypeError, UnreachableError, UsageError
-from persia.feed import SERVED, RunRestarted, Stopped
-from persia.logger import get_logger
+from persia.feed.protocol import RunRestarted, Stopped
+from persia.runtime.contexts import ends_well
+from persia.runtime.errors import FeatureTypeError, UnreachableError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 if TYPE_CHECKING:
     from persia.feed.script import ScriptSender
@@ -54,7 +54,7 @@ class DataCtx:
         """
         if self._sender is not None:
             raise UsageError("this DataCtx is already entered")
-        if env.nats_url() is not None:
+        if settings.nats_url is not None:
             self._sender = self._connect()
         else:
             from persia.feed import script
@@ -64,22 +64,22 @@ class DataCtx:
 
     def _connect(self) -> "Sender":
         from persia.feed.sender import Sender
-        from persia.job import job_name
+        from persia.runtime.job import job_name
 
-        job, index, size = job_name(), env.get_replica_index(), env.get_replica_size()
-        discovery = self._discovery = service.discovery()
+        job, index, size = job_name(), settings.place.replica_index, settings.place.replica_size
+        discovery = self._discovery = services.connect()
 
         def find() -> list[dict[str, str]]:
             try:
-                return service.trainers(discovery)
+                return services.trainers(discovery)
             except UnreachableError:  # NATS is away, which discovery logs; trainers may be there later
                 return []
 
         sender = None
         try:
             self._announcement = discovery.announce("persia-data", index, size, "", {})
-            sender = Sender(job, index, size, find=find, start_timeout=env.start_timeout())
-            if note := os.environ.get(SERVED):
+            sender = Sender(job, index, size, find=find, start_timeout=settings.start_timeout)
+            if note := settings.served:
                 Path(note).write_text(sender.rank_0, encoding="utf-8")
             return sender
         except BaseException:

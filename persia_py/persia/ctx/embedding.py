@@ -7,13 +7,16 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from persia import checkpoint, stopping, watchdog
-from persia.common import Settings
+from persia.backend.base import RowSettings
+from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import restore_rows
 from persia.ctx.base import BaseCtx, PreprocessMode
+from persia.distributed.options import bare
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
-from persia.errors import UsageError
-from persia.logger import get_logger
+from persia.runtime import preemption, watchdog
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
 from persia_core import forward as _forward
 from persia_core.data import Batch
 
@@ -46,7 +49,7 @@ class EmbeddingCtx(BaseCtx):
         self.current_batch: _forward.TrainingBatch | None = None
         self._embeddings: list[torch.Tensor] = []
         self._was_training = False
-        self._outer: Settings | None = None
+        self._outer: RowSettings | None = None
         self._cut_slots: set[str] = set()  # whose cut was logged
 
     def _enter(self) -> None:
@@ -142,7 +145,7 @@ class EmbeddingCtx(BaseCtx):
         return self._lookup(Batch.from_bytes(data), device_id)
 
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
-        stopping.leave_if_asked()
+        preemption.leave_if_asked()
         device = self._common.device
         own = device is not None and device_id == device.number
         return self._common.lookup(batch, None if own else device_id)
@@ -197,17 +200,17 @@ class EmbeddingCtx(BaseCtx):
                     save.add_module(jit_dense_filename, bare(self.model))
         self._write(save, blocking=blocking)
 
-    def _begin_save(self, directory: Path, cursor: dict[str, Any] | None = None) -> checkpoint.Save:
+    def _begin_save(self, directory: Path) -> snapshot.Save:
         """Return a save of the rows as they are now, when no other is being written."""
         self._common.wait_writing()
-        return checkpoint.Save(self.engine, directory, self._common.trained_step, cursor)
+        return snapshot.Save(self.engine, directory, self._common.trained_step)
 
-    def _write(self, save: checkpoint.Save, *, blocking: bool) -> None:
+    def _write(self, save: snapshot.Save, *, blocking: bool) -> None:
         if blocking:
             with watchdog.waiting():
                 save.write()
         else:
-            self._common.writing = checkpoint.Writing(save)
+            self._common.writing = snapshot.Writing(save)
 
     def load_checkpoint(
         self,
@@ -234,21 +237,14 @@ class EmbeddingCtx(BaseCtx):
         self._common.check_loads("load_checkpoint")
         if self.model is None and not self._common.writes:
             return
-        loaded = checkpoint.Load(self._common.checkpoint_dir(src_dir))
+        loaded = snapshot.Load(self._common.checkpoint_dir(src_dir))
         state = None if self.model is None else loaded.state(dense_filename, map_location)
         if self.model is not None and state is not None:
-            checkpoint.check_module(bare(self.model), state, loaded.path)
+            snapshot.check_module(bare(self.model), state, loaded.path)
         if self._common.writes:
-            self._restore(loaded)
+            restore_rows(self._common, loaded)
         if self.model is not None and state is not None:
             bare(self.model).load_state_dict(state)
-
-    def _restore(self, loaded: checkpoint.Load) -> None:
-        common = self._common
-        common.wait_written()
-        common.settle()  # what another rank pushed after this would reach the restored rows
-        loaded.restore(common.engine)
-        common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
@@ -275,7 +271,7 @@ class EmbeddingCtx(BaseCtx):
         del blocking
         self._common.check_loads("load_embedding")
         if self._common.writes:
-            self._restore(checkpoint.Load(self._common.checkpoint_dir(src_dir)))
+            restore_rows(self._common, snapshot.Load(self._common.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
         """Return when the last dump is complete, also one with ``blocking=False``.
@@ -296,7 +292,7 @@ class EmbeddingCtx(BaseCtx):
         is_jit: bool = False,
     ) -> None:
         """Write the state of a module or optimizer into ``dst_dir/file_name``, whole or not at all."""
-        checkpoint.dump_state(torch_instance, Path(dst_dir), file_name, is_jit)
+        snapshot.dump_state(torch_instance, Path(dst_dir), file_name, is_jit)
 
     def load_torch_state_dict(
         self,
@@ -309,7 +305,7 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             CheckpointError: The file is missing, no state dict, or does not fit.
         """
-        checkpoint.load_state(torch_instance, Path(src_dir), map_location)
+        snapshot.load_state(torch_instance, Path(src_dir), map_location)
 
 
 class InferCtx(EmbeddingCtx):
@@ -344,14 +340,6 @@ def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> l
 
 def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
-
-
-def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module, without what trains it on several ranks."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        module: torch.nn.Module = model.module
-        return module
-    return model
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from persia import env
-from persia.ctx import cnt_ctx
 from persia.data.source import IterableDataset
 from persia.embedding.data import PersiaBatch
-from persia.errors import DataError, UsageError
 from persia.feed.inbox import Inbox
 from persia.feed.replay import Rounds, digests_behind, to_skip
 from persia.feed.script import ScriptFeed
-from persia.logger import get_logger
+from persia.runtime import contexts
+from persia.runtime.errors import DataError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 _logger = get_logger("data")
 
@@ -115,7 +115,7 @@ class StreamingDataset(IterableDataset):
 
     def _context(self) -> Any:
         """Return what the contexts around us share, and forget the stream of others."""
-        context = cnt_ctx()
+        context = contexts.current()
         common = None if context is None else context.common_context
         feed = None if common is None else common.feed
         if self._inbox is not None and (feed is None or feed.inbox is not self._inbox):
@@ -172,7 +172,7 @@ class StreamingDataset(IterableDataset):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches yielded of each replica."""
         self._context()
-        return {"taken": list(self._state), "world_size": env.get_world_size()}
+        return {"taken": list(self._state), "world_size": settings.world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start behind the batches that an earlier run has trained on.
@@ -182,10 +182,10 @@ class StreamingDataset(IterableDataset):
             UsageError: This context's stream has begun, and cannot go back.
         """
         self._context()
-        if state_dict["world_size"] != env.get_world_size():
+        if state_dict["world_size"] != settings.world_size:
             raise DataError(
                 f"cannot continue: the checkpoint's data was split over {state_dict['world_size']} ranks, this run "
-                f"has {env.get_world_size()}; start as many"
+                f"has {settings.world_size}; start as many"
             )
         taken = [int(count) for count in state_dict["taken"]]
         if self._inbox is None:

@@ -2,13 +2,16 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from persia.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError
+from persia.runtime.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError
 from persia_core import data as _core
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_BATCH_SIZE = 65535
 """PersiaML's limit, kept as a name. Larger batches work here."""
@@ -266,6 +269,19 @@ class PersiaBatch:
     def to_bytes(self) -> bytes:
         """Return the batch in its wire format (versioned, with a checksum)."""
         return self._batch.to_bytes()
+
+
+def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+    """Take a raw (sequence) feature apart, as the model gets it.
+
+    Args:
+        raw: ``[batch, sample_fixed_size, dim + 1]``.
+
+    Returns:
+        The rows ``[batch, sample_fixed_size, dim]``, and the bool mask ``[batch, sample_fixed_size]``, true where an id
+        is.
+    """
+    return raw[..., :-1], raw[..., -1] != 0
 
 
 def _name(name: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import is_dataclass
 
 from typing_extensions import Self
 
-from persia.errors import ConfigError, UsageError
+from persia.runtime import contexts
+from persia.runtime.errors import ConfigError, UsageError
 from persia_core import optim as _core
 
 
@@ -79,9 +80,7 @@ class Optimizer:
         Raises:
             UsageError: Outside a context.
         """
-        from persia.ctx import cnt_ctx
-
-        context = cnt_ctx()
+        context = contexts.current()
         if context is None or context.common_context is None:
             raise UsageError("Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) calls it for you")
         context.common_context.begin(optimizer=self)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
 
-from persia.errors import ConfigError
+from persia.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)

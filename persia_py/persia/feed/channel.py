@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from persia import auth
-from persia.errors import AuthError, ConfigError
-from persia.feed import MAX_BATCH_BYTES, MAX_REPLICAS
-from persia.logger import get_logger
+from persia.feed.protocol import MAX_BATCH_BYTES, MAX_REPLICAS
+from persia.runtime import tokens
+from persia.runtime.errors import AuthError, ConfigError
+from persia.runtime.logging import get_logger
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_BATCH_BYTES + 4096),
@@ -60,13 +60,13 @@ def connect(address: str) -> grpc.Channel:
     )
 
 
-def metadata(role: auth.Role) -> tuple[tuple[str, str], ...]:
+def metadata(role: tokens.Role) -> tuple[tuple[str, str], ...]:
     """Return what a call of this role carries.
 
     Raises:
         AuthError: The token file cannot be read.
     """
-    token = auth.token(role)
+    token = tokens.token(role)
     return (("persia-role", role), *((("authorization", f"Bearer {token}"),) if token else ()))
 
 
@@ -87,9 +87,9 @@ def server_credentials() -> grpc.ServerCredentials | None:
 class RoleCheck(grpc.ServerInterceptor):
     """Lets only calls of one role through, whose token has to be right when there is a token file."""
 
-    def __init__(self, role: auth.Role) -> None:
+    def __init__(self, role: tokens.Role) -> None:
         self._role = role
-        self._token = auth.token(role)
+        self._token = tokens.token(role)
         self._told = -_TELL_S
 
     def intercept_service(
@@ -123,7 +123,7 @@ class RoleCheck(grpc.ServerInterceptor):
 
 def auth_error(address: str, details: str | None) -> AuthError:
     """Return the error for a call that a peer refused for its role or token."""
-    given = auth.token_file() or "not set"
+    given = tokens.token_file() or "not set"
     return AuthError(f"{address} refuses this process: {details} (PERSIA_TOKEN_FILE: {given})")
 
 

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from persia.errors import ConfigError, DataError, UsageError
-from persia.feed import Stopped
+from persia.feed.protocol import Stopped
 from persia.feed.replay import Digest, follow
-from persia.logger import get_logger
+from persia.runtime.errors import ConfigError, DataError, UsageError
+from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
 _logger = get_logger("feed")

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from persia import __version__
-from persia.logger import get_logger
+from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
 _logger = get_logger("feed")

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from persia.errors import ConfigError, UsageError
-from persia.feed import Stopped
 from persia.feed.inbox import Events, Inbox
+from persia.feed.protocol import Stopped
 from persia.feed.replay import Replay
-from persia.logger import get_logger
+from persia.runtime.errors import ConfigError, UsageError
+from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
 _logger = get_logger("feed")

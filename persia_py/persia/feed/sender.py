@@ -5,10 +5,10 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from persia.errors import DataError
-from persia.feed import MAX_BATCH_BYTES, RunRestarted, Stopped
+from persia.feed.protocol import MAX_BATCH_BYTES, RunRestarted, Stopped
 from persia.feed.stream import Shared, Stream
-from persia.logger import get_logger
+from persia.runtime.errors import DataError
+from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
 _logger = get_logger("feed")

@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 
-from persia import __version__, auth
-from persia.errors import ConfigError, DataError, UnreachableError
-from persia.feed import MAX_REPLICAS, PROTOCOL, Stopped, channel
+from persia import __version__
+from persia.feed import channel
 from persia.feed.inbox import Events, Inbox, TakenPlaceError
-from persia.logger import get_logger
+from persia.feed.protocol import MAX_REPLICAS, PROTOCOL, Stopped
 from persia.proto import feed_pb2 as pb
 from persia.proto import feed_pb2_grpc as services
+from persia.runtime import tokens
+from persia.runtime.errors import ConfigError, DataError, UnreachableError
+from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
 _logger = get_logger("feed")
@@ -40,7 +42,7 @@ class FeedServer:
         self.inbox = Inbox()
         self._place: tuple[int, int, int] | None = None
         self._closed = False
-        open_to_network = auth.token("data") is not None and not host.startswith("127.")
+        open_to_network = tokens.token("data") is not None and not host.startswith("127.")
         credentials = channel.server_credentials()
         self._threads = ThreadPoolExecutor(MAX_REPLICAS, thread_name_prefix="persia-feed")
         self._server = grpc.server(
@@ -80,7 +82,7 @@ class FeedServer:
         """End the server.
 
         Args:
-            error: What ends this run. Senders are not told that training is over then, but wait for its next generation.
+            error: What ends this run. Senders wait for the next generation then.
         """
         if not self._closed:
             self._closed = True
@@ -227,3 +229,22 @@ class _Feed(services.TrainerServicer):
 
 def _stop(reason: str) -> pb.FeedReply:
     return pb.FeedReply(stop=pb.FeedStop(reason=reason))
+
+
+def serve(job: str, *, host: str) -> FeedServer:
+    """Listen for the batches of data-compose, on a free port.
+
+    The server is made before the rank is announced, so that its address is known; senders wait until
+    :meth:`FeedServer.welcome` says which generation began, and until the rank's data loader asks for
+    its first batch.
+
+    Args:
+        job: The job's name; senders of another one are refused.
+        host: Where data-compose reaches this process. Without ``PERSIA_TOKEN_FILE`` it is loopback whatever is given.
+
+    Raises:
+        AuthError: The token file cannot be read.
+        ConfigError: A certificate file cannot be read.
+        UnreachableError: It cannot listen there.
+    """
+    return FeedServer(job, host=host)

@@ -12,12 +12,13 @@ from typing import Any
 import grpc
 
 from persia import __version__
-from persia.errors import IncompatibleError, PersiaError, UsageError
-from persia.feed import PROTOCOL, channel
+from persia.feed import channel
+from persia.feed.protocol import PROTOCOL
 from persia.feed.replay import Replay
-from persia.logger import get_logger
 from persia.proto import feed_pb2 as pb
 from persia.proto import feed_pb2_grpc as services
+from persia.runtime.errors import IncompatibleError, PersiaError, UsageError
+from persia.runtime.logging import get_logger
 
 _logger = get_logger("feed")
 
@@ -224,9 +225,13 @@ class Stream:
         shared = self._shared
         if shared.generation is None:
             shared.generation = welcome.generation
-        if (welcome.rank, welcome.world_size) != (self.rank, shared.world_size) or welcome.generation > shared.generation:
+        if (welcome.rank, welcome.world_size) != (
+            self.rank,
+            shared.world_size,
+        ) or welcome.generation > shared.generation:
             shared.restarted = (
-                f"the trainers began generation {welcome.generation} with {welcome.world_size} ranks after generation {shared.generation}"
+                f"the trainers began generation {welcome.generation} with {welcome.world_size} ranks after generation "
+                f"{shared.generation}"
             )
         elif welcome.generation < shared.generation:
             link.broken = True  # a rank of the generation before that has not noticed yet

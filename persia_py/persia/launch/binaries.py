@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 from typing import NoReturn
 
-from persia import auth
 from persia.launch.entry import check_replica
-from persia.utils import resolve_binary_execute_path
+from persia.launch.host import resolve_binary_execute_path
+from persia.runtime import tokens
 
 SERVER = "persia-embedding-sharded-server"
 MIDDLEWARE = "persia-embedding-sharded-middleware"
@@ -30,7 +30,7 @@ def run(
     """
     check_replica(index, size)
     program = resolve_binary_execute_path(binary)
-    host = "0.0.0.0" if auth.token_file() else "127.0.0.1"  # noqa: S104
+    host = "0.0.0.0" if tokens.token_file() else "127.0.0.1"  # noqa: S104
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
     if not os.environ.get("PERSIA_LISTEN", "").strip():
         command += ["--listen", f"{host}:{port}"]

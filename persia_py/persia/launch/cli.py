@@ -6,10 +6,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from persia.errors import PersiaError
 from persia.launch import binaries
 from persia.launch.entry import entry, number
 from persia.launch.script import report
+from persia.runtime.errors import PersiaError
 
 app = typer.Typer(
     add_completion=False,

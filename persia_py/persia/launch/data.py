@@ -4,11 +4,12 @@ import os
 import sys
 from pathlib import Path
 
-from persia.errors import UsageError
-from persia.feed import SERVED, RunRestarted
+from persia.feed.protocol import RunRestarted
 from persia.launch.script import guarded, run_script
+from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import AGAIN
+from persia.runtime.settings import SERVED
 
-AGAIN = 75
 """Exit code: a new generation of the run began, the script has to run again."""
 
 

@@ -6,14 +6,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from persia import env
-from persia.errors import UsageError
-from persia.feed import SERVED
-from persia.launch.data import AGAIN
 from persia.launch.entry import check_replica
 from persia.launch.generations import wait_for_new_trainers
 from persia.launch.process import Process
 from persia.launch.watch import Events, stop
+from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import AGAIN
+from persia.runtime.settings import SERVED, settings
 
 
 def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int:
@@ -32,7 +31,7 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
         UsageError: The index is not below the size, or PERSIA_NATS_URL is not set.
     """
     check_replica(index, size)
-    if env.nats_url() is None:
+    if settings.nats_url is None:
         raise UsageError(
             "PERSIA_NATS_URL is not set: in the embedded mode the trainer runs the data script itself; "
             "start only the trainer, or give NATS's address"

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from persia.errors import UsageError
+from persia.runtime.errors import UsageError
 
 
 def entry(given: str | None, arguments: Sequence[str], *, variable: str) -> tuple[Path, list[str]]:

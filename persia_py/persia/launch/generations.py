@@ -1,7 +1,7 @@
 """Noticing that trainers are up that have had no data yet."""
 
-from persia.errors import UnreachableError
 from persia.launch.watch import Events
+from persia.runtime.errors import UnreachableError
 
 _PERIOD = 2.0
 """Seconds between two looks at who is there."""
@@ -19,13 +19,13 @@ def wait_for_new_trainers(events: Events, *, served: str) -> bool:
     Returns:
         Whether there is one; False after a signal.
     """
-    from persia import service
+    from persia.discovery import services
 
-    discovery = service.discovery()
+    discovery = services.connect()
     try:
         while True:
             try:
-                trainers = service.trainers(discovery)
+                trainers = services.trainers(discovery)
             except UnreachableError:  # NATS is away, which discovery logs
                 trainers = []
             if any(str(peer["index"]) == "0" and peer["address"] not in {"", served} for peer in trainers):

@@ -10,9 +10,10 @@ import sys
 import time
 from types import FrameType
 
-from persia import stopping
 from persia.launch.script import guarded, run_script
 from persia.launch.watch import ONE_SIGNAL
+from persia.runtime import preemption
+from persia.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -25,9 +26,9 @@ def _train() -> int:
     try:
         code = run_script(sys.argv[1], sys.argv[2:])
         if code == 0:
-            from persia import distributed
+            from persia.distributed import run
 
-            distributed.finish()
+            run.finish()
         else:
             _tell(f"its script ended with exit code {code}")
     except Exception as error:
@@ -39,9 +40,9 @@ def _train() -> int:
 def _tell(reason: str) -> None:
     """Let the other ranks know why this one ends, if it ever met them."""
     if "persia.distributed" in sys.modules:
-        from persia import distributed
+        from persia.distributed import run
 
-        distributed.fail(reason)
+        run.fail(reason)
 
 
 def _end_on_sigterm() -> None:
@@ -53,12 +54,12 @@ def _end_on_sigterm() -> None:
         now = time.monotonic()
         if first_at is not None:
             if now - first_at > ONE_SIGNAL:
-                os._exit(stopping.AGAIN)
+                os._exit(ExitCode.AGAIN)
             return
         first_at = now
-        if not stopping.ask_to_stop():
+        if not preemption.ask_to_stop():
             sys.stderr.write("SIGTERM: leaving before the end of the run\n")
-            raise SystemExit(stopping.AGAIN)  # the contexts tell their peers on the way out
+            raise SystemExit(ExitCode.AGAIN)  # the contexts tell their peers on the way out
 
     signal.signal(signal.SIGTERM, heard)
 

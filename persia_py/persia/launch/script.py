@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from persia.errors import PersiaError
+from persia.runtime.errors import PersiaError
 
 _RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
 """Where the frames come from that lie between this module and the script."""

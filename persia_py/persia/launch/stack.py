@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from persia.errors import ConfigError
-from persia.utils import load_yaml
+from persia.launch.host import load_yaml
+from persia.runtime.errors import ConfigError
 
 _AUTO = "auto"
 _MOST_REPLICAS = 64

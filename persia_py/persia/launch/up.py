@@ -6,16 +6,16 @@ import sys
 import time
 from pathlib import Path
 
-from persia import job as jobs
 from persia.launch import trainer
-from persia.launch.local import Command, LocalJob
+from persia.launch.local_job import Command, LocalJob
 from persia.launch.logs import Logs
 from persia.launch.private import private_folder
 from persia.launch.process import Process
 from persia.launch.stack import StackConfig, makes_token, read_stack
 from persia.launch.watch import SAVING_GRACE, Events, stop
+from persia.runtime import job as jobs
+from persia.runtime.exit_codes import AGAIN
 
-AGAIN = 75
 _NATS = "nats"
 _PERMANENT = {1, 2, 3, 4, 5}
 """Exit codes that another start would give again."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from persia.errors import ConfigError, DataError
+from persia.runtime.errors import ConfigError, DataError
 
 
 class DLRM(nn.Module):

@@ -8,7 +8,7 @@
 
 pub mod batch;
 pub mod config;
-pub mod journal;
+pub mod log;
 pub mod manifest;
 pub mod memory;
 pub mod shard;
@@ -32,7 +32,7 @@ pub struct Target {
 pub const ALL: [Target; 6] = [
     Target { name: "batch", check: batch::check, seeds: batch::seeds },
     Target { name: "config", check: config::check, seeds: config::seeds },
-    Target { name: "journal", check: journal::check, seeds: journal::seeds },
+    Target { name: "log", check: log::check, seeds: log::seeds },
     Target { name: "manifest", check: manifest::check, seeds: manifest::seeds },
     Target { name: "shard", check: shard::check, seeds: shard::seeds },
     Target { name: "wire", check: wire::check, seeds: wire::seeds },

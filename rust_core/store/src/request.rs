@@ -24,7 +24,7 @@ pub(crate) fn check_tables(
     let tables = schema.tables.len();
     let (mut named, mut all) = (vec![false; tables], 0);
     for (table, ids) in parts {
-        let refused = |what| Err(TablesError::BadTable { table, tables, what });
+        let refused = |what: &str| Err(TablesError::BadTable { table, tables, what: what.into() });
         match named.get_mut(table) {
             None => return refused("unknown"),
             Some(true) => return refused("named twice in one request"),

@@ -41,8 +41,10 @@ pub struct StoreOptions {
     /// The virtual shards held; requests with ids of others are refused, files of others are skipped.
     pub shards: Range<usize>,
     /// Bytes of rows that may be copied because they change while a snapshot of them is to be written. Training requests wait
-    /// when there is no room, through [`Tables`] for at most 10 s each; one that found room may take more.
+    /// for room; one that found room may take more.
     pub max_copy_bytes: u64,
+    /// How long a training request waits for room. Zero if the caller waits before: see [`Store::wait_for_room`].
+    pub throttle: Duration,
 }
 
 impl Default for StoreOptions {
@@ -52,6 +54,7 @@ impl Default for StoreOptions {
             snapshot_threads: 4,
             shards: 0..VIRTUAL_SHARDS,
             max_copy_bytes: u64::MAX,
+            throttle: Duration::from_secs(10),
         }
     }
 }
@@ -84,9 +87,6 @@ pub struct Store {
     cut: Mutex<LastCut>,
     copies: Arc<Copies>,
 }
-
-/// How long a training request of this process waits for room for copies.
-const COPY_PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Counters {
@@ -305,11 +305,7 @@ impl Store {
         self.copies.wait(patience);
     }
 
-    /// As [`Tables::lookup`], without waiting for room.
-    ///
-    /// # Errors
-    /// As [`Tables::lookup`].
-    pub fn lookup_at_once(
+    fn checked_lookup(
         &self,
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
@@ -333,11 +329,7 @@ impl Store {
         }
     }
 
-    /// As [`Tables::push`], without waiting for room.
-    ///
-    /// # Errors
-    /// As [`Tables::push`].
-    pub fn push_at_once(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+    fn checked_push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
@@ -450,14 +442,14 @@ impl Tables for Store {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         if request.mode == Mode::Train {
-            self.wait_for_room(COPY_PATIENCE);
+            self.wait_for_room(self.options.throttle);
         }
-        self.lookup_at_once(request, rows)
+        self.checked_lookup(request, rows)
     }
 
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        self.wait_for_room(COPY_PATIENCE);
-        self.push_at_once(request)
+        self.wait_for_room(self.options.throttle);
+        self.checked_push(request)
     }
 
     fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {

@@ -73,7 +73,7 @@ fn ended_at_each_point_of_the_commit_order() {
         ("ckpt.before_manifest", &[0], 10),
         ("ckpt.after_manifest", &[0], 11),
         ("ckpt.mid_tidy", &[0, 1, 3], 11),
-        ("ckpt.before_latest", &[0], 11),
+        ("ckpt.before_replace", &[0], 11),
     ];
     for (point, passes, expected) in points {
         for pass in passes {

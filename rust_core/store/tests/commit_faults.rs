@@ -5,14 +5,16 @@
 
 mod commit_sample;
 
+use std::fs;
 use std::num::NonZeroUsize;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use commit_sample::{load, names, save, scratch, tidy_names};
 use fail::FailScenario;
-use persia_store::checkpoint::{latest, list, prune, publish_latest, recover};
+use persia_store::checkpoint::{latest, list, prune, publish_latest, recover, replace_file};
 
 type Attempt = Result<(), Box<dyn std::error::Error>>;
 
@@ -144,6 +146,26 @@ fn pruning_and_publishing_the_hint() {
         }
         assert!(!dir.join(".LATEST.tmp").exists());
     });
+}
+
+#[test]
+fn replacing_a_file() {
+    let old = |dir: &Path| {
+        fs::write(dir.join("state"), "old").unwrap();
+        // A draft that an interrupted call left, and one that leads elsewhere.
+        fs::write(dir.join("target"), "another's").unwrap();
+        symlink(dir.join("target"), dir.join(".state.tmp")).unwrap();
+    };
+    let attempt = |dir: &Path| Ok(replace_file(&dir.join("state"), b"new")?);
+    at_every_call(old, attempt, |dir| {
+        let found = fs::read(dir.join("state")).unwrap();
+        assert!(found == b"old" || found == b"new", "{found:?}");
+        attempt(dir).unwrap();
+        assert_eq!(fs::read(dir.join("state")).unwrap(), b"new");
+        assert_eq!(fs::read(dir.join("target")).unwrap(), b"another's");
+        assert_eq!(names(dir), ["state", "target"]);
+    });
+    assert!(replace_file(Path::new("/"), b"").is_err());
 }
 
 #[test]

@@ -3,11 +3,14 @@
 use std::path::PathBuf;
 
 use persia_kernels::ShapeError;
+use serde::{Deserialize, Serialize};
 
 use crate::token::Token;
 
 /// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
-#[derive(Debug, thiserror::Error)]
+///
+/// A server sends the serialized error, so that its caller gets the same variant with the same fields.
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
     /// Another run has begun.
     #[error("request {token} is of another run: generation {current} is current; start the trainer again")]
@@ -48,7 +51,7 @@ pub enum TablesError {
         /// Number of tables.
         tables: usize,
         /// Unknown, or named twice.
-        what: &'static str,
+        what: String,
     },
     /// A training request while no optimizer is configured.
     #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
@@ -85,6 +88,7 @@ pub enum TablesError {
         /// Where.
         path: PathBuf,
         /// Why.
+        #[serde(with = "io_error")]
         source: std::io::Error,
     },
     /// Ids that another server holds.
@@ -144,5 +148,27 @@ pub enum TablesError {
 impl From<ShapeError> for TablesError {
     fn from(ShapeError(what): ShapeError) -> Self {
         Self::BadShape { what }
+    }
+}
+
+/// An I/O error as the operating system's code, or as its text where it has none.
+mod io_error {
+    use std::io;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    struct Described {
+        code: Option<i32>,
+        text: String,
+    }
+
+    pub(super) fn serialize<S: Serializer>(error: &io::Error, serializer: S) -> Result<S::Ok, S::Error> {
+        Described { code: error.raw_os_error(), text: error.to_string() }.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<io::Error, D::Error> {
+        let Described { code, text } = Described::deserialize(deserializer)?;
+        Ok(code.map_or_else(|| io::Error::other(text), io::Error::from_raw_os_error))
     }
 }

@@ -128,6 +128,23 @@ pub struct LookupRequest<'a> {
     pub tables: &'a [TableIds<'a>],
 }
 
+/// The counters of a report, by name. Fields that are no counters follow the semicolon.
+macro_rules! counters {
+    ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
+        impl $report {
+            /// Name and value of every counter.
+            pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($counter), self.$counter)),+].into_iter()
+            }
+
+            fn add_counters(&mut self, more: Self) {
+                let Self { $($counter,)+ $($other: _)? } = more;
+                $(self.$counter += $counter;)+
+            }
+        }
+    };
+}
+
 /// What a look-up found. Counts are of unique ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupReport {
@@ -144,13 +161,11 @@ pub struct LookupReport {
     pub expired: u64,
 }
 
+counters!(LookupReport { hits, inserted, missing, evicted, expired });
+
 impl std::ops::AddAssign for LookupReport {
     fn add_assign(&mut self, more: Self) {
-        self.hits += more.hits;
-        self.inserted += more.inserted;
-        self.missing += more.missing;
-        self.evicted += more.evicted;
-        self.expired += more.expired;
+        self.add_counters(more);
     }
 }
 
@@ -203,14 +218,19 @@ impl PushReport {
     }
 }
 
+counters!(PushReport {
+    rows_pushed,
+    rows_applied,
+    rows_missing,
+    rows_nonfinite,
+    rows_duplicate;
+    first_nonfinite
+});
+
 impl std::ops::AddAssign for PushReport {
-    /// Sums all counts; `first_nonfinite` stays the first.
+    /// Sums the counters; `first_nonfinite` stays the first there was.
     fn add_assign(&mut self, more: Self) {
-        self.rows_pushed += more.rows_pushed;
-        self.rows_applied += more.rows_applied;
-        self.rows_missing += more.rows_missing;
-        self.rows_nonfinite += more.rows_nonfinite;
-        self.rows_duplicate += more.rows_duplicate;
+        self.add_counters(more);
         self.first_nonfinite = self.first_nonfinite.or(more.first_nonfinite);
     }
 }

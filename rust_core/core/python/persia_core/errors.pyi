@@ -1,6 +1,7 @@
 class PersiaError(Exception):
     exit_code: int
     hint: str
+    step: int | None
 
 class UsageError(PersiaError, RuntimeError): ...
 class ConfigError(PersiaError, ValueError): ...

@@ -74,7 +74,11 @@ impl PlainTables {
 
     fn check_tables(&self, tables: &[(usize, usize, usize)]) -> Result<(), TablesError> {
         for (index, (table, ids, floats)) in tables.iter().enumerate() {
-            let bad = |what| TablesError::BadTable { table: *table, tables: self.schema.tables.len(), what };
+            let bad = |what: &str| TablesError::BadTable {
+                table: *table,
+                tables: self.schema.tables.len(),
+                what: what.into(),
+            };
             let found = self.schema.tables.get(*table).ok_or_else(|| bad("unknown"))?;
             if tables[..index].iter().any(|(other, ..)| other == table) {
                 return Err(bad("named twice"));

@@ -2,11 +2,11 @@
 
 use persia_kernels::{Bags, Csr, Gradients, SegmentSum};
 use persia_types::{Dtype, JobId, Mode, ShardedIds, Token};
-use persia_wire::chunk::{gradient_chunks, id_chunks, word_chunks};
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::{self, lookup_request, push_request};
 use persia_wire::samples::Samples;
+use persia_wire::send::{gradient_chunks, id_chunks, word_chunks};
 use prost::Message;
 
 use super::PUSH;

@@ -3,12 +3,12 @@
 use persia_types::tables::Run;
 use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
-use persia_wire::chunk::{id_chunks, row_chunks};
 use persia_wire::error::from_status;
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::{self, BeginRequest, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks};
 use persia_wire::{PROTOCOL, VERSION, bounded};
 use tonic::Status;
 

@@ -6,7 +6,6 @@ use persia_types::tables::{LookupRequest, PerSample, PushRequest, TableGradients
 use persia_types::{Dtype, Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
 use persia_wire::bounded;
-use persia_wire::chunk::{id_chunks, row_chunks, word_chunks};
 use persia_wire::client::WireTables;
 use persia_wire::error::from_status;
 use persia_wire::floats::RowFormat;
@@ -14,6 +13,7 @@ use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::middleware_client::MiddlewareClient;
 use persia_wire::proto::{self, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks, word_chunks};
 use tonic::Status;
 
 use crate::equal::sixteen_bits;

@@ -76,7 +76,7 @@ fn started_in_reverse_order_everything_finds_everything_and_nats_may_go() {
 
     let metrics = http(&servers[0].metrics(), "/metrics");
     for series in [
-        "persia_request_seconds_bucket{verb=\"lookup\"",
+        "persia_request_duration_seconds_bucket{method=\"lookup\"",
         "persia_lookup_rows_total{outcome=\"inserted\"}",
         "persia_push_rows_total{outcome=\"applied\"}",
         "persia_rows{table=\"a\"}",
@@ -147,7 +147,7 @@ fn a_second_signal_ends_the_grace_period() {
     server.logged("waiting for open connections");
     server.signal("-INT");
     assert_eq!(server.ended().code(), Some(0));
-    assert!(server.log().contains("told to stop again"), "{}", server.log());
+    assert!(server.log().contains("second signal"), "{}", server.log());
 }
 
 #[test]
@@ -213,13 +213,13 @@ fn what_cannot_work_says_so_in_one_line() {
         (SERVER, &["--no-such-flag"], 2, "--no-such-flag"),
         (SERVER, &["--job", "a b"], 2, "a b"),
         (SERVER, &["--global-config", "/no/such/file.yml"], 2, "/no/such/file.yml"),
-        (SERVER, &["--listen", &taken], 2, "something else listens there"),
-        (SERVER, &["--metrics-listen", &taken], 2, "something else listens there"),
+        (SERVER, &["--listen", &taken], 2, "the address is in use"),
+        (SERVER, &["--metrics-listen", &taken], 2, "the address is in use"),
         (SERVER, &["--listen", "0.0.0.0:0"], 5, "PERSIA_TOKEN_FILE"),
         (SERVER, &["--token-file", &token], 5, "9 bytes"),
         (SERVER, &["--tls-cert", &token], 2, "PERSIA_TLS_KEY"),
         (SERVER, &["--data-dir", &data], 75, "in use by another server"),
-        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\" and no generation"),
+        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is no generation"),
         (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
     ];
     for (binary, arguments, code, text) in cases {

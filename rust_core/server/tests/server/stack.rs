@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use persia_kernels::{Bags, Gradients};
-use persia_server::middleware::{Link, MiddlewareService, Servers};
+use persia_server::middleware::{Link, MiddlewareService, ServerPool};
 use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
@@ -145,7 +145,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
         checkpoints: CheckpointRoot::new(Some(std::env::temp_dir())),
         turn_timeout: plan.turn_timeout,
         address: endpoint.to_string(),
-        journal: None,
+        log: None,
     };
     let data = dir.join(format!("data-{index}"));
     let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
@@ -159,7 +159,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     let listener = bind(plan, "middleware", dir).await;
     let endpoint = listener.endpoint().clone();
     let link = Link { secret: plan.secret.clone(), tls: plan.tls.client().unwrap() };
-    let servers = Arc::new(Servers::fixed(servers, &link).unwrap());
+    let servers = Arc::new(ServerPool::fixed(servers, &link).unwrap());
     let (host, health) = host(plan, &listener).await;
     let service = MiddlewareService::new(servers, Duration::from_secs(30), "the middleware".into());
     let service = bounded!(MiddlewareServer::new(service));

@@ -82,14 +82,39 @@ impl Write for Output {
     }
 }
 
-/// Put the marker of a save of ours into `dir`, durably.
+/// Write a file that does not exist yet and sync it. The caller syncs the directory.
+pub(super) fn write_new(path: &Path, content: &[u8]) -> Result<()> {
+    let mut file = Output::create(path)?;
+    file.write_all(content).map_err(|error| CheckpointError::io(path, error))?;
+    file.finish().map(drop)
+}
+
+/// Replace the content of a file durably: after a crash the file has the old content or the new one, in full.
+///
+/// The content is written to `.NAME.tmp` beside the file and synced. Then that file is renamed over the old one and the
+/// directory is synced. Only one writer at a time may replace a file.
+///
+/// # Errors
+/// `Io`. The file then has the old content, or the new one if only the last sync failed.
+pub fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
+    let Some(name) = path.file_name() else {
+        return Err(CheckpointError::io(path, io::ErrorKind::InvalidInput.into()));
+    };
+    let mut draft = OsString::from(".");
+    draft.push(name);
+    draft.push(".tmp");
+    let draft = path.with_file_name(draft);
+    remove_file(&draft)?;
+    write_new(&draft, content)?;
+    crash_point!("ckpt.before_replace");
+    rename_durably(&draft, path)
+}
+
+/// Mark `dir` as the staging directory of a save, durably.
 pub(super) fn mark(dir: &Path) -> Result<()> {
     const TEXT: &[u8] =
         b"A save of Persia. If no process is saving, it was not finished; the next save removes it.\n";
-    let path = dir.join(MARKER);
-    let mut file = Output::create(&path)?;
-    file.write_all(TEXT).map_err(|error| CheckpointError::io(&path, error))?;
-    file.finish()?;
+    write_new(&dir.join(MARKER), TEXT)?;
     sync_dir(dir)
 }
 
@@ -233,9 +258,15 @@ pub(super) fn parent(path: &Path) -> PathBuf {
     }
 }
 
-/// Move a file over another, which it replaces.
+/// Rename a file, over another one if there is one.
 pub(super) fn rename(from: &Path, to: &Path) -> Result<()> {
     call(to, || fs::rename(from, to))
+}
+
+/// Rename a file that is durable, and sync the directory.
+pub(super) fn rename_durably(from: &Path, to: &Path) -> Result<()> {
+    rename(from, to)?;
+    sync_dir(&parent(to))
 }
 
 /// Remove a file or a link, if it is there.

@@ -16,6 +16,7 @@
 //! * [`Manifest`]: what is in a checkpoint, opened and verified
 //! * [`list`], [`latest`], [`publish_latest`], [`prune`]: the checkpoints of a run
 //! * [`probe`], [`probe_file`]: whether a directory takes any
+//! * [`replace_file`]: replaces a small file durably
 //!
 //! A manifest and a shard's file carry format numbers of their own. A change that an older build must not ignore
 //! raises them; a build reads all formats up to its own.
@@ -33,7 +34,7 @@ mod series;
 mod shard;
 mod shard_read;
 
-pub use disk::CRASH_EXIT;
+pub use disk::{CRASH_EXIT, replace_file};
 pub use error::CheckpointError;
 pub use manifest::{FORMAT, Head, Manifest};
 pub(crate) use names::shard_of_entry;

@@ -87,8 +87,7 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
 pub(super) fn remove(dir: &Path) -> Result<()> {
     let lock = disk::lock(dir)?;
     settle(dir)?;
-    disk::rename(&dir.join(MANIFEST), &dir.join(REMOVED))?;
-    disk::sync_dir(dir)?;
+    disk::rename_durably(&dir.join(MANIFEST), &dir.join(REMOVED))?;
     crash_point!("ckpt.mid_remove");
     finish_removal(dir)?;
     drop(lock);

@@ -1,13 +1,12 @@
 //! One save: everything is staged and made durable, then the manifest is published, then the directory is tidied up.
 
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use persia_types::tables::FileEntry;
 
 use super::content;
-use super::disk::{self, Lock, Output, crash_point};
+use super::disk::{self, Lock, crash_point};
 use super::error::{CheckpointError, Result};
 use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
@@ -120,7 +119,7 @@ impl Saver {
         let replaces = replaces.into_iter().collect();
         let manifest = Manifest { format: FORMAT, revision: self.revision, head, files, replaces };
         let text = manifest.to_text(&self.dir.join(MANIFEST))?;
-        self.stage(MANIFEST, text.as_bytes())?;
+        disk::write_new(&self.staging.join(MANIFEST), text.as_bytes())?;
         disk::sync_dir(&self.staging)?;
         disk::sync_dir(&self.dir)?;
         crash_point!("ckpt.after_sync");
@@ -138,17 +137,9 @@ impl Saver {
     fn publish(&mut self) -> Result<()> {
         crash_point!("ckpt.before_manifest");
         self.published = true;
-        disk::rename(&self.staging.join(MANIFEST), &self.dir.join(MANIFEST))?;
-        disk::sync_dir(&self.dir)?;
+        disk::rename_durably(&self.staging.join(MANIFEST), &self.dir.join(MANIFEST))?;
         crash_point!("ckpt.after_manifest");
         Ok(())
-    }
-
-    fn stage(&self, name: &str, content: &[u8]) -> Result<()> {
-        let path = self.staging.join(name);
-        let mut file = Output::create(&path)?;
-        file.write_all(content).map_err(|error| CheckpointError::io(&path, error))?;
-        file.finish().map(drop)
     }
 
     fn check_name(&self, name: &str) -> Result<()> {

@@ -1,11 +1,11 @@
 //! The checkpoints of a run: sub-folders of one parent directory, listed, chosen from, pruned.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::disk::{self, Input, Output, crash_point};
+use super::disk::{self, Input};
 use super::error::{CheckpointError, Result};
 use super::manifest::Manifest;
 use super::names::{self, LATEST, MANIFEST, REMOVED};
@@ -13,7 +13,6 @@ use super::recover;
 
 /// Longest name of a directory that [`LATEST`] may hold.
 const MAX_HINT_BYTES: u64 = 255;
-const LATEST_DRAFT: &str = ".LATEST.tmp";
 
 /// A sub-folder that is a checkpoint, or was meant to be one.
 #[derive(Debug)]
@@ -87,17 +86,11 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
     let parent = disk::parent(dir);
     let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
     let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has no name that LATEST could hold"))?;
-    let (draft, hint) = (parent.join(LATEST_DRAFT), parent.join(LATEST));
+    let hint = parent.join(LATEST);
     if disk::kind(&hint)?.is_some() && read_hint(&parent)?.is_none() {
         return Err(CheckpointError::Occupied { path: hint });
     }
-    disk::remove_file(&draft)?;
-    let mut file = Output::create(&draft)?;
-    file.write_all(format!("{name}\n").as_bytes()).map_err(|error| CheckpointError::io(&draft, error))?;
-    file.finish()?;
-    crash_point!("ckpt.before_latest");
-    disk::rename(&draft, &hint)?;
-    disk::sync_dir(&parent)
+    disk::replace_file(&hint, format!("{name}\n").as_bytes())
 }
 
 /// Delete all but the `keep_last` newest checkpoints below `parent`, and what saves left that were given up. The newest one

@@ -1,0 +1,6 @@
+"""Where the rows are: one interface, two ways to reach them.
+
+* :mod:`persia.backend.base`: the interface, :class:`~persia.backend.base.Backend`
+* :mod:`persia.backend.local`: the rows in this process (embedded mode)
+* :mod:`persia.backend.remote`: the rows on embedding servers, and several ranks
+"""

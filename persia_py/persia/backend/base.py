@@ -1,0 +1,334 @@
+"""What nested contexts share, in the embedded mode and in the distributed one."""
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from persia.embedding.config import Configuration, EmbeddingConfig, get_default_embedding_config
+from persia.embedding.optim import Optimizer
+from persia.runtime import watchdog
+from persia.runtime.errors import UsageError
+from persia.runtime.files import is_url
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core.data import Batch
+from persia_core.engine import Engine
+from persia_core.forward import Pipeline, TrainingBatch
+
+_logger = get_logger("ctx")
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How rows start and are updated.
+
+    Attributes:
+        optimizer: None while only evaluating.
+        config: How rows start, and how far they may go.
+    """
+
+    optimizer: Optimizer | None
+    config: EmbeddingConfig
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CUDA device, and what the model gets there.
+
+    Attributes:
+        number: As CUDA counts.
+        dtype: Of the embedding tensors: float32, float16 or bfloat16.
+    """
+
+    number: int
+    dtype: torch.dtype = torch.float32
+
+    def serve(self, engine: Engine) -> None:
+        """Let ``engine`` pool its look-ups on this device.
+
+        Raises:
+            DeviceError: This build or machine has no such device.
+            UsageError: Another dtype.
+        """
+        names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+        if self.dtype not in names:
+            raise UsageError(
+                f"embedding_dtype={self.dtype}: want torch.float32, torch.float16 or torch.bfloat16, which a CUDA "
+                "device makes of the rows"
+            )
+        engine.use_device(self.number, names[self.dtype])
+
+
+@dataclass(frozen=True)
+class Offender:
+    """The first tensor of a step that has NaN or infinity.
+
+    Attributes:
+        text: Which, and where.
+        averaged: It was averaged over all ranks, so that another rank may have spoilt it.
+    """
+
+    text: str
+    averaged: bool = False
+
+
+class BackgroundSave(Protocol):
+    """A save that another thread writes.
+
+    Attributes:
+        what: What messages call it.
+        error: What it failed with, which was logged; None while it has not.
+    """
+
+    what: str
+    error: BaseException | None
+
+    def wait(self, seconds: float = ...) -> bool:
+        """Return whether it has ended, after so many seconds at the latest."""
+
+
+class Backend(ABC):
+    """One engine, shared by all nested contexts, and what differs between the modes.
+
+    Attributes:
+        engine: The engine.
+        configuration: Slots and general settings; read from the two files where none is given.
+        settings: What the run's generation began with.
+        device: Where look-ups are pooled; None is the CPU.
+        trained_step: The last step whose gradients were pushed, or given up.
+        feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
+        activity: How many loops and evaluating look-ups have begun.
+        closed: The outermost context has ended.
+        gradient_scale: What every summed embedding gradient is multiplied by.
+    """
+
+    engine: Engine
+    gradient_scale = 1.0
+
+    def __init__(self, configuration: Configuration | None = None, device: Device | None = None) -> None:
+        self.configuration = configuration or Configuration.find()
+        self.settings = RowSettings(None, get_default_embedding_config())
+        self.device = device
+        self.trained_step = 0
+        self.writing: BackgroundSave | None = None
+        self.activity = 0
+        self.closed = False
+        self._unwritten: BaseException | None = None
+        self.feed: Any = None
+        self._seed: int | None = None
+
+    def begin(
+        self,
+        *,
+        optimizer: Optimizer | None = None,
+        config: EmbeddingConfig | None = None,
+        resume: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Start a new generation of the run.
+
+        Args:
+            optimizer: None keeps the one in force.
+            config: None keeps the one in force.
+            resume: Generation, step and seed of the checkpoint whose rows were just loaded.
+
+        Raises:
+            UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
+                changed then.
+        """
+        self.apply(RowSettings(optimizer or self.settings.optimizer, config or self.settings.config), resume)
+
+    def apply(self, rows: RowSettings, resume: tuple[int, int, int] | None = None) -> None:
+        """As :meth:`begin`, with exactly these settings."""
+        after_generation, step, seed = resume or (0, self.trained_step, self._seed)
+        seed = torch.initial_seed() % 2**64 if seed is None else seed
+        self._begin(rows, after_generation, step, seed)
+        self.settings, self._seed, self.trained_step = rows, seed, step
+
+    @abstractmethod
+    def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
+        """Have the rows' holders begin a generation."""
+
+    def _begin_rows(
+        self, rows: RowSettings, after_generation: int, step: int, seed: int, *, fresh: bool = False
+    ) -> int:
+        return self.engine.begin(
+            seed=seed,
+            optimizer=None if rows.optimizer is None else rows.optimizer.spec,
+            initializer=rows.config.initializer,
+            admit_probability=rows.config.admit_probability,
+            admit_min_count=rows.config.admit_min_count,
+            weight_bound=rows.config.weight_bound,
+            after_generation=after_generation,
+            step=step,
+            fresh=fresh,
+        )
+
+    def settle(self) -> None:
+        """Return when nobody can push any more, because rows are to be replaced.
+
+        Raises:
+            UsageError: This rank is in a training loop.
+        """
+        if self.engine.iterating:
+            raise UsageError("a data loader is being iterated for training: leave its loop first")
+
+    def settle_between_loops(self) -> None:
+        """Return when rows are as the last training loop left them: a rank's last push may still be on its way.
+
+        Inside a loop it returns at once.
+
+        Raises:
+            UnreachableError: A rank has not left its loop in time; it is named.
+        """
+        if not self.engine.iterating:
+            self.settle()
+
+    def wait_writing(self) -> None:
+        """Return when no save is being written in the background any more, however it ended."""
+        if self.writing is not None:
+            with watchdog.waiting():
+                self.writing.wait()
+            self._unwritten = self._unwritten or self.writing.error
+            self.writing = None
+
+    def wait_written(self) -> None:
+        """Return when no save is being written in the background any more.
+
+        Raises:
+            StorageError: One could not be written, and nobody was told yet.
+        """
+        self.wait_writing()
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            raise unwritten
+
+    def let_write(self, seconds: float) -> None:
+        """Give a save that is being written so many seconds, because an error ends this process; the log says all."""
+        writing, self.writing = self.writing, None
+        if writing is None or writing.wait(0.0):
+            return
+        _logger.warning("%s is being written: waiting for it, for up to %g s", writing.what, seconds)
+        if not writing.wait(seconds):
+            _logger.error("%s is given up, because the context ends by an error", writing.what)
+        elif writing.error is None:
+            _logger.info("%s has ended", writing.what)
+
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+        del what
+        return [mine]
+
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for.
+
+        Raises:
+            UnreachableError: A rank does not come in time.
+        """
+        del timeout_s
+        return [mine]
+
+    def collect(self, mine: Any) -> list[Any] | None:
+        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+        return [mine]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
+        del what
+        yield
+
+    @abstractmethod
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
+        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments.
+
+        Args:
+            staleness: K: a look-up may miss up to K - 1 updates.
+            reproducible: Equal runs give equal bits.
+            buffer: Batches that wait for their look-up.
+            hooks: What ranks compare of the loop's hooks.
+        """
+
+    def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
+
+        Every rank calls this once after :meth:`open_loop`.
+        """
+        del state
+        return None
+
+    def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
+        """End a training loop, whole or left early; ``together`` where all ranks end it in agreement."""
+        del together
+        pipeline.close()
+
+    def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
+        """Look a batch up for evaluation, on the context's device or another; no row is changed."""
+        self.activity += 1
+        return self.engine.lookup(batch, device_id)
+
+    def first_offender(self, mine: Offender | None) -> str | None:
+        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
+        return None if mine is None else mine.text
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module that training runs."""
+        return model
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Inside, this rank has nothing under way: its pushes are applied and no look-up begins."""
+        self.engine.pause()
+        try:
+            yield
+        finally:
+            self.engine.resume()
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around what torch does on all ranks together: a failure names the rank that is gone."""
+        yield
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return True
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
+        return True
+
+    def check_alone(self, what: str) -> None:
+        """Check that ``what``, which drops all rows, disturbs no training of another process."""
+        del what
+
+    def check_loads(self, what: str) -> None:
+        """Check that this process may do ``what``, which replaces the rows by a checkpoint's."""
+        del what
+
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
+        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+
+        Raises:
+            UsageError: It is a URL.
+        """
+        if is_url(directory):
+            raise UsageError(
+                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(upload_to=...) copies what it saves to "
+                "an object store, and `persia ckpt copy` one checkpoint, there or back"
+            )
+        return Path(settings.checkpoint_root or "", directory)
+
+    def wait_ready(self) -> None:
+        """Return when the rows' holders can be used."""
+        del self.engine.stats()["rows"]
+
+    @abstractmethod
+    def close(self, error: BaseException | None) -> None:
+        """End the engine's threads; ``error`` is what the outermost context was left with."""

@@ -1,0 +1,44 @@
+"""The embedded mode: the embedding store inside this process, nothing else to start."""
+
+from persia.backend.base import Backend, Device, RowSettings
+from persia.embedding.config import Configuration
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core.engine import Engine
+from persia_core.forward import Pipeline
+
+_logger = get_logger("embedded")
+
+
+class LocalBackend(Backend):
+    """One engine over one in-process store."""
+
+    def __init__(self, configuration: Configuration | None = None, device: Device | None = None) -> None:
+        if settings.world_size > 1:
+            raise UsageError(
+                f"WORLD_SIZE={settings.world_size}: the embedded mode keeps all rows in one process and trains "
+                "with one rank; unset WORLD_SIZE and RANK"
+            )
+        super().__init__(configuration, device)
+        _logger.info("embedding slots from %s, embedded store", self.configuration.source)
+        self.engine = Engine(self.configuration.embedding, self.configuration.general)
+        if device is not None:
+            device.serve(self.engine)
+
+    def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
+        self._begin_rows(rows, after_generation, step, seed)
+
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
+        """Start a training loop, in a generation of its own."""
+        del hooks
+        self.activity += 1
+        self.engine.renew(reproducible)
+        return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the data script and the engine's threads, and give the rows' memory back."""
+        del error
+        if self.feed is not None:
+            self.feed.close()
+        self.engine.close()

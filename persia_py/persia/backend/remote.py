@@ -1,0 +1,453 @@
+"""The distributed mode: rows on embedding servers, several trainer ranks, data from data-compose."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as torch_distributed
+
+from persia.backend.base import Backend, Device, Offender, RowSettings
+from persia.discovery import services
+from persia.distributed import control_plane, network, run
+from persia.distributed.options import DistributedBaseOption, get_default_distributed_option
+from persia.distributed.rendezvous import AFTER_OTHERS_S, Rendezvous
+from persia.embedding.config import Configuration
+from persia.feed import server as feed_server
+from persia.runtime import errors, job, tokens, watchdog
+from persia.runtime.errors import ConfigError, PersiaError, StaleGenerationError, UnreachableError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core.data import Batch
+from persia_core.discovery import advertised_host
+from persia_core.engine import Engine
+from persia_core.forward import Pipeline, TrainingBatch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+_logger = get_logger("remote")
+
+_TOLD = 4096
+"""Characters of an error that the other ranks are told."""
+
+
+class RemoteBackend(Backend):
+    """An engine over embedding servers.
+
+    A training process is one rank of the run: rank 0 begins generations, the others join them. Any other process joins
+    the current generation, for evaluation.
+
+    Args:
+        trains: This process is a rank.
+        device: The model's CUDA device, or None.
+        option: How the dense part is trained by several ranks; None is the default for the device.
+        gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
+            ``none`` sums them.
+        configuration: For :class:`Backend`.
+        takes_batches: Data-compose may send batches to this rank.
+
+    Raises:
+        UnreachableError: NATS, a server or another rank was not there in ``PERSIA_START_TIMEOUT`` seconds; it is named.
+        UsageError: An interface that does not exist, or a rank that is running already.
+    """
+
+    def __init__(
+        self,
+        *,
+        trains: bool,
+        device: Device | None = None,
+        option: DistributedBaseOption | None = None,
+        gradient_scale: str = "mean",
+        configuration: Configuration | None = None,
+        takes_batches: bool = True,
+    ) -> None:
+        super().__init__(configuration, device)
+        network.check()
+        self.rank, self.world_size = (settings.rank, settings.world_size) if trains else (0, 1)
+        self._trains = trains
+        self._device_id = None if device is None else device.number
+        self._option = option or get_default_distributed_option(self._device_id)
+        self.gradient_scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
+        self._takes_batches = takes_batches
+        self._job = job.job_name()
+        self._url = services.nats_url()
+        self._peers: control_plane.Peers | None = None
+        self._begun = False
+        self._restored = False
+        self._announcement: Any = None
+        self.feed: feed_server.FeedServer | None = None
+        self._discovery = services.connect()
+        self._place = Rendezvous(self._discovery, self._url, self.rank, self.world_size)
+        try:
+            self._connect()
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def _connect(self) -> None:
+        self.engine = Engine.connect(
+            self.configuration.embedding,
+            self.configuration.general,
+            self._discovery,
+            rank=self.rank,
+            world_size=self.world_size,
+            token_file=tokens.token_file(),
+            checkpoint_root=settings.checkpoint_root,
+            rpc_timeout_s=settings.rpc_timeout,
+        )
+        if self.device is not None:
+            self.device.serve(self.engine)
+        self._discovery.wait_connected(self._place.left())
+        if self._trains:
+            self._meet()
+        self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout)))
+        _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
+
+    def _meet(self) -> None:
+        """Announce this rank, and get in touch with the others."""
+        address = ""  # data-compose waits for one
+        if self._takes_batches:
+            self.feed = feed_server.serve(self._job, host=advertised_host(self._url))
+            address = self.feed.address
+        self._peers = run.peers()
+        if self._peers is not None:  # a second context of this process: the ranks know each other
+            self._announcement = self._place.announce(address, run.announced())
+            self._peers.note(self._peers.loops)  # also for a loop that was left open by the context before
+        elif self.world_size == 1:
+            self._announcement = self._place.announce(address, {})
+        else:
+            extra = self._place.open()
+            self._announcement = self._place.announce(address, extra)
+            self._peers, store = self._place.meet()
+            run.adopt(self._peers, store, extra)
+            self._start_torch(store)
+
+    def _start_torch(self, store: "Store") -> None:
+        """Start torch's process group, on the interface that this process is reached by."""
+        name = network.of_address(advertised_host(self._url))
+        if name is not None:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+        try:
+            with self.collective():
+                self._option.initialize(store, self.rank, self.world_size, self._device_id)
+        except RuntimeError as error:
+            if isinstance(error, PersiaError):
+                raise
+            raise UnreachableError(
+                f"torch's process group of {self.world_size} ranks did not start: {str(error).splitlines()[0]}"
+            ) from error
+
+    def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
+        first, self._begun = not self._begun, True
+        if not self._trains:
+            self._observe(step)
+        elif first:
+            self._begin_run(rows, after_generation, step, seed)
+        else:
+            self.settle()
+            if self.rank == 0:
+                self._begin_rows(rows, after_generation, step, seed)
+                self._restored = True
+
+    def settle(self) -> None:
+        """Return when every rank has left its training loop and its pushes are applied; rank 0 waits for that.
+
+        Raises:
+            UnreachableError: One has not in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
+            UsageError: This rank is in its loop.
+        """
+        super().settle()
+        if self._peers is not None and self.rank == 0:
+            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout)
+
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+        return [mine] if self._peers is None else self._peers.share(what, mine)
+
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for."""
+        return [mine] if self._peers is None else self._peers.meet(mine, timeout_s)
+
+    def collect(self, mine: Any) -> list[Any] | None:
+        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+        if self._peers is None:
+            return [mine]
+        given: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with self.collective():
+            torch_distributed.gather_object(mine, given, dst=0)
+        return given
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            failed = error
+        if self._peers is not None:
+            mine = None if failed is None else [type(failed).__name__, str(failed)[:_TOLD]]
+            told = self._peers.share(what, mine)
+            if failed is None and any(told):
+                rank, (kind, text) = next((rank, each) for rank, each in enumerate(told) if each)
+                raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}")
+        if failed is not None:
+            raise failed
+
+    def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
+        """Rank 0 begins the run and drops what an earlier one left; the others join."""
+        if self._peers is not None:
+            digests = self._peers.share("begin", self.configuration.digest)
+            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+            if different:
+                raise ConfigError(
+                    f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; give every "
+                    f"rank the same {Path(self.configuration.source).name}"
+                )
+        generation = 0
+        if self.rank == 0:
+            generation = self._begin_rows(rows, after_generation, step, seed, fresh=True)
+        if self._peers is not None:
+            generation = self._peers.share("generation", generation)[0]
+            if self.rank != 0:
+                self.engine.join(generation, step)
+        run.trained(step, generation=generation)
+        if self.feed is not None:
+            self.feed.welcome(generation, self.rank, self.world_size)
+        _logger.info("generation %d of job %s, rank %d of %d", generation, self._job, self.rank, self.world_size)
+
+    def _observe(self, step: int) -> None:
+        """Join the generation that is current."""
+        generation = self.engine.highest_generation()
+        if generation == 0:
+            raise UsageError(
+                f"no training run of job {self._job!r} has begun on its servers: evaluation needs rows that a TrainCtx "
+                "made or loaded"
+            )
+        self.engine.observe(generation, step)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self._peers is None
+
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
+        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
+        self.activity += 1
+        if self._peers is None:
+            self.engine.renew(reproducible)
+        else:
+            wire_dtype = self.configuration.general.wire_dtype
+            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
+            self._agree_on_loop({**own, **self._rate()})
+            generation = self.engine.renew(reproducible) if self.rank == 0 else 0
+            # A loop that was left may have taken a batch that was not trained on.
+            given = [generation, self.engine.step, self.trained_step, self._restored]
+            generation, taken, trained, self._restored = self._peers.share("generation", given)[0]
+            if self.rank != 0:
+                self.engine.join(generation, taken)
+                self.trained_step = trained
+            self._peers.loops += 1
+        return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
+
+    def _rate(self) -> dict[str, Any]:
+        """What decides the learning rate; None for a rate that the other ranks get only with a checkpoint's state."""
+        optimizer = self.settings.optimizer
+        if optimizer is None:
+            return {}
+        return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.course}
+
+    def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
+        """Wait until every rank is at the start of a loop, each with its pushes acknowledged."""
+        assert self._peers is not None  # noqa: S101
+        if self._begun and self.engine.generation:
+            self.engine.drain()
+        check_same(self._peers.share("start of a loop", arguments))
+
+    def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
+        """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
+
+        Where all ranks end it ``together``, each goes on when the pushes of all are applied: what it then evaluates or
+        saves does not depend on who was faster.
+
+        Raises:
+            PersiaError: Where all end it ``together``, the pushes of one rank cannot be applied; on all ranks.
+        """
+        pipeline.close()
+        if self._peers is None:
+            return
+        if together:
+            with self.together("end of a loop"):
+                self._note_loop(self._peers)
+            return
+        try:
+            self._note_loop(self._peers)
+        except PersiaError as error:  # it is told again by whatever uses the engine next
+            _logger.warning("the training loop ends without its last pushes: %s", error)
+
+    def _note_loop(self, others: control_plane.Peers) -> None:
+        """Let rank 0 know that this rank's pushes are applied."""
+        self.engine.drain()
+        others.note(others.loops)
+
+    def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None."""
+        restored, self._restored = self._restored, False
+        if not restored or self._peers is None:
+            return None
+        box = [state() if self.rank == 0 else None]
+        device = None if self._device_id is None else torch.device("cuda", self._device_id)
+        with self.collective():
+            torch_distributed.broadcast_object_list(box, src=0, device=device)
+        return None if self.rank == 0 else box[0]
+
+    def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
+        """Look a batch up for evaluation, in the generation that is current by now."""
+        self.activity += 1
+        try:
+            return self.engine.lookup(batch, device_id)
+        except StaleGenerationError:
+            generation = self.engine.highest_generation()
+            begins = self._trains and self.rank == 0
+            if begins or self.engine.iterating or generation == self.engine.generation:
+                raise
+            self.engine.join(generation, self.trained_step)
+            return self.engine.lookup(batch, device_id)
+
+    def first_offender(self, mine: Offender | None) -> str | None:
+        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step.
+
+        What DDP averages is spoilt on all ranks by one of them; what only one rank has comes first, because it is the
+        cause.
+        """
+        if self._peers is None:
+            return super().first_offender(mine)
+        given = None if mine is None else [mine.averaged, mine.text]
+        found = self._peers.share("gradients", given)
+        told = [
+            (averaged, rank, text) for rank, each in enumerate(found) if each is not None for averaged, text in [each]
+        ]
+        if not told:
+            return None
+        _, rank, text = min(told)
+        return f"rank {rank}: {text}"
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module whose gradients are averaged over all ranks."""
+        if self._peers is None:
+            return model
+        with self.collective():
+            return self._option.wrap(model, self._device_id)
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """Around what torch does on all ranks together: a failure names the rank that is gone."""
+        try:
+            with watchdog.collective():
+                yield
+        except RuntimeError as error:
+            if self._peers is not None and not isinstance(error, PersiaError):
+                self._peers.blame(error)
+            raise
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
+        return settings.rank == 0
+
+    def check_alone(self, what: str) -> None:
+        """Refuse to drop rows under another process that trains.
+
+        Raises:
+            UsageError: Trainers of this job are there, and this process is none of their run.
+        """
+        if self._trains or run.peers() is not None:
+            return
+        for peer in services.trainers(self._discovery):
+            raise UsageError(
+                f"{what} in a process that only evaluates, while job {self._job!r} is trained by pid {peer['pid']} on "
+                f"{peer['host']}: it would drop the rows in training; do it in the training script, or afterwards"
+            )
+
+    def check_loads(self, what: str) -> None:
+        """Refuse to load in a process that only evaluates: it has joined a run, whose rows are those of the training.
+
+        Raises:
+            UsageError: This process is no rank, or its TrainCtx has ended.
+        """
+        if not self._trains:
+            raise UsageError(
+                f"{what} in a process that only evaluates: with servers, the training script loads rows, inside its "
+                "TrainCtx; evaluation reads those that are there, and load_torch_state_dict loads the model"
+            )
+
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
+        """Return the directory of a checkpoint, checked to be below ``PERSIA_CKPT_DIR``.
+
+        Raises:
+            UsageError: It is not; the servers write there and nowhere else.
+        """
+        root = settings.checkpoint_root
+        path = super().checkpoint_dir(directory).absolute()
+        if root is None:
+            raise UsageError(f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share")
+        if not path.resolve().is_relative_to(Path(root).resolve()):
+            raise UsageError(
+                f"checkpoint {directory}: want a folder below PERSIA_CKPT_DIR={root}, which all servers share"
+            )
+        return path
+
+    def wait_ready(self) -> None:
+        """Return when every server answers."""
+        self.engine.wait_ready(settings.start_timeout)
+
+    def close(self, error: BaseException | None) -> None:
+        """End the engine's threads, and tell everybody who counts on this process.
+
+        Raises:
+            PersiaError: A push is not acknowledged: the run has not come to its end.
+        """
+        engine: Engine | None = getattr(self, "engine", None)
+        if error is None and engine is not None and engine.generation:
+            try:
+                engine.drain()
+            except BaseException as failed:
+                self._end(engine, failed)
+                raise
+        self._end(engine, error)
+
+    def _end(self, engine: Engine | None, error: BaseException | None) -> None:
+        if engine is not None:
+            engine.close(abandon=error is not None)
+        if self._trains:
+            run.trained(self.trained_step)
+            if error is not None:
+                run.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
+        if self.feed is not None:
+            self.feed.close(error)
+        if self._announcement is not None:
+            self._announcement.close()
+        self._place.close()
+        self._discovery.close()
+
+
+def check_same(given: list[dict[str, Any]]) -> None:
+    """Check that all ranks begin a loop with the same; every rank finds the same in what all have ``given``.
+
+    A value that is None or missing on one rank is compared on none.
+
+    Raises:
+        UsageError: What differs, and on which ranks.
+    """
+    for name, first in given[0].items():
+        values = [each.get(name) for each in given]
+        other = next((rank for rank, value in enumerate(values) if value != first), None)
+        if other is not None and None not in values:
+            raise UsageError(
+                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; give every rank the same"
+            )

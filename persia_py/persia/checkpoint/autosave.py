@@ -1,0 +1,315 @@
+"""The checkpoints of a run: saved while it trains, by all ranks after the same step, and loaded after a restart."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from persia.backend.base import Backend
+from persia.checkpoint import rng_state, snapshot
+from persia.checkpoint.object_store import ObjectStore
+from persia.checkpoint.policy import STATE, Checkpoints
+from persia.checkpoint.run_state import RunState
+from persia.runtime import preemption
+from persia.runtime.contexts import ends_well
+from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.logging import get_logger
+from persia_core import checkpoint as _core
+
+_logger = get_logger("checkpoint")
+
+RETRY_S = (1.0, 2.0, 4.0)
+"""Seconds after which a save is retried that the disk refused, or that broke off."""
+
+MEET_S = 20.0
+"""Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 for all of it."""
+
+
+class Loop(Protocol):
+    """What the hook needs of a training loop."""
+
+    def committed(self, step: int) -> None:
+        """Tell all hooks that a checkpoint of ``step`` is written."""
+
+
+class Autosave:
+    """Saves a run every so many steps, and at the end of each loop. A hook of the training loop.
+
+    A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; then it is given up, and
+    training continues. The cut is made by all ranks together; rank 0 writes the files while training continues.
+
+    Args:
+        checkpoints: What the script wants, and what it reads.
+        state: What is saved.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, state: RunState) -> None:
+        self._checkpoints = checkpoints
+        self._state = state
+        self._backend: Backend = state.backend
+        self._loop: Loop | None = None
+        self._tries = 0
+        self._retry_at: float | None = None  # by the clock, where a save failed; on rank 0
+
+    @property
+    def identity(self) -> str:
+        """What has to be equal on all ranks."""
+        return f"Checkpoints(every={self._checkpoints.every})"
+
+    def on_start(self, loop: Loop) -> None:
+        """Note the loop."""
+        self._loop = loop
+
+    def before_step(self) -> None:
+        """Save the run if a step of which there is to be a save has been trained since the last one."""
+        step, every = self._backend.trained_step, self._checkpoints.every
+        if step // every != self._checkpoints.saved // every:
+            self.save(step)
+
+    def vote(self, work: object) -> bool:
+        """Whether the last save failed and is due again; only rank 0 knows."""
+        del work
+        return self._retry_at is not None and time.monotonic() >= self._retry_at
+
+    def decide(self, step: int, votes: list[bool]) -> bool:
+        """Save the run after the last step if a retry is due; no step is skipped."""
+        del step
+        if any(votes):
+            self.save(self._backend.trained_step)
+        return False
+
+    def on_end(self, complete: bool) -> None:
+        """Save the run at the end of a loop that all ranks complete."""
+        if complete:
+            self.save_last()
+
+    def save_last(self) -> None:
+        """Save the run if it is further than its last save; return when that is written or given up.
+
+        Raises:
+            PersiaError: A push of a rank is not applied, or a rank is gone.
+        """
+        step = self._backend.trained_step
+        if step != self._checkpoints.saved:
+            self.save(step)
+        while True:
+            settled = self._settled()
+            settled, written = self._backend.gather("checkpoint written", [settled, self._checkpoints.written])[0]
+            self._committed(written)
+            if settled is not False:
+                return
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Save the run after ``step``. Every rank calls this; all continue as soon as the cut is made.
+
+        Raises:
+            PersiaError: A push of a rank is not applied, or a rank is gone.
+        """
+        self._checkpoints.saved = step
+        backend = self._backend
+        with backend.still():
+            failed, written = backend.gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
+            if not backend.writes:
+                self._checkpoints.failed = failed
+            ranks = backend.collect(self._state.rank_state())
+            if ranks is not None:
+                self._cut(step, ranks)
+            backend.gather("checkpoint cut", None)
+        self._committed(written)
+
+    def _committed(self, step: int) -> None:
+        if self._loop is not None:
+            self._loop.committed(step)
+
+    def _cut(self, step: int, ranks: list[dict[str, Any]]) -> None:
+        """On rank 0: begin a save when the last one is written; it is written in the background."""
+        started = time.monotonic()
+        self._backend.wait_writing()
+        if (waited := time.monotonic() - started) > 1.0:
+            _logger.warning("training waited %.1f s at step %d for the last checkpoint to be written", waited, step)
+        self._retry_at = None
+        states = {rng_state.rank_state(rank): each for rank, each in enumerate(ranks) if rank > 0}
+        if self._checkpoints.state:
+            states[STATE] = self._checkpoints.state_dict()
+        cut_at = time.monotonic()
+        try:
+            path = self._checkpoints.folder(self._backend) / f"step-{step}"
+            save = self._state.begin_save(path, states)
+        except PersiaError as error:  # training notices by itself where it cannot continue
+            self._retry(step, error)
+            return
+        paused = time.monotonic() - cut_at
+        self._backend.writing = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
+
+    def _write(self, save: snapshot.Save, path: Path, step: int, paused: float) -> None:
+        """Write it, on a thread of its own."""
+        started = time.monotonic()
+        try:
+            save.write()
+        except PersiaError as error:  # a middleware may have died during it
+            self._retry(step, error)
+            return
+        self._tries = 0
+        self._checkpoints.written = step
+        _logger.info(
+            "checkpoint %s written in %.1f s, training paused for %.2f s, %d older removed",
+            path,
+            time.monotonic() - started,
+            paused,
+            self._tidy(path),
+        )
+        self._upload(path)
+
+    def _tidy(self, path: Path) -> int:
+        """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is none the worse."""
+        try:
+            _core.publish_latest(path)
+        except PersiaError as error:
+            _logger.warning("checkpoint %s is written, but not named by LATEST: %s", path, error)
+        try:
+            return len(_core.prune(path.parent, self._checkpoints.keep_last))
+        except PersiaError as error:
+            _logger.warning("checkpoint %s is written, but older ones are not removed: %s", path, error)
+            return 0
+
+    def _upload(self, path: Path) -> None:
+        """Upload a save to the object store, and delete older replicas; where that fails, the save is still good."""
+        store = self._checkpoints.store()
+        if store is None:
+            return
+        started = time.monotonic()
+        try:
+            store.put(path, path.name)
+            deleted = store.prune(self._checkpoints.keep_last)
+        except PersiaError as error:
+            self._checkpoints.not_uploaded += 1
+            _logger.error("checkpoint %s is written, but not uploaded: %s", path, error)
+            return
+        took = time.monotonic() - started
+        _logger.info("checkpoint %s uploaded to %s in %.1f s, %d older deleted", path, store.url, took, len(deleted))
+
+    def _retry(self, step: int, error: Exception) -> None:
+        if self._tries == len(RETRY_S):
+            self._tries = 0
+            self._checkpoints.failed += 1
+            _logger.error("checkpoint of step %d given up, training continues: %s", step, error)
+            return
+        wait = RETRY_S[self._tries]
+        self._tries += 1
+        _logger.warning("checkpoint of step %d failed, the run is saved again in %g s: %s", step, wait, error)
+        self._retry_at = time.monotonic() + wait
+
+    def _settled(self) -> bool | None:
+        """On rank 0: whether the last save is written or given up; if not, it is to be retried now."""
+        if not self._backend.writes:
+            return None
+        self._backend.wait_writing()
+        if self._retry_at is None:
+            return True
+        time.sleep(max(0.0, self._retry_at - time.monotonic()))
+        return False
+
+    def leave_if_asked(self, left_by: BaseException | None) -> None:
+        """At the end of a context: save the run and leave, if this process was asked to stop.
+
+        Where the context has reached its end on all ranks, they do so too if another one was asked.
+
+        Args:
+            left_by: What the context is left by.
+
+        Raises:
+            SystemExit: The context has reached its end, and this process is to leave.
+        """
+        ended = left_by is None or (isinstance(left_by, SystemExit) and ends_well(left_by))
+        asked = preemption.stop_asked()
+        if ended:
+            try:
+                asked = any(self._backend.gather("end of training", asked))
+            except SystemExit:
+                asked = True
+        if asked and (ended or (isinstance(left_by, SystemExit) and left_by.code in _LEAVES)):
+            with preemption.leaving():
+                self._save_to_leave()
+            if ended:
+                raise SystemExit(preemption.exit_code())
+
+    def _save_to_leave(self) -> None:
+        """Save the run if anything was trained, and all ranks come and are after the same step."""
+        step, why = self._backend.trained_step, preemption.reason()
+        try:
+            if preemption.has_trained():
+                steps = self._backend.meet(step, MEET_S)
+                if min(steps) < max(steps):
+                    raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
+                self.save_last()
+        except (PersiaError, RuntimeError) as error:  # the second of torch, where another rank ends meanwhile
+            _logger.error("%s: leaving after step %d, which is not saved: %s", why, step, error)
+        else:
+            _logger.info("%s: leaving after step %d", why, step)
+
+
+_LEAVES = (ExitCode.AGAIN, ExitCode.INTERRUPTED)
+
+
+def resume(checkpoints: Checkpoints, state: RunState) -> None:
+    """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
+
+    Raises:
+        CheckpointError: The newest save is damaged, or of another configuration.
+        StorageError: This process or a server cannot write where saves are to be.
+    """
+    folder = checkpoints.folder(state.backend)
+    try:
+        state.backend.engine.check_storage(folder)
+    except StorageError as error:
+        raise StorageError(f"Checkpoint storage validation failed: {error}") from None
+    store = checkpoints.store()
+    try:
+        newest = _core.latest(folder)
+        if store is not None:
+            newest = _newer_replica(store, folder, newest)
+        if newest is None:
+            _logger.info("no checkpoint in %s: training begins", folder)
+            return
+        loaded = snapshot.Load(newest)
+    except CheckpointError as error:
+        loaded = _previous(folder, error, allowed=checkpoints.allow_previous)
+    checkpoints.check_has_state(loaded)
+    state.restore(loaded)
+    _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
+
+
+def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:
+    """Return the newest save in ``folder``, after a newer replica of the store is fetched into it."""
+    try:
+        newer = next(iter(store.whole()), None)
+    except StorageError as error:
+        if newest is None:
+            raise
+        _logger.warning("resuming from %s without looking for a newer replica: %s", newest, error)
+        return newest
+    if newest is not None:
+        opened = _core.Checkpoint(newest)
+        if newer is None or newer.age <= (opened.generation, opened.step):
+            return newest
+    elif newer is None:
+        return None
+    _logger.warning("%s is newer than what %s has: fetching it", f"{store.url}/{newer.name}", folder)
+    store.get(newer.name, folder / newer.name)
+    return os.fspath(folder / newer.name)
+
+
+def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
+    """Return the newest save that is whole, where the newest of all is damaged."""
+    whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
+    if whole is None:
+        raise error
+    if not allowed:
+        raise CheckpointError(
+            f"{error}\n{whole} is whole: to resume from it, give Checkpoints(allow_previous=True), or remove the "
+            "damaged one"
+        )
+    _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
+    return snapshot.Load(whole)

@@ -1,0 +1,295 @@
+"""ObjectStore of checkpoints in an object store: S3, what speaks its protocol, and what else ``obstore`` knows.
+
+A checkpoint is written to the folder that ranks and servers share, and copied from there. A copy has the order of a
+save: its manifest is put last, so that what has one is whole, and nothing is renamed.
+"""
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
+from persia.runtime.files import is_url
+from persia_core import checkpoint as _core
+
+MANIFEST = "MANIFEST.json"
+"""The file that makes a folder, or what is below a prefix, a checkpoint."""
+
+PART_BYTES = 16 << 20
+"""Bytes of one part of an upload; S3 takes up to 10,000 of one file."""
+
+PARTS_AT_A_TIME = 2
+"""Parts of a file that are on their way together."""
+
+FILES_AT_A_TIME = 8
+"""Files that are on their way together."""
+
+RETRY_S = 60
+"""Seconds for which a request is tried again that met no server, or one that could not answer."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A whole checkpoint in an object store, by its manifest.
+
+    Attributes:
+        name: Below the URL.
+        age: Generation and step it was cut at: the larger, the newer.
+        rows: Of all tables.
+        size: Bytes of all files.
+        created_at: When it was saved.
+    """
+
+    name: str
+    age: tuple[int, int]
+    rows: int
+    size: int
+    created_at: str
+
+
+class ObjectStore:
+    """The checkpoints below a URL, each under a name of its own.
+
+    Args:
+        url: Such as ``s3://bucket/prefix``. Credentials, region and endpoint are those of the environment, by the names
+            that Amazon's own tools know (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``,
+            ``AWS_ENDPOINT_URL``); an endpoint that begins with ``http://`` is used as it is, without TLS.
+
+    Raises:
+        ConfigError: No URL of an object store.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        if not is_url(url):
+            raise ConfigError(f"{url!r}: want a URL such as s3://bucket/prefix")
+        self._store  # noqa: B018  # refuses what is no such URL
+
+    @cached_property
+    def _store(self) -> Any:
+        from obstore import exceptions
+        from obstore.store import from_url
+
+        options: dict[str, Any] = {}
+        if self.url.startswith(("s3://", "s3a://")):  # others take no options of a client
+            options["client_options"] = {"allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")}
+            options["retry_config"] = {"retry_timeout": timedelta(seconds=RETRY_S)}
+        try:
+            return from_url(self.url, **options)
+        except (exceptions.BaseError, ValueError) as error:
+            raise ConfigError(f"{self.url}: {_message(error)}; want a URL such as s3://bucket/prefix") from error
+
+    def put(self, directory: Path, name: str) -> None:
+        """Replica the checkpoint in ``directory``; one of that name that is there goes first.
+
+        Raises:
+            CheckpointError: No checkpoint there.
+            StorageError: It cannot be copied; what was goes with the next copy of that name, or with :meth:`prune`.
+        """
+        import obstore
+
+        opened = _core.Checkpoint(os.fspath(directory))
+        with self._telling(f"{name}: not copied from {directory}"):
+            manifest = (directory / MANIFEST).read_bytes()
+            held = self._read(f"{name}/{MANIFEST}")
+            if held == manifest:
+                return
+            if held is not None:
+                obstore.delete(self._store, f"{name}/{MANIFEST}")
+            paths = [Path(opened.path_of(file["name"])) for file in opened.files]
+            _all(lambda path: self._put(f"{name}/{path.name}", path), paths)
+            obstore.put(self._store, f"{name}/{MANIFEST}", manifest)
+
+    def _put(self, key: str, path: Path) -> None:
+        import obstore
+
+        obstore.put(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
+
+    def get(self, name: str, directory: Path) -> None:
+        """Replica the checkpoint ``name`` into ``directory``, which there is not yet, verified; whole or not at all.
+
+        Raises:
+            CheckpointError: No checkpoint of that name, or damaged: the file is named.
+            StorageError: It cannot be copied.
+        """
+        what = f"{name}: not copied to {directory}"
+        if directory.exists():
+            raise StorageError(f"{self.url}/{what}: something is there already")
+        with self._telling(what):
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            # One level deeper: what is left of it, should this process be killed, is no checkpoint.
+            with tempfile.TemporaryDirectory(prefix=".copying-", dir=directory.parent) as unfinished:
+                self._get(name, Path(unfinished, directory.name))
+                Path(unfinished, directory.name).rename(directory)
+            _sync(directory.parent)
+
+    def _get(self, name: str, directory: Path) -> None:
+        manifest = self._read(f"{name}/{MANIFEST}")
+        if manifest is None:
+            raise CheckpointError(f"{self.url}/{name}: no checkpoint: it has no {MANIFEST}")
+        directory.mkdir()
+        (directory / MANIFEST).write_bytes(manifest)
+        try:
+            opened = _core.Checkpoint(os.fspath(directory))
+            paths = [directory / file["name"] for file in opened.files]
+            _all(lambda path: self._get_file(f"{name}/{path.name}", path), paths)
+            opened.verify()
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(os.fspath(directory), f"{self.url}/{name}")) from error
+        _sync(directory / MANIFEST)
+        _sync(directory)
+
+    def _get_file(self, key: str, path: Path) -> None:
+        import obstore
+
+        try:
+            content = obstore.get(self._store, key)
+        except FileNotFoundError:
+            return  # verifying says which are missing
+        with path.open("wb") as into:
+            for piece in content.stream(min_chunk_size=PART_BYTES):
+                into.write(piece)
+            into.flush()
+            os.fsync(into.fileno())
+
+    def whole(self) -> list[Replica]:
+        """Return the copies that have a manifest, the newest first.
+
+        Raises:
+            CheckpointError: The manifest of one is damaged.
+            StorageError: They cannot be listed.
+        """
+        found: list[Replica] = []
+        with self._telling("not listed"), tempfile.TemporaryDirectory() as folder:
+            for name in self._names():
+                manifest = self._read(f"{name}/{MANIFEST}")
+                if manifest is not None:
+                    Path(folder, MANIFEST).write_bytes(manifest)
+                    found.append(self._describe(name, folder))
+        return sorted(found, key=lambda one: one.age, reverse=True)
+
+    def _describe(self, name: str, folder: str) -> Replica:
+        try:
+            opened = _core.Checkpoint(folder)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(folder, f"{self.url}/{name}")) from error
+        head = json.loads(opened.manifest)["head"]
+        size = sum(file["bytes"] for file in opened.files)
+        return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
+
+    def prune(self, keep_last: int) -> list[str]:
+        """Delete all but the newest copies, and what copies of saves before them left that were broken off.
+
+        Returns:
+            The names of the copies deleted.
+
+        Raises:
+            CheckpointError: The manifest of one is damaged: which are the newest is not known.
+            StorageError: They cannot be listed or deleted.
+        """
+        whole = self.whole()
+        old = [copy.name for copy in whole[keep_last:]]
+        with self._telling("older copies are not deleted"):
+            for name in old:
+                self._delete(name)
+            steps = [step for copy in whole[:keep_last] if (step := _step(copy.name)) is not None]
+            for name in set(self._names()) - {copy.name for copy in whole}:
+                if steps and (step := _step(name)) is not None and step < min(steps):
+                    self._delete(name)
+        return old
+
+    def _delete(self, name: str) -> None:
+        """The manifest first: what has one is whole."""
+        import obstore
+
+        obstore.delete(self._store, f"{name}/{MANIFEST}")
+        obstore.delete(self._store, [each["path"] for each in obstore.list(self._store, f"{name}/").collect()])
+
+    def _names(self) -> list[str]:
+        import obstore
+
+        return [Path(prefix).name for prefix in obstore.list_with_delimiter(self._store)["common_prefixes"]]
+
+    def _read(self, key: str) -> bytes | None:
+        import obstore
+
+        try:
+            return bytes(obstore.get(self._store, key).bytes())
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """Let what fails inside say where, and what did not happen."""
+        from obstore import exceptions
+
+        try:
+            yield
+        except PersiaError:
+            raise
+        except exceptions.BaseError as error:
+            hint = ""
+            if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+                hint = "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they allow"
+            raise StorageError(f"{self.url}/{what}: {_message(error)}{hint}") from error
+        except OSError as error:
+            raise StorageError(f"{self.url}/{what}: {_message(error)}") from error
+
+
+def copy(source: str, destination: str) -> None:
+    """Replica a checkpoint from a folder to an object store or back: one of the two is a URL, with the copy's name.
+
+    Raises:
+        ConfigError: Neither is one, or both are.
+        CheckpointError: No checkpoint there, or damaged: the file is named.
+        StorageError: It cannot be copied.
+    """
+    if is_url(source) == is_url(destination):
+        raise ConfigError(f"copy {source} {destination}: want one folder and one URL such as s3://bucket/run/step-100")
+    url, folder = (source, destination) if is_url(source) else (destination, source)
+    place, _, name = url.rstrip("/").rpartition("/")
+    if not name or place.endswith("/"):
+        raise ConfigError(f"{url}: want the name of the checkpoint, too, such as s3://bucket/run/step-100")
+    if is_url(source):
+        ObjectStore(place).get(name, Path(folder))
+    else:
+        _core.Checkpoint(folder).verify()
+        ObjectStore(place).put(Path(folder), name)
+
+
+def _all(work: Callable[[Path], None], paths: list[Path]) -> None:
+    """Do it with every file, several at a time; the first error is raised when those under way have ended."""
+    with ThreadPoolExecutor(FILES_AT_A_TIME) as threads:
+        waiting = [threads.submit(work, path) for path in paths]
+        try:
+            for each in waiting:
+                each.result()
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _step(name: str) -> int | None:
+    found = re.fullmatch("step-([0-9]+)", name)
+    return int(found[1]) if found else None
+
+
+def _message(error: BaseException) -> str:
+    """Return what a library says, without how it found out."""
+    return str(error).split("\n\nDebug source:", 1)[0].replace("\n", " ").strip()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

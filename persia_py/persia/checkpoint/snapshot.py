@@ -1,0 +1,334 @@
+"""A checkpoint: rows with their optimizer state, the model, the dense optimizer, random state, data position.
+
+A directory is a checkpoint if it has a ``MANIFEST.json``, which is published last and names every file with its size
+and hash. Files are staged aside and replace an older checkpoint in the same directory as a whole or not at all.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from persia.runtime import files
+from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core import checkpoint as _core
+from persia_core.engine import Engine
+
+_logger = get_logger("checkpoint")
+
+REMIND_S = 30.0
+"""How often a long wait for a save is logged."""
+
+
+class Save:
+    """One save, of the rows as they are when it is made; training may go on before it is written.
+
+    ``with Save(...) as save: save.add_state(...)`` writes it at the end of the block.
+
+    Args:
+        engine: Its pushes are waited for, so that the cut is of one step.
+        directory: Made if missing.
+        step: The last step that was trained.
+        cursor: Where the data loader stands.
+
+    Attributes:
+        what: What messages call it.
+
+    Raises:
+        StorageError: The directory cannot be written to.
+        RunLostError: A server does not answer any more.
+    """
+
+    def __init__(
+        self, engine: Engine, directory: str | os.PathLike[str], step: int, cursor: dict[str, Any] | None = None
+    ) -> None:
+        self.what = f"the save of step {step} into {os.fspath(directory)}"
+        self._cursor = json.dumps(cursor)
+        self._files: dict[str, io.BytesIO] = {}
+        self._saver = _core.Saver(engine, os.fspath(directory), step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.write()
+        else:
+            self.abort()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[Self]:
+        """Around what comes before it is written: where that fails, the save is aborted."""
+        try:
+            yield self
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Give it up; what was in the directory before is still there."""
+        self._saver.abort()
+        self._files.clear()
+
+    def add_state(self, name: str, state: dict[str, Any]) -> None:
+        """Add ``state`` as it is now, as the file ``name``, by ``torch.save``.
+
+        Raises:
+            UsageError: The name is taken or none that a file may have, or the state holds what cannot be pickled.
+        """
+        self._add(name, lambda file: torch.save(state, file))
+
+    def add_module(self, name: str, module: torch.nn.Module) -> None:
+        """Add the scripted ``module`` as it is now, as the file ``name``."""
+        self._add(name, lambda file: _save_scripted(module, file))
+
+    def _add(self, name: str, write: Callable[[io.BytesIO], None]) -> None:
+        self._saver.staged(name)  # refuses names that no file may have
+        if name in self._files:
+            raise UsageError(f"file name {name!r}: the checkpoint has a file of that name already; give each its own")
+        file = io.BytesIO()
+        try:
+            write(file)
+        except PersiaError:
+            raise
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise UsageError(f"{name}: cannot be pickled: {error}") from error
+        except (OSError, RuntimeError) as error:
+            raise StorageError(f"{name}: cannot be saved: {error}") from error
+        self._files[name] = file
+
+    def write(self) -> None:
+        """Write rows, files and, last, the manifest; where that fails, what was in the directory before is still there.
+
+        Raises:
+            StorageError: It cannot be written.
+            RunLostError: A server does not answer any more.
+        """
+        try:
+            self._write()
+        except BaseException:
+            self.abort()
+            raise
+        self._files.clear()
+
+    def _write(self) -> None:
+        self._saver.write_rows()
+        for name, content in self._files.items():
+            path = Path(self._saver.staged(name))
+            try:
+                path.write_bytes(content.getbuffer())
+            except OSError as error:
+                raise StorageError(f"{path}: {error.strerror}") from error
+            self._saver.add_file(name)
+        untold = self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        if untold is not None:
+            _logger.warning("the checkpoint is written, but servers with a log were not told: %s", untold)
+
+
+class Writing:
+    """A save that is being written by a thread of its own.
+
+    Args:
+        save: The save; it is aborted where there can be no thread.
+        work: What the thread does, if that is more than to write it.
+
+    Attributes:
+        what: What messages call it.
+        error: What it failed with, which was logged; None while it has not.
+    """
+
+    def __init__(self, save: Save, work: Callable[[], None] | None = None) -> None:
+        self.what = save.what
+        self.error: BaseException | None = None
+        self._work = work or save.write
+        self._started = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="persia-save", daemon=True)
+        with save.kept():
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+            _logger.error("%s failed: %s", self.what, error, exc_info=not isinstance(error, PersiaError))
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Return whether it has ended, after so many seconds at the latest; a long wait is logged every 30 s."""
+        deadline = time.monotonic() + seconds
+        while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            self._thread.join(min(REMIND_S, left))
+            if self._thread.is_alive() and left > REMIND_S:
+                _logger.warning(
+                    "rank %d waits for %s since %.0f s",
+                    settings.rank,
+                    self.what,
+                    time.monotonic() - self._started,
+                )
+        return not self._thread.is_alive()
+
+
+class Load:
+    """A checkpoint whose every file was verified.
+
+    Args:
+        directory: Where it is.
+
+    Attributes:
+        path: The directory.
+        names: Its files.
+        generation: The run's generation when it was saved.
+        seed: The run's seed.
+        step: The step it was cut at.
+        cursor: Where the data loader stood.
+
+    Raises:
+        CheckpointError: No checkpoint there, or damaged; the file is named.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = Path(directory)
+        self._opened = _core.Checkpoint(os.fspath(directory))
+        self._opened.verify()
+        self.names: list[str] = [file["name"] for file in self._opened.files]
+        self.generation: int = self._opened.generation
+        self.seed: int = self._opened.seed
+        self.step: int = self._opened.step
+        self.cursor: dict[str, Any] | None = json.loads(self._opened.cursor)
+
+    def state(self, name: str, map_location: str | torch.device | None = None) -> dict[str, Any]:
+        """Return what :meth:`Save.add_state` saved as ``name``, on the CPU where no ``map_location`` is given.
+
+        Raises:
+            CheckpointError: No such file in the checkpoint, or no state dict.
+        """
+        if name not in self.names:
+            others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "only rows"
+            raise CheckpointError(f"{self.path}: the checkpoint has no {name}; besides rows it has: {others}")
+        return _read_state(Path(self._opened.path_of(name)), map_location)
+
+    def restore(self, engine: Engine) -> None:
+        """Replace the engine's rows and step by the checkpoint's."""
+        self._opened.restore(engine)
+
+
+def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
+    with warnings.catch_warnings():  # torch advises against TorchScript; PersiaML's users have it
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            scripted = torch.jit.script(module)
+        except RuntimeError as error:
+            raise UsageError(f"{type(module).__name__} cannot be scripted: {error}") from error
+        torch.jit.save(scripted, to)
+
+
+def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str, Any]:
+    try:
+        # Whoever loads a state moves it to where it belongs; the device it was saved from may not be here.
+        state = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except Exception as error:  # what damaged pickles raise is not documented
+        raise CheckpointError(f"{path}: not a state dict that torch can load: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: want a state dict, got {type(state).__name__}")
+    return state
+
+
+def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> None:
+    """Check that ``module.load_state_dict(state)`` would succeed.
+
+    Raises:
+        CheckpointError: Keys or shapes differ; all are listed.
+    """
+    own = module.state_dict()
+    wrong = [f"{key}: not in the checkpoint" for key in own if key not in state]
+    wrong += [f"{key}: not in the model" for key in state if key not in own]
+    wrong += [
+        f"{key}: shape {_shape(state[key])} in the checkpoint, {tuple(value.shape)} in the model"
+        for key, value in own.items()
+        if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != tuple(value.shape)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: the model differs from the one that was saved: {'; '.join(wrong)}")
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
+    """Check that ``optimizer.load_state_dict(state)`` would succeed.
+
+    Raises:
+        CheckpointError: It is of another class, or the parameter groups differ.
+    """
+    groups = state.get("param_groups", [])
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in groups]
+    keys = [sorted(set(group) - {"param_names"}) for group in optimizer.param_groups]
+    if own == saved and keys != [sorted(set(group) - {"param_names"}) for group in groups]:
+        raise CheckpointError(
+            f"{path}: the dense optimizer differs from the one that was saved: its options are "
+            f"{', '.join(sorted(groups[0]))} in the checkpoint, {', '.join(keys[0])} here"
+        )
+    if own != saved:
+        raise CheckpointError(
+            f"{path}: the dense optimizer differs from the one that was saved: parameters per group {saved} in the "
+            f"checkpoint, {own} here"
+        )
+
+
+def dump_state(
+    instance: torch.nn.Module | torch.optim.Optimizer, directory: Path, file_name: str, is_jit: bool
+) -> None:
+    """Write a state dict, or with ``is_jit`` the scripted module, durably and whole or not at all."""
+    if Path(file_name).name != file_name:
+        raise UsageError(f"file_name={file_name!r}: want a name without folders")
+    temporary = directory / f".{file_name}.tmp"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if is_jit:
+            _save_scripted(instance, temporary)
+        else:
+            torch.save(instance.state_dict(), temporary)
+        files.publish(temporary, directory / file_name)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, UsageError):
+            raise
+        raise StorageError(f"{directory / file_name}: {error}") from error
+
+
+def load_state(
+    instance: torch.nn.Module | torch.optim.Optimizer, path: Path, map_location: str | torch.device | None
+) -> None:
+    """Load what :func:`dump_state` wrote.
+
+    Raises:
+        CheckpointError: No such file, no state dict, or it does not fit.
+    """
+    state = _read_state(path, map_location)
+    if isinstance(instance, torch.nn.Module):
+        check_module(instance, state, path)
+    else:
+        check_optimizer(instance, state, path)
+    instance.load_state_dict(state)

@@ -1,0 +1,1 @@
+"""The ``persia`` command: :mod:`persia.cli.main`, and one file for each verb."""

@@ -1,0 +1,80 @@
+"""``persia ckpt``: look into checkpoints, offline."""
+
+from typing import Annotated
+
+import typer
+
+from persia.runtime.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, offline.")
+
+
+@app.command("list")
+def ckpt_list(
+    parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
+) -> None:
+    """List the checkpoints in a folder, also broken ones with the reason; of an object store, by their manifests."""
+    from persia.checkpoint.object_store import ObjectStore
+    from persia.runtime.files import is_url
+    from persia_core import checkpoint
+
+    if is_url(parent):
+        copies = ObjectStore(parent)
+        whole = copies.whole()
+        if not whole:
+            typer.echo(f"{parent}: no checkpoints")
+        for each in whole:
+            size = f"{each.rows:,} rows  {each.size:,} bytes"
+            typer.echo(f"{copies.url}/{each.name}  step {each.age[1]}  {size}  {each.created_at}")
+        return
+    found = checkpoint.listing(parent)
+    if not found:
+        typer.echo(f"{parent}: no checkpoints")
+    for entry in found:
+        if entry["problem"] is None:
+            typer.echo(
+                f"{entry['path']}  step {entry['step']}  {entry['rows']:,} rows  {entry['bytes']:,} bytes  "
+                f"{entry['created_at']}"
+            )
+        else:
+            typer.echo(f"{entry['path']}  BROKEN: {entry['problem']}")
+
+
+@app.command("show")
+def ckpt_show(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
+    """Show what a checkpoint's manifest says, as JSON."""
+    from persia_core import checkpoint
+
+    typer.echo(checkpoint.Checkpoint(_folder(directory)).manifest)
+
+
+@app.command("verify")
+def ckpt_verify(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
+    """Check size and hash of every file of a checkpoint."""
+    from persia_core import checkpoint
+
+    opened = checkpoint.Checkpoint(_folder(directory))
+    opened.verify()
+    size = sum(file["bytes"] for file in opened.files)
+    typer.echo(f"ok: {directory}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
+
+
+def _folder(directory: str) -> str:
+    """Return it, if it is no URL."""
+    from persia.runtime.files import is_url
+
+    if is_url(directory):
+        raise UsageError(f"{directory}: fetch it first, which verifies it: persia ckpt copy {directory} FOLDER")
+    return directory
+
+
+@app.command("copy")
+def ckpt_copy(
+    source: Annotated[str, typer.Argument(help="A checkpoint: a folder, or s3://bucket/prefix/name.")],
+    destination: Annotated[str, typer.Argument(help="Where it is to be: the other of the two.")],
+) -> None:
+    """Copy a checkpoint to an object store or back, verified; whole or not at all."""
+    from persia.checkpoint.object_store import copy
+
+    copy(source, destination)
+    typer.echo(f"ok: {source} is at {destination}, too")

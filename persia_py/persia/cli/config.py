@@ -1,0 +1,59 @@
+"""``persia config``: check configuration files."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from persia.runtime.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Check configuration files.")
+
+
+@app.callback()
+def _config() -> None:
+    pass
+
+
+@app.command("check")
+def config_check(
+    embedding: Annotated[
+        Path | None, typer.Argument(help="embedding_config.yml; default: as a script finds it.")
+    ] = None,
+    general: Annotated[
+        Path | None, typer.Option("--global", help="global_config.yml; default: as a script finds it.")
+    ] = None,
+) -> None:
+    """Check both configuration files; every mistake is listed with its place."""
+    from persia.runtime.config_files import find_config, read_config
+    from persia_core import config
+
+    embedding = embedding or find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
+    general = general or find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
+    if embedding is None:
+        raise ConfigError("no embedding_config.yml: give its path, or set PERSIA_EMBEDDING_CONFIG")
+    mistakes: list[str] = []
+    warnings: list[str] = []
+    summary: list[str] = []
+    try:
+        slots = config.parse_embedding_config(*read_config(embedding))
+        warnings += slots.warnings
+        summary.append(f"{embedding}: {len(slots.slots)} slots in {len(slots.tables)} tables")
+        for (table, _), settings in zip(slots.tables, slots.settings, strict=True):
+            if settings:
+                summary.append(f"  {table}: {', '.join(settings)}")
+    except ConfigError as error:
+        mistakes.append(str(error))
+    if general is not None:
+        try:
+            values = config.parse_global_config(*read_config(general))
+            warnings += values.warnings
+            summary.append(f"{general}: capacity {values.capacity:,} rows")
+        except ConfigError as error:
+            mistakes.append(str(error))
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    for line in summary:
+        typer.echo(f"ok: {line}")

@@ -1,0 +1,55 @@
+"""The ``persia`` command."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+import persia
+from persia.cli import ckpt, config
+from persia.cli.status import status
+from persia.cli.up import up
+from persia.runtime.errors import PersiaError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Train recommender models on embedding servers.",
+    rich_markup_mode=None,
+)
+app.add_typer(config.app, name="config")
+app.add_typer(ckpt.app, name="ckpt")
+app.command()(up)
+app.command()(status)
+
+
+def _version(show: bool) -> None:
+    if not show:
+        return
+    import persia_core
+
+    typer.echo(f"persia {persia.__version__}")
+    typer.echo(f"persia_core {persia_core.__version__} from {persia_core.__file__}")
+    typer.echo("built: " + ", ".join(f"{key} {value}" for key, value in persia_core.BUILD_INFO.items()))
+    raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Versions and how persia_core was built."),
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """Run the command; errors end with one message, a hint and the exit code of their class."""
+    try:
+        app()
+    except PersiaError as error:
+        typer.echo(f"error: {error}", err=True)
+        if error.hint:
+            typer.echo(f"next:  {error.hint}", err=True)
+        sys.exit(error.exit_code)

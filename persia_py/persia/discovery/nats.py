@@ -1,0 +1,151 @@
+"""One question to NATS: which services of a job are there? Connect, ask, close."""
+
+import contextlib
+import json
+import time
+import uuid
+import warnings
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from persia.runtime.errors import AuthError, UnreachableError, UsageError
+from persia.runtime.settings import settings
+from persia.runtime.tokens import token
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it imports pkg_resources, which is deprecated
+    from pynats import NATSClient
+    from pynats.client import NATSMessage
+    from pynats.exceptions import NATSError, NATSUnexpectedResponse
+
+KINDS = ("persia-server", "persia-middleware", "persia-data", "persia-trainer")
+"""The names of persia's services."""
+
+_CONNECT = 3.0
+"""Seconds to connect, and to log in."""
+_FIRST = 1.0
+"""Seconds the first answer may take."""
+_QUIET = 0.3
+"""Seconds without another answer after which no more are expected."""
+_LONGEST = 3.0
+"""Seconds all answers may take."""
+_USER = "persia"
+_DEFAULT_PORT = 4222
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process that announced itself.
+
+    Attributes:
+        kind: ``persia-server``, ``persia-middleware``, ``persia-trainer`` or ``persia-data``.
+        id: Its name on NATS, new at every start.
+        metadata: What it says of itself; all values are text.
+    """
+
+    kind: str
+    id: str
+    metadata: dict[str, str]
+
+    def text(self, key: str) -> str:
+        """Return a value of the metadata, empty if it is not there."""
+        return self.metadata.get(key, "")
+
+    def number(self, key: str, default: int = -1) -> int:
+        """Return a value as a number, ``default`` if it is none."""
+        text = self.text(key)
+        return int(text) if text.isdecimal() else default
+
+
+def services(url: str, kind: str | None = None, *, job: str | None = None) -> list[Service]:
+    """Return the services that answer, sorted by kind and index.
+
+    Args:
+        url: ``nats://host:port`` or ``tls://host:port``.
+        kind: Only those of this name; None means all of persia's.
+        job: Only those of this job; None means all.
+
+    Raises:
+        UnreachableError: NATS does not answer.
+        AuthError: NATS does not take the password.
+    """
+    found: dict[str, Service] = {}
+    for payload in _ask(url, "$SRV.INFO" + (f".{kind}" if kind else "")):
+        service = _parse(payload)
+        if service is not None and (job is None or service.text("job") == job):
+            found[service.id] = service
+    return sorted(found.values(), key=lambda service: (service.kind, service.number("index"), service.id))
+
+
+def _ask(url: str, subject: str) -> list[bytes]:
+    answers: list[bytes] = []
+
+    def note(message: NATSMessage) -> None:
+        answers.append(message.payload)
+
+    target, shown = _target(url)
+    client = NATSClient(
+        target,
+        name="persia status",
+        socket_timeout=_CONNECT,
+        tls_verify=True,
+        tls_cacert=settings.tls_ca,
+    )
+    try:
+        client.connect()
+        client.ping()  # a refused password is told now
+        inbox = f"_INBOX.persia.{uuid.uuid4().hex}"
+        client.subscribe(inbox, callback=note)
+        client.publish(subject, reply=inbox)
+        _gather(client, answers)
+    except NATSUnexpectedResponse as error:
+        text = error.line.decode(errors="replace").strip()
+        if "Authorization" in text:
+            raise AuthError(f"NATS at {shown} does not take the password made from PERSIA_TOKEN_FILE") from error
+        raise UnreachableError(f"NATS at {shown} says {text!r}") from error
+    except (OSError, NATSError) as error:
+        raise UnreachableError(f"NATS at {shown} is not reachable: {error or type(error).__name__}") from error
+    finally:
+        with contextlib.suppress(OSError, AttributeError):  # never connected, or gone already
+            client.close()
+    return answers
+
+
+def _gather(client: NATSClient, answers: list[bytes]) -> None:
+    deadline = time.monotonic() + _LONGEST
+    while time.monotonic() < deadline:
+        client._socket.settimeout(_QUIET if answers else _FIRST)  # the library has one time-out for everything
+        try:
+            client.wait(count=1)
+        except TimeoutError:
+            return
+
+
+def _target(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    try:
+        port = parts.port or _DEFAULT_PORT
+    except ValueError:
+        port = 0
+    if parts.scheme not in {"nats", "tls"} or not parts.hostname or not port:
+        raise UsageError(f"PERSIA_NATS_URL={url.rpartition('@')[2]!r}: want nats://HOST:PORT or tls://HOST:PORT")
+    address = f"{parts.hostname}:{port}"
+    password = token("nats")
+    user = f"{_USER}:{password}@" if password else ""
+    if parts.username:
+        user = f"{parts.username}:{parts.password or ''}@"
+    return f"{parts.scheme}://{user}{address}", address
+
+
+def _parse(payload: bytes) -> Service | None:
+    try:
+        content = json.loads(payload)
+    except ValueError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
+        return None
+    kind = str(content.get("name", ""))
+    if kind not in KINDS:
+        return None
+    metadata = {str(key): str(value) for key, value in content["metadata"].items()}
+    return Service(kind, str(content.get("id", "")), metadata)

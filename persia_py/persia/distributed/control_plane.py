@@ -1,0 +1,405 @@
+"""The ranks of one run, in touch with each other through rank 0.
+
+Every rank above 0 keeps one connection to rank 0. Over it the ranks agree on flags (:meth:`Peers.share`), and learn
+at once, and by name, when one of them fails, dies or falls silent: torch's collectives know neither.
+
+Messages are lines of JSON. They carry flags and names, never tensors.
+"""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from persia.runtime import preemption, watchdog
+from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError
+from persia.runtime.logging import get_logger
+
+_logger = get_logger("peers")
+
+_ALIVE_S = 5.0
+"""How often a rank says that it is alive."""
+SILENCE_S = 120.0
+"""How long a rank may be silent before it counts as lost: stopped, frozen, or its network is gone."""
+_GRACE_S = 15.0
+"""How long the training loop may take to notice that a rank is lost, before this process ends by itself."""
+_NOTICED_S = 3.0
+"""How long it may take to be known here that a rank is gone, after a collective has failed by that."""
+REMIND_S = 30.0
+"""How often a long wait is logged."""
+_LINE = 1 << 20
+"""Bytes a message may have."""
+SLICE_S = 0.5
+"""How long a signal may have to wait."""
+
+Message = dict[str, Any]
+
+
+class Link:
+    """One connection between two ranks, and lines of JSON over it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._lines = connection.makefile("rb")
+        self._sending = threading.Lock()
+        self.heard = time.monotonic()
+
+    def send(self, message: Message) -> bool:
+        """Send; False when the connection is gone (its reader says so too)."""
+        data = line(message)
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> Message | None:
+        """Return the next message; None at the end of the connection, or for anything that is no message."""
+        try:
+            data = self._lines.readline(_LINE)
+        except (OSError, ValueError):
+            return None
+        self.heard = time.monotonic()
+        return parsed(data)
+
+    @property
+    def over(self) -> bool:
+        """Whether the other side is gone, whatever of it is still to be read."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed here
+            return True
+
+    def hang_up(self) -> None:
+        """End the connection; whoever reads from it is woken."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free what it holds; nobody may be reading."""
+        self.hang_up()
+        self._lines.close()
+        self._socket.close()
+
+
+class Peers:
+    """This rank's view of the others.
+
+    Made by :func:`persia.meeting.host` on rank 0 and by :func:`persia.meeting.join` on the others.
+
+    Args:
+        rank: This one.
+        world_size: How many there are.
+        links: A connection to each of the others on rank 0, to rank 0 on the others.
+
+    Attributes:
+        loops: Training loops this rank has begun, in all contexts of its process; for :meth:`note`.
+    """
+
+    def __init__(self, rank: int, world_size: int, links: dict[int, Link]) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.loops = 0
+        self._links = links
+        self._changed = threading.Condition()
+        self._shares: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._answers: dict[int, tuple[str, list[Any]]] = {}
+        self._count = 0
+        self._notes: dict[int, int] = {}
+        self._met: dict[int, tuple[int, Any]] = {}
+        self._asked = False
+        self._lost: tuple[int, str] | None = None
+        self._left: set[int] = set()
+        self._closed = False
+        for rank, link in links.items():
+            threading.Thread(target=self._read, args=(rank, link), name=f"persia-rank-{rank}", daemon=True).start()
+        threading.Thread(target=self._watch, name="persia-peers", daemon=True).start()
+
+    def share(self, topic: str, value: Any) -> list[Any]:
+        """Return what every rank gave for ``topic``, in the order of ranks; waits until all have.
+
+        Every rank calls this in the same order. There is no limit while all of them live, because one may be waiting
+        for data or evaluating; a line every 30 s says who is waited for.
+
+        Raises:
+            RunLostError: A rank is gone; it is named.
+            SystemExit: A rank does not come here, because it waits in :meth:`meet`.
+            UsageError: The ranks are at different places of the script.
+        """
+        number, self._count = self._count, self._count + 1
+        if self.rank == 0:
+            return self._collect(number, topic, value)
+        self._links[0].send({"share": [number, topic, value]})
+
+        def answer() -> tuple[str, list[Any]] | None:
+            if number not in self._answers:
+                self._check_left([0])
+            return self._answers.pop(number, None)
+
+        others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}")
+        if others[0] != topic:
+            raise UsageError(f"the ranks are not at the same place: rank 0 at {others[0]!r}, this one at {topic!r}")
+        return others[1]
+
+    def _collect(self, number: int, topic: str, value: Any) -> list[Any]:
+        shares = self._shares.setdefault(number, {})
+
+        def missing() -> list[int]:
+            return [rank for rank in self._links if rank not in shares]
+
+        def complete() -> bool | None:
+            self._check_left(missing())
+            return None if missing() else True
+
+        self._wait(complete, lambda: f"{names(missing())} to say: {topic}")
+        del self._shares[number]
+        different = {rank: at for rank, (at, _) in shares.items() if at != topic}
+        values = [value if rank == 0 else shares[rank][1] for rank in range(self.world_size)]
+        for link in self._links.values():
+            link.send({"answer": [number, topic, values]})
+        if different:
+            places = ", ".join(f"rank {rank} at {at!r}" for rank, at in sorted(different.items()))
+            raise UsageError(f"the ranks are not at the same place: rank 0 at {topic!r}, {places}")
+        return values
+
+    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
+        """Return what every rank gives, wherever each is, because the run is to end; what others share ends, too.
+
+        Raises:
+            RunLostError: A rank is gone; it is named.
+            UnreachableError: One did not come in time; it is named.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._meet(self.rank, self._count, mine)
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.world_size) if rank not in self._met]
+
+        def complete() -> bool | None:
+            self._check_left(missing())
+            if missing() and time.monotonic() > deadline:
+                raise UnreachableError(f"waited {timeout_s:g} s for {names(missing())} to end the run together")
+            return None if missing() else True
+
+        self._wait(complete, lambda: f"{names(missing())} to end the run")
+        met, self._met = self._met, {}
+        self._count = max(count for count, _ in met.values())  # some waited for a share, others had not come to it
+        return [met[rank][1] for rank in range(self.world_size)]
+
+    def _meet(self, of: int, count: int, value: Any) -> None:
+        """Note that rank ``of`` waits in :meth:`meet`."""
+        with self._changed:
+            self._met[of] = (count, value)
+        preemption.hear(gone=True)
+        self._spread(of, {"meet": [of, count, value]})
+
+    def _spread(self, of: int, message: Message) -> None:
+        """Let all ranks know what ``of`` says of the end of the run; rank 0 passes it on."""
+        self._asked = True
+        preemption.hear()
+        for rank, link in self._links.items():
+            if rank != of and self.rank in {0, of}:
+                link.send(message)
+
+    def note(self, value: int) -> None:
+        """Let rank 0 know how far this rank is; what it waits for with :meth:`wait_for_notes`."""
+        if self.rank != 0:
+            self._links[0].send({"note": value})
+
+    def wait_for_notes(self, value: int, what: str, timeout_s: float) -> None:
+        """On rank 0: wait until every other rank has noted ``value`` or more.
+
+        Raises:
+            UnreachableError: One did not in time; it is named.
+        """
+        deadline = time.monotonic() + timeout_s
+
+        def behind() -> list[int]:
+            return [rank for rank in self._links if self._notes.get(rank, 0) < value]
+
+        def done() -> bool | None:
+            if behind() and time.monotonic() > deadline:
+                raise UnreachableError(f"waited {timeout_s:g} s for {names(behind())} {what}")
+            return None if behind() else True
+
+        self._wait(done, lambda: f"{names(behind())} {what}")
+
+    def blame(self, error: BaseException) -> None:
+        """After a collective failed: if that is because a rank is gone, say which.
+
+        Raises:
+            RunLostError: A rank is gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None, _NOTICED_S)
+            if self._lost is not None:
+                raise self._lost_error() from error
+
+    def leave(self, reason: str | None) -> None:
+        """Tell the others that this rank leaves: cleanly, or why it has to."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for link in self._links.values():
+            link.send({"left": reason})
+            link.hang_up()
+
+    def hung(self, reason: str) -> None:
+        """Let all ranks end with their stacks shown, because this one makes no progress."""
+        for link in self._links.values():
+            link.send({"hung": reason})
+
+    def gone(self, error: BaseException) -> bool:
+        """Whether a rank is lost or has left, so that this may be the error of a collective; torch may be sooner."""
+        may_be = isinstance(error, RuntimeError) and not isinstance(error, PersiaError)
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._lost is not None or bool(self._left), _NOTICED_S if may_be else 0.0
+            )
+
+    @property
+    def closed(self) -> bool:
+        """Whether this rank has left."""
+        return self._closed
+
+    def holds(self, rank: int) -> bool:
+        """Whether the run goes on with the process that is ``rank``, as far as is known."""
+        with self._changed:
+            over = self._closed or self._lost is not None or rank in self._left
+        return not over and not self._links[rank].over
+
+    def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
+        """Return what ``look`` finds, once it finds something."""
+        started = reminded = time.monotonic()
+        with watchdog.waiting(), self._changed:
+            while True:
+                if (found := look()) is not None:  # also where a rank has left behind it
+                    return found
+                if self._lost is not None:
+                    raise self._lost_error()
+                if self._met and self.rank not in self._met:
+                    raise SystemExit(preemption.exit_code())
+                if preemption.stop_asked() and not self._asked:
+                    self._spread(self.rank, {"stop": self.rank})  # whoever is waited for may be evaluating
+                self._changed.wait(SLICE_S)
+                if time.monotonic() - reminded > REMIND_S:
+                    reminded = time.monotonic()
+                    _logger.warning("waiting for %s since %.0f s", what(), reminded - started)
+
+    def _lost_error(self) -> RunLostError:
+        assert self._lost is not None  # noqa: S101  # every caller has looked
+        return RunLostError(f"rank {self._lost[0]} is gone: {self._lost[1]}")
+
+    def _check_left(self, wanted: list[int]) -> None:
+        for rank in wanted:
+            if rank in self._left:
+                raise RunLostError(f"rank {rank} is gone: its script has ended, while this one goes on")
+
+    def _read(self, rank: int, link: Link) -> None:
+        """Take what ``rank`` sends until its connection ends."""
+        while (message := link.receive()) is not None:
+            with self._changed:
+                self._take(rank, message)
+                self._changed.notify_all()
+        link.close()
+        self._lose(rank, "its connection ended without a word: the process died, was killed, or lost its network")
+
+    def _take(self, rank: int, message: Message) -> None:
+        if "share" in message:
+            number, topic, value = message["share"]
+            self._shares.setdefault(number, {})[rank] = (topic, value)
+        elif "answer" in message:
+            number, topic, values = message["answer"]
+            self._answers[number] = (topic, values)
+        elif "note" in message:
+            self._notes[rank] = message["note"]
+        elif "meet" in message:
+            self._meet(*message["meet"])
+        elif "stop" in message:
+            self._spread(message["stop"], message)
+        elif "hung" in message:
+            watchdog.end(str(message["hung"]), self.hung)  # rank 0 tells the others; they have nobody but rank 0
+        elif "lost" in message:
+            self._lost = self._lost or (message["lost"][0], message["lost"][1])
+        elif "over" in message:
+            self._note_left(message["over"])
+        elif "left" in message:
+            if message["left"] is None:
+                self._note_left(rank)
+            else:
+                self._lost = self._lost or (rank, message["left"])
+
+    def _note_left(self, rank: int) -> None:
+        """Note that a rank has left cleanly; rank 0 passes it on."""
+        self._left.add(rank)
+        for other, link in self._links.items():
+            if self.rank == 0 and other != rank:
+                link.send({"over": rank})
+
+    def _lose(self, rank: int, why: str) -> None:
+        with self._changed:
+            if self._lost is None and rank not in self._left and not self._closed:
+                self._lost = (rank, why)
+            self._changed.notify_all()
+
+    def _watch(self) -> None:
+        """Say that this rank lives, and end the process when the loop cannot notice that another does not."""
+        told, ends = threading.Event(), 0.0
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or (self._lost is not None and not told.is_set()), timeout=_ALIVE_S
+                )
+                if self._closed:
+                    return
+                lost = self._lost
+            if lost is not None and not told.is_set():
+                told.set()
+                ends = time.monotonic() + _GRACE_S
+                for rank, link in self._links.items():
+                    if rank != lost[0]:
+                        link.send({"lost": lost})
+            elif told.is_set() and time.monotonic() > ends:
+                self._end()
+            for rank, link in self._links.items():
+                link.send({"alive": True})
+                silent = time.monotonic() - link.heard
+                if silent > SILENCE_S and rank not in self._left:
+                    self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
+
+    def _end(self) -> None:
+        """End the process from outside its main thread, which waits in a collective that never returns."""
+        error = self._lost_error()
+        try:
+            sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")
+            sys.stderr.flush()
+        finally:
+            os._exit(error.exit_code)
+
+
+def line(message: Message) -> bytes:
+    """Return a message as it travels."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def parsed(data: bytes) -> Message | None:
+    """Return the message of one whole line; None for anything that is no message."""
+    try:
+        message = json.loads(data) if data.endswith(b"\n") else None
+    except (ValueError, RecursionError):  # the last for lists that are nested too deep
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def names(ranks: list[int]) -> str:
+    """Name ranks in a message."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

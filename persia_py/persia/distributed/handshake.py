@@ -1,0 +1,294 @@
+"""How the ranks of a run come together: each introduces itself to rank 0, which takes or refuses it."""
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, fields, replace
+
+from persia.distributed.control_plane import REMIND_S, SLICE_S, Link, Peers, line, names, parsed
+from persia.runtime.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
+from persia.runtime.logging import get_logger
+
+INTRODUCTION_S = 5.0
+"""How long an introduction may take."""
+STRANGERS = 64
+"""How many connections may be open besides one of each rank, before they have introduced themselves."""
+_HELLO = 1 << 14
+"""Bytes an introduction may have."""
+
+_logger = get_logger("meeting")
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Who a rank is; the first thing it sends.
+
+    Attributes:
+        job: The job's name.
+        rank: From 0.
+        world_size: Ranks it counts on.
+        version: Of persia.
+        host: Where it runs.
+        pid: Its process there.
+        token: The token of the trainer's role, or an empty string; on its way, the proof that the rank has it.
+    """
+
+    job: str
+    rank: int
+    world_size: int
+    version: str
+    host: str
+    pid: int
+    token: str
+
+    def __repr__(self) -> str:
+        """Name it; the token stays out of every log."""
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+def proof(me: Introduction, challenge: str) -> str:
+    """Return what shows that a rank has the token, and says what it says, without telling the token."""
+    said = json.dumps({**asdict(me), "token": challenge}, sort_keys=True)
+    return hmac.new(me.token.encode(), said.encode(), "sha256").hexdigest()
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket that listens on a free port of ``address``, for :func:`host`."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family)
+
+
+def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
+    """On rank 0: wait for every other rank of the run. The listener is closed with the run, or when this fails.
+
+    Raises:
+        UnreachableError: Ranks did not come in time; all are named.
+    """
+    deadline = time.monotonic() + timeout_s
+    links: dict[int, Link] = {}
+    known: dict[int, Introduction] = {}
+    reminded = time.monotonic()
+    door = _Door(listener, me.world_size + STRANGERS)
+    try:
+        while missing := [rank for rank in range(1, me.world_size) if rank not in links]:
+            if time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"job {me.job!r}: {names(missing)} of {me.world_size} did not come within {timeout_s:g} s "
+                    f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number that was started?"
+                )
+            if time.monotonic() - reminded > REMIND_S / 3:
+                reminded = time.monotonic()
+                _logger.info("waiting for %s of %d", names(missing), me.world_size)
+            if (guest := door.next()) is not None:
+                _admit(*guest, me, links, known)
+    except BaseException:
+        door.close()
+        for link in links.values():
+            link.close()
+        raise
+    peers = Peers(me.rank, me.world_size, links)
+    threading.Thread(target=_refuse_all, args=(door, me, peers, known), name="persia-refuse", daemon=True).start()
+    return peers
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A connection that has not introduced itself, or not to the end."""
+
+    connection: socket.socket
+    challenge: str
+    until: float
+    said: bytes = b""
+
+
+class _Door:
+    """Lets those who connect introduce themselves side by side: who says nothing, or little, holds nobody up.
+
+    Args:
+        listener: Where they connect; closed with the door.
+        most: How many may be here before they have introduced themselves. Of more the first is closed.
+    """
+
+    def __init__(self, listener: socket.socket, most: int) -> None:
+        self._listener = listener
+        self._most = most
+        self._guests: list[_Guest] = []  # in the order they came in
+        self._ready: deque[tuple[socket.socket, str, Introduction]] = deque()
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def next(self) -> tuple[socket.socket, str, Introduction] | None:
+        """Return a connection, its challenge and who it is; None now and then. Its socket does not block."""
+        if not self._ready:
+            for key, _ in self._selector.select(SLICE_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            while self._guests and (len(self._guests) > self._most or time.monotonic() > self._guests[0].until):
+                self._let_go(self._guests[0]).close()
+        return self._ready.popleft() if self._ready else None
+
+    def close(self) -> None:
+        """Close the listener and all connections that were not returned."""
+        self._selector.close()
+        self._listener.close()
+        for connection in (*(guest.connection for guest in self._guests), *(ready[0] for ready in self._ready)):
+            connection.close()
+
+    def _accept(self) -> None:
+        try:
+            connection = self._listener.accept()[0]
+        except (BlockingIOError, ConnectionError):  # it is gone already
+            return
+        guest = _Guest(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.sendall(line({"challenge": guest.challenge}))
+        self._guests.append(guest)
+        self._selector.register(connection, selectors.EVENT_READ, guest)
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            piece = guest.connection.recv(_HELLO)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        guest.said += piece
+        if piece and b"\n" not in piece and len(guest.said) < _HELLO:
+            return
+        connection, them = self._let_go(guest), _introduction(guest.said)
+        if them is None:
+            connection.close()
+        else:
+            self._ready.append((connection, guest.challenge, them))
+
+    def _let_go(self, guest: _Guest) -> socket.socket:
+        self._guests.remove(guest)
+        self._selector.unregister(guest.connection)
+        return guest.connection
+
+
+def _introduction(said: bytes) -> Introduction | None:
+    """Return who connects; None for what is no rank."""
+    message = parsed(said)
+    try:
+        them = Introduction(**message["hello"]) if message is not None else None
+    except (KeyError, TypeError):
+        return None
+    right = them is not None and all(type(getattr(them, field.name)) is field.type for field in fields(them))
+    return them if right else None
+
+
+def _admit(
+    connection: socket.socket,
+    challenge: str,
+    them: Introduction,
+    me: Introduction,
+    links: dict[int, Link],
+    known: dict[int, Introduction],
+) -> None:
+    taken = links.get(them.rank)
+    if taken is not None and taken.over:
+        _logger.warning("%r is gone before the run began; another may take its place", known[them.rank])
+        links.pop(them.rank).close()
+        taken = None
+    refused = _reason_to_refuse(me, challenge, them, None if taken is None else known[them.rank])
+    if refused is not None:
+        _refuse(connection, them, refused)
+        return
+    connection.settimeout(None)
+    links[them.rank], known[them.rank] = Link(connection), them
+    links[them.rank].send({"welcome": True})
+
+
+def _refuse(connection: socket.socket, them: Introduction, reason: tuple[str, str]) -> None:
+    _logger.warning("refused %r: %s", them, reason[1])
+    link = Link(connection)
+    link.send({"refused": reason})
+    link.close()
+
+
+def _reason_to_refuse(
+    me: Introduction, challenge: str, them: Introduction, same: Introduction | None
+) -> tuple[str, str] | None:
+    """Return the kind of the error and its text."""
+    right = proof(replace(them, token=me.token), challenge)
+    if not hmac.compare_digest(them.token.encode(errors="surrogatepass"), right.encode()):
+        return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
+    if them.version != me.version:
+        return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"
+    if (them.job, them.world_size) != (me.job, me.world_size) or not 0 < them.rank < me.world_size:
+        return "UsageError", (
+            f"rank 0 of job {me.job!r} has WORLD_SIZE={me.world_size}, {them!r} of job {them.job!r} has "
+            f"WORLD_SIZE={them.world_size}"
+        )
+    if same is not None:
+        return "UsageError", (
+            f"rank {them.rank} of job {me.job!r} is running already: pid {same.pid} on {same.host}; stop it, or give "
+            "the other job another name (PERSIA_JOB)"
+        )
+    return None
+
+
+def _refuse_all(door: _Door, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
+    """Tell ranks that come when all are there who has their place.
+
+    One that comes as its predecessor or the run is ending hears nothing, and tries again: the next rank 0 takes it.
+    """
+    with contextlib.closing(door), contextlib.suppress(OSError):  # the listener fails: nobody is told any more
+        while not peers.closed:
+            if (guest := door.next()) is None:
+                continue
+            connection, challenge, them = guest
+            refused = _reason_to_refuse(me, challenge, them, known.get(them.rank))
+            if refused is not None and (them.rank not in known or peers.holds(them.rank)):
+                _refuse(connection, them, refused)
+            else:
+                connection.close()
+
+
+def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
+    """On the other ranks: connect to rank 0.
+
+    Raises:
+        UnreachableError: It cannot be reached; whether its name resolves and its port answers is told.
+        PersiaError: It refused this rank; its words.
+    """
+    try:
+        connection = socket.create_connection(address, timeout=timeout_s)
+    except OSError as error:
+        raise UnreachableError(f"rank 0 of job {me.job!r} at {unreachable(address, error)}") from error
+    link = Link(connection)
+    message = link.receive()
+    if message is not None and isinstance(challenge := message.get("challenge"), str):
+        link.send({"hello": asdict(replace(me, token=proof(me, challenge)))})
+        message = link.receive()
+    if message is None or "welcome" not in message:
+        link.close()
+        kind, text = message["refused"] if message is not None and "refused" in message else ("", "")
+        if not text:
+            raise UnreachableError(
+                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} ended the connection before its welcome"
+            )
+        kinds: dict[str, type[PersiaError]] = {"AuthError": AuthError, "IncompatibleError": IncompatibleError}
+        raise kinds.get(kind, UsageError)(text)
+    connection.settimeout(None)
+    return Peers(me.rank, me.world_size, {0: link})
+
+
+def unreachable(address: tuple[str, int], error: OSError) -> str:
+    """Say what is wrong with ``host:port``: its name, or its port."""
+    name, port = address
+    if isinstance(error, socket.gaierror):
+        return f"{name}:{port} not reachable (DNS failed: {error.strerror})"
+    kind = "no answer" if isinstance(error, TimeoutError) else "refused" if error.errno == 111 else str(error.strerror)
+    return f"{name}:{port} not reachable (DNS ok / TCP {kind})"

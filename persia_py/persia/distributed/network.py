@@ -1,0 +1,63 @@
+"""Network interfaces and GPUs that the environment names, checked before anything can hang on them."""
+
+import os
+import socket
+
+import psutil
+
+from persia.runtime.errors import UsageError
+
+VARIABLES = ("PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Where the user may name an interface."""
+
+
+def check() -> None:
+    """Check every variable of :data:`VARIABLES`, and ``CUDA_VISIBLE_DEVICES``.
+
+    Raises:
+        UsageError: One names what does not exist; what exists is listed.
+    """
+    names = sorted(psutil.net_if_addrs())
+    for variable in VARIABLES:
+        value = os.environ.get(variable, "").strip()
+        if value and not _matches(variable, value, names):
+            plural = "interface" if "," not in value else "none of the interfaces"
+            verb = "does not exist" if "," not in value else "exists"
+            raise UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
+    _check_gpus()
+
+
+def _matches(variable: str, value: str, names: list[str]) -> bool:
+    """Whether an interface is left. NCCL takes prefixes, ``=`` before exact names, and ``^`` before what it avoids."""
+    nccl = variable == "NCCL_SOCKET_IFNAME"
+    avoid, exact = nccl and value.startswith("^"), not nccl or "=" in value[:2]
+    wanted = [part.strip() for part in value.lstrip("^=").split(",") if part.strip()]
+
+    def named(name: str) -> bool:
+        return any(name == part if exact else name.startswith(part) for part in wanted)
+
+    return any(named(name) != avoid for name in names)
+
+
+def _check_gpus() -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = os.environ.get("GPU_NUM", "").strip()
+    if visible is None or not count.isdecimal() or int(count) == 0:
+        return
+    given = [part for part in visible.split(",") if part.strip()]
+    if len(given) < int(count):
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible} shows {len(given)} GPUs, GPU_NUM={count} ranks each need one of their own"
+        )
+
+
+def of_address(address: str) -> str | None:
+    """Return the interface that has the IPv4 address of ``address``, a name or a number; None if none has."""
+    try:
+        number = socket.gethostbyname(address)
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.family == socket.AF_INET and found.address == number for found in addresses):
+            return str(name)
+    return None

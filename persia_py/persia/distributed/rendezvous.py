@@ -1,0 +1,193 @@
+"""Where a rank finds the others: rank 0 is announced to NATS, the others connect to it."""
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+
+from persia import __version__
+from persia.discovery import services
+from persia.distributed import handshake
+from persia.runtime import job, tokens
+from persia.runtime.errors import UnreachableError, UsageError
+from persia.runtime.settings import settings
+from persia_core.discovery import Discovery, advertised_host
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from persia.distributed.control_plane import Peers
+    from persia_core.discovery import Announcement
+
+AFTER_OTHERS_S = 30.0
+"""What follows the wait for other ranks has this many seconds, however long that wait was."""
+
+
+class Rendezvous:
+    """A rank's start, which may take ``PERSIA_START_TIMEOUT`` seconds from here on.
+
+    Args:
+        discovery: Of this job.
+        url: NATS's address.
+        rank: This process's.
+        world_size: Ranks of the run.
+    """
+
+    def __init__(self, discovery: Discovery, url: str, rank: int, world_size: int) -> None:
+        self._discovery, self._url = discovery, url
+        self._rank, self._world_size = rank, world_size
+        self._job = job.job_name()
+        self._address = advertised_host(url)
+        self._deadline = time.monotonic() + settings.start_timeout
+        self._listener: socket.socket | None = None
+        self._store_listener: socket.socket | None = None
+
+    def left(self, least: float = 1.0) -> float:
+        """Return the seconds left to start in, ``least`` for what could not begin before the other ranks were there."""
+        return max(least, self._deadline - time.monotonic())
+
+    def open(self) -> dict[str, str]:
+        """On rank 0: listen for the other ranks. Return what to announce, nothing on the others."""
+        if self._rank != 0:
+            return {}
+        self._listener = _listen(self._address)
+        self._store_listener = _listen(self._address)
+        return {
+            name: f"{self._address}:{listener.getsockname()[1]}"
+            for name, listener in (("peers", self._listener), ("store", self._store_listener))
+        }
+
+    def announce(self, address: str, extra: Mapping[str, str]) -> "Announcement":
+        """Announce this rank, which serves its feed at ``address``.
+
+        Raises:
+            UsageError: Another live process is this rank; the one that came first stays.
+        """
+        announcement = self._discovery.announce(
+            services.TRAINER, self._rank, self._world_size, address, {"rank": str(self._rank), **extra}
+        )
+        try:
+            self._refuse_twins()
+        except BaseException:
+            announcement.close()
+            raise
+        return announcement
+
+    def meet(self) -> "tuple[Peers, Store]":
+        """Get in touch with the other ranks: rank 0 waits for them, each of them for rank 0.
+
+        Raises:
+            UnreachableError: A rank was not there in time; it is named.
+        """
+        me = handshake.Introduction(
+            job=self._job,
+            rank=self._rank,
+            world_size=self._world_size,
+            version=__version__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            token=tokens.token("trainer") or "",
+        )
+        descriptor = None
+        if self._listener is not None and self._store_listener is not None:
+            listener, self._listener = self._listener, None  # the run's from here on
+            peers = handshake.host(listener, me, self.left())
+            place = self._address, self._store_listener.getsockname()[1]
+            descriptor = self._store_listener.detach()
+        else:
+            peers, place = self._join_rank_0(me)
+        try:
+            return peers, _store(*place, self.left(AFTER_OTHERS_S), descriptor)
+        except BaseException as error:
+            peers.leave(f"{type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        """Stop listening, unless the run goes on listening."""
+        for listener in (self._listener, self._store_listener):
+            if listener is not None:
+                listener.close()
+
+    def _trainers(self) -> list[dict[str, str]]:
+        """Return what the ranks announce. NATS may be away meanwhile.
+
+        Raises:
+            UnreachableError: It is away, and the time is up.
+        """
+        while True:
+            try:
+                return services.trainers(self._discovery)
+            except UnreachableError:  # discovery logs it
+                if time.monotonic() > self._deadline:
+                    raise
+
+    def _refuse_twins(self) -> None:
+        mine = f"{socket.gethostname()} {os.getpid()}"
+        found = [peer for peer in self._trainers() if peer["index"] == str(self._rank)]
+        own = next((peer["started"] for peer in found if f"{peer['host']} {peer['pid']}" == mine), None)
+        for peer in found:
+            other = f"{peer['host']} {peer['pid']}"
+            if other != mine and (own is None or (peer["started"], other) < (own, mine)):
+                raise UsageError(
+                    f"rank {self._rank} of job {self._job!r} is running already: pid {peer['pid']} on {peer['host']}; "
+                    "stop it, or give this job another name (PERSIA_JOB)"
+                )
+
+    def _join_rank_0(self, me: handshake.Introduction) -> "tuple[Peers, tuple[str, int]]":
+        """Find rank 0 and connect to it, until it is there or the time is up."""
+        nats = _shown(self._url)
+        why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to NATS at {nats}"
+        while True:
+            found = [peer for peer in self._trainers() if peer["index"] == "0"]
+            for peer in sorted(found, key=lambda peer: peer["started"]):
+                if "peers" not in peer:
+                    why = (
+                        f"rank 0 of job {self._job!r} runs with WORLD_SIZE=1, rank {self._rank} with {self._world_size}"
+                    )
+                    continue
+                try:
+                    return handshake.join(_address(peer["peers"]), me, min(5.0, self.left())), _address(peer["store"])
+                except UnreachableError as error:
+                    why = str(error)
+            if time.monotonic() > self._deadline:
+                raise UnreachableError(f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)")
+
+
+def _listen(address: str) -> socket.socket:
+    """Return a socket on a free port of ``address``; of every interface when that is not this host's own."""
+    try:
+        return handshake.listen(address)
+    except OSError as error:
+        if tokens.token("trainer") is None:
+            raise UsageError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
+        return handshake.listen("0.0.0.0")  # noqa: S104  # PERSIA_ADVERTISE is an address that others translate
+
+
+def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None) -> "Store":
+    """Return torch's store; with a listening socket's ``descriptor`` this rank serves it."""
+    try:
+        return TCPStore(
+            host,
+            port,
+            is_master=descriptor is not None,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except RuntimeError as error:
+        raise UnreachableError(f"torch's store of rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
+
+
+def _shown(url: str) -> str:
+    """Return a URL's host and port; what else it has may be a password."""
+    return urlsplit(url).netloc.rpartition("@")[2]
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

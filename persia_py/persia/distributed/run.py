@@ -1,0 +1,192 @@
+"""Several trainer ranks: their dense parallelism, their agreement, and the end they reach together."""
+
+import atexit
+import json
+import os
+import time
+import weakref
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import distributed as torch_distributed
+
+from persia.distributed.control_plane import Peers
+from persia.runtime import job
+from persia.runtime.errors import ConfigError, RunLostError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_logger = get_logger("distributed")
+
+
+class Session(Protocol):
+    """What trains on the servers, and applies its last pushes when it is closed."""
+
+    def close(self) -> None:
+        """Apply what was pushed, and end."""
+
+
+class _Process:
+    """What this process has done for its run."""
+
+    def __init__(self) -> None:
+        self.peers: Peers | None = None
+        self.store: Store | None = None
+        self.announced: dict[str, str] = {}
+        self.result: dict[str, Any] = {}
+        self.started = time.monotonic()
+        self.generation = 0
+        self.steps = 0
+        self.failed = ""
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+_process = _Process()
+
+
+def adopt(others: Peers, store: "Store", announced: dict[str, str]) -> None:
+    """Use ``others`` and ``store`` until the process ends; ranks stay in touch between contexts."""
+    _process.peers, _process.store, _process.announced = others, store, announced
+    atexit.register(_leave)
+
+
+def peers() -> Peers | None:
+    """Return the other ranks of this process's run; None while there are none."""
+    return _process.peers
+
+
+def announced() -> dict[str, str]:
+    """Return where this process serves the other ranks."""
+    return _process.announced
+
+
+def hold(session: Session) -> None:
+    """Note that an EmbeddingCollection of this process trains on the servers; :func:`finish` closes it."""
+    _process.sessions.add(session)
+
+
+def release(session: Session) -> None:
+    """Note that it is closed."""
+    _process.sessions.discard(session)
+
+
+def holds_session() -> bool:
+    """Whether an EmbeddingCollection of this process trains on the servers."""
+    return bool(_process.sessions)
+
+
+def trained(steps: int, *, generation: int | None = None) -> None:
+    """Note how far the run is, for its summary; with an ``generation``, that one has just begun."""
+    _process.steps = steps
+    if generation is not None:
+        _process.generation = generation
+        _process.failed = ""
+
+
+def _leave(reason: str | None = None) -> None:
+    others, _process.peers = _process.peers, None
+    if others is not None:
+        others.leave(reason)
+
+
+def fail(reason: str) -> None:
+    """Tell the other ranks that this one cannot go on; they end too. The run is not finished unless it begins again."""
+    _process.failed = _process.failed or reason
+    _leave(reason)
+
+
+def failure() -> str:
+    """Return why the run has failed here; empty while it has not."""
+    return _process.failed
+
+
+def agree(flag: bool) -> bool:
+    """Return whether ``flag`` is true on every rank; every rank calls this, and waits for the others.
+
+    Raises:
+        RunLostError: A rank is gone; it is named.
+    """
+    others = _process.peers
+    return flag if others is None else all(others.share("agree", bool(flag)))
+
+
+def hung(reason: str) -> None:
+    """Let all other ranks end with their stacks shown, because this one makes no progress."""
+    if _process.peers is not None:
+        _process.peers.hung(reason)
+
+
+def report(result: dict[str, Any]) -> None:
+    """Add ``result`` to the run's summary, which rank 0 writes when all ranks have finished.
+
+    Raises:
+        UsageError: It holds something that JSON does not have.
+    """
+    try:
+        json.dumps(result, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"report({result!r}): want numbers, strings, lists and dicts: {error}") from error
+    _process.result.update(result)
+
+
+def finish() -> None:
+    """End the run: once every rank is here, rank 0 writes ``summary.json``; then all leave together.
+
+    The launcher calls this after the script. A run whose summary is not written did not finish. An EmbeddingCollection
+    that the script left open is closed first, so that what it has pushed is applied.
+
+    Raises:
+        PersiaError: What an EmbeddingCollection pushed cannot be applied.
+        RunLostError: A rank is gone, or training in this process has failed, even if the script went on; no summary is
+            written then.
+        UsageError: The script ended without a ``TrainCtx`` or an EmbeddingCollection, and there are other ranks.
+    """
+    if _process.failed:
+        raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
+    for session in list(_process.sessions):
+        session.close()
+    others = _process.peers
+    if others is None and settings.world_size > 1 and settings.nats_url is not None:
+        raise UsageError(
+            f"the script of rank {settings.rank} of {settings.world_size} ended without a TrainCtx or an "
+            "EmbeddingCollection; each needs one"
+        )
+    if others is not None:
+        others.share("finish", None)
+    if settings.rank == 0:
+        _write_summary(job.run_dir())
+    if others is not None:
+        others.share("finished", None)
+    if torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()
+    _leave()
+
+
+def _write_summary(folder: Path) -> None:
+    """Write it whole or not at all."""
+    summary = {
+        "status": "finished",
+        "job": job.job_name(),
+        "generation": _process.generation,
+        "world_size": settings.world_size,
+        "steps": _process.steps,
+        "seconds": round(time.monotonic() - _process.started, 3),
+        "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "result": _process.result,
+    }
+    path = folder / job.SUMMARY
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(summary, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        (folder / job.RUN).unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"PERSIA_RUN_DIR: {path}: {error.strerror}; the run's summary cannot be written") from error

@@ -1,0 +1,8 @@
+"""PersiaML's path of the ``persia-launcher`` command: ``python -m persia.launcher nn-worker FILE``."""
+
+from persia.launch.cli import app, main
+
+__all__ = ["app", "main"]
+
+if __name__ == "__main__":
+    main()

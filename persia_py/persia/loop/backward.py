@@ -1,0 +1,189 @@
+"""The backward half of a training step: gradients checked, sent to the rows, and applied to the model."""
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from persia.backend.base import Backend, Offender
+from persia.embedding.optim import Optimizer
+from persia.loop.loss_scale import LossScale
+from persia.runtime.errors import NonFiniteError
+from persia.runtime.logging import get_logger
+from persia_core import backward as _core
+from persia_core.forward import TrainingBatch
+
+_logger = get_logger("gradients")
+
+MAX_SKIPPED_STEPS = 25
+"""Steps in a row that may be skipped for NaN or infinity before training stops."""
+
+
+class Gradients:
+    """The embedding gradients of one step, on their way from PyTorch to the rows.
+
+    On a device they are summed at once, and whether they and their sums are finite is known there: the caller puts
+    :attr:`nonfinite` together with its own flags and waits for the device once.
+
+    Args:
+        batch: The batch they are of.
+        gradients: One for each feature; None where the loss does not depend on it.
+        scale: What they are multiplied by.
+
+    Attributes:
+        nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None where
+            :meth:`offender` finds out without waiting.
+    """
+
+    def __init__(self, batch: TrainingBatch, gradients: list[torch.Tensor | None], scale: float = 1.0) -> None:
+        self._batch = batch
+        self._scale = scale
+        self._tensors = [None if each is None else each.detach().contiguous() for each in gradients]
+        whole = [each for each in self._tensors if each is not None]
+        self._sums: _core.Sums | None = None
+        self.nonfinite: torch.Tensor | None = None
+        if batch.device_id is not None and len(whole) == len(gradients):
+            # PyTorch hands over tensors of its current device, and no others.
+            with torch.cuda.device_of(whole[0]):  # type: ignore[no-untyped-call]
+                self._sums = batch.sum(whole, scale)
+            self.nonfinite = _any_in(whole) | from_dlpack(self._sums.nonfinite).any()
+        elif batch.device_id is not None:
+            # Which rows a step updates depends on which features got a gradient: only the CPU's path knows that.
+            self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
+
+    def offender(self, kind: str) -> str | None:
+        """Return the first gradient that has NaN or infinity, with its ``kind``, name and sample."""
+        for name, gradient in zip(self._batch.slots, self._tensors, strict=True):
+            if gradient is not None and (place := _first_nonfinite(gradient)) is not None:
+                sample = place // gradient[0].numel()
+                return f"the gradient of {kind} {name!r}, sample {sample}, is {gradient.flatten()[place].item()}"
+        return None
+
+    def push(self, lr_factor: float) -> None:
+        """Send them on their way."""
+        if self._sums is not None:
+            self._batch.push_sums(self._sums, lr_factor)
+        else:
+            self._batch.push(self._tensors, lr_factor, self._scale)
+
+
+def _any_in(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether one is not finite, also where no sum has it: of a sample without ids, or of an empty place."""
+    largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], float("inf"))
+    return torch.isfinite(largest).logical_not()
+
+
+def _first_nonfinite(gradient: torch.Tensor) -> int | None:
+    if gradient.device.type == "cpu" and gradient.dtype == torch.float32:
+        return _core.first_nonfinite(gradient)
+    places = torch.isfinite(gradient).logical_not().flatten().nonzero()
+    return int(places[0]) if len(places) else None
+
+
+class Backward:
+    """Back-propagates and applies a step to model and rows together, or to neither.
+
+    Args:
+        dense_optimizer: Updates the model.
+        loss_scale: With mixed precision, what the loss is multiplied by.
+    """
+
+    def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
+        self._dense_optimizer = dense_optimizer
+        self.loss_scale = loss_scale
+        self._skipped = 0
+
+    def __call__(
+        self,
+        loss: torch.Tensor,
+        batch: TrainingBatch,
+        embeddings: list[torch.Tensor],
+        embedding_optimizer: Optimizer,
+        common: Backend,
+    ) -> torch.Tensor:
+        """Run one step; with several ranks, all of them apply it or none.
+
+        Args:
+            loss: A scalar.
+            batch: The batch the loss was made from.
+            embeddings: Its embedding tensors, leaves of the loss's graph.
+            embedding_optimizer: Gives the learning rate in force.
+            common: Knows the other ranks.
+
+        Returns:
+            What was back-propagated: the loss, scaled where it is.
+
+        Raises:
+            NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
+        """
+        if self.loss_scale is not None:
+            loss = self.loss_scale.scaler.scale(loss)
+        try:
+            self._step(loss, batch, embeddings, embedding_optimizer, common)
+        finally:
+            self._dense_optimizer.zero_grad()
+        return loss
+
+    def _step(
+        self,
+        loss: torch.Tensor,
+        batch: TrainingBatch,
+        embeddings: list[torch.Tensor],
+        embedding_optimizer: Optimizer,
+        common: Backend,
+    ) -> None:
+        with common.collective():
+            loss.backward()  # type: ignore[no-untyped-call]
+        scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+        gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
+        parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.loss_scale is not None and parameters:
+            self.loss_scale.scaler.unscale_(self._dense_optimizer)
+        mine = None
+        if gradients.nonfinite is None or _any_nonfinite(loss, parameters, gradients.nonfinite):
+            mine = _first_offender(loss, gradients, parameters)
+        offender = common.first_offender(mine)
+        if offender is not None:
+            batch.discard()
+        else:
+            self._skipped = 0
+            gradients.push(embedding_optimizer.lr_factor(batch.step))
+            self._dense_optimizer.step()
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite=offender is None)
+        if offender is not None:
+            self._skip(offender, batch.step)
+
+    def _skip(self, offender: str, step: int) -> None:
+        self._skipped += 1
+        scale = "" if self.loss_scale is None else f"; the loss is scaled by {self.loss_scale.value:g} from now on"
+        _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, offender, scale)
+        if self._skipped >= MAX_SKIPPED_STEPS:
+            raise NonFiniteError(
+                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {offender}"
+            )
+
+
+def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:
+    """Whether anything is not finite: the one place of a step on a device that waits for it."""
+    wrong = [torch.isfinite(loss.detach()).logical_not().any(), flag]
+    if parameters:
+        wrong.append(torch.isfinite(_total_norm(parameters)).logical_not())
+    return bool(torch.stack(wrong).any().item())
+
+
+def _total_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def _first_offender(loss: torch.Tensor, gradients: Gradients, parameters: list[torch.nn.Parameter]) -> Offender | None:
+    if not torch.isfinite(loss.detach()).all():
+        return Offender(f"the loss is {loss.detach().flatten()[0].item()}")
+    if (text := gradients.offender("slot")) is not None:
+        return Offender(text)
+    if parameters and not torch.isfinite(_total_norm(parameters)):
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                shape = tuple(parameter.shape)
+                return Offender(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
+    if gradients.nonfinite is not None and bool(gradients.nonfinite):
+        return Offender("the sum of the gradients of one id is not finite")
+    return None

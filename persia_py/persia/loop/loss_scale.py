@@ -1,0 +1,52 @@
+"""The scale of the loss in mixed precision."""
+
+from typing import Any
+
+import torch
+
+_FIRST_SCALE = 2.0**16
+_MAX_SCALE = 2.0**24
+"""A model of float32 never overflows: its scale stops here, far below what float32 holds."""
+
+
+class LossScale:
+    """What the loss is multiplied by, so that small gradients are not 0 in float16: torch's GradScaler, and its policy.
+
+    The policy is applied here, where it is known anyway whether a step was finite, for model and rows together: asking
+    the scaler would wait for the device once more.
+
+    Args:
+        growth_interval: Steps without infinity after which the scale is doubled; a step with one halves it.
+        device: Where the loss is.
+    """
+
+    def __init__(self, growth_interval: int, device: str = "cuda") -> None:
+        self.scaler = torch.amp.GradScaler(device, init_scale=_FIRST_SCALE, growth_interval=growth_interval)
+        self.value = _FIRST_SCALE
+        self._good_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """Choose the scale of the next step."""
+        self._good_steps = self._good_steps + 1 if finite else 0
+        if not finite:
+            self.value *= self.scaler.get_backoff_factor()
+        elif self._good_steps % self.scaler.get_growth_interval() == 0:
+            self.value = min(self.value * self.scaler.get_growth_factor(), _MAX_SCALE)
+        self.scaler.update(self.value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, and for how long it has been good."""
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
+        self.scaler.load_state_dict(
+            {
+                "scale": self.value,
+                "growth_factor": self.scaler.get_growth_factor(),
+                "backoff_factor": self.scaler.get_backoff_factor(),
+                "growth_interval": self.scaler.get_growth_interval(),
+                "_growth_tracker": 0,
+            }
+        )

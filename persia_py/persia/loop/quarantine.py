@@ -1,0 +1,232 @@
+"""Batches that fail: each failure is recorded, and the step of a batch that always fails may be skipped."""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from persia.checkpoint.policy import Checkpoints
+from persia.distributed import run
+from persia.loop.feeder import Work
+from persia.loop.hooks import Loop
+from persia.runtime import files
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+_logger = get_logger("quarantine")
+
+FOLDER = "poison"
+"""The folder beside the saves of a run; its name is that of earlier versions."""
+TRIES = 3
+"""Failures after which a batch counts as one that always fails."""
+APART = 100
+"""Steps: where two that always fail are closer than this, the data is hardly the cause, and none of them is skipped."""
+_KEPT = 4096
+"""Characters of an error that are kept."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is recorded of a step that failed on a rank.
+
+    Attributes:
+        step: The step.
+        rank: The rank.
+        times: How often this batch has failed there.
+        position: The position of the data set after the batch: a data loader's cursor.
+        error: The class of the last error.
+        text: Its message.
+        meta: The first 200 of the bytes that travel with the batch, as text; None where there are none.
+        checksum: Of the batch; None in a record of an older version.
+    """
+
+    step: int
+    rank: int
+    times: int
+    position: dict[str, Any]
+    error: str
+    text: str
+    meta: str | None
+    checksum: int | None = None
+
+    def is_of(self, position: dict[str, Any], content: bytes) -> bool:
+        """Whether it is this batch that failed; the same place may have another one now."""
+        return _place(self.position) == _place(position) and self.checksum == zlib.crc32(content)
+
+
+class Quarantine:
+    """Records what fails on this rank, and lets all ranks skip steps together. A hook of the training loop.
+
+    Args:
+        checkpoints: Whether such steps are skipped; the records are beside its saves.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._skip = checkpoints.failing_batches == "skip"
+        self._folder: Path | None = None
+        self._began = 0
+        self._saved = 0  # the newest save, as far as is known
+        self._mine: dict[int, Record] = {}
+        self._always: set[int] = set()  # on any rank, however close
+        self._out: set[int] = set()  # steps that are skipped, unless their batches are others now
+
+    @property
+    def identity(self) -> str:
+        """What has to be equal on all ranks."""
+        return f"Quarantine({self._checkpoints.failing_batches})"
+
+    def on_start(self, loop: Loop) -> None:
+        """Learn what has failed so far; every rank does."""
+        backend = loop.backend
+        name = backend.gather("folder of the saves", self._checkpoints.name() if backend.writes else None)[0]
+        try:
+            self._folder = backend.checkpoint_dir(name) / FOLDER
+        except UsageError:  # this rank has no such place: it matters once a batch fails here
+            self._folder = None
+        self._began = self._saved = backend.engine.step
+        self._mine = self._read()
+        always = [step for step, each in self._mine.items() if each.times >= TRIES] if self._skip else []
+        self._always = {step for steps in backend.gather("batches that always fail", always) for step in steps}
+        ahead = {step for step in self._always if step > self._began}
+        close = {step for step in ahead if self._beside(step)}
+        self._out = ahead - close
+        if close and backend.writes:
+            _logger.error("steps %s are not skipped: %s", _listed(close), self._hardly_the_data())
+
+    def _read(self) -> dict[int, Record]:
+        """Return the records of this rank, by step."""
+        found = {}
+        with contextlib.suppress(OSError):  # nothing is there, or nothing can be read: nothing is skipped
+            for path in sorted(self._folder.glob(f"step-*.rank-{settings.rank}.json")) if self._folder else []:
+                try:
+                    record = Record(**json.loads(path.read_bytes()))
+                    _place(record.position)
+                    found[int(record.step)] = replace(record, times=int(record.times))
+                except (LookupError, TypeError, ValueError) as error:
+                    _logger.warning("%s is no record of a batch that failed: %r", path, error)
+        return found
+
+    def _beside(self, step: int) -> set[int]:
+        """Return the other steps close to this one that always fail, and are after the newest save or next to it.
+
+        Steps that were skipped before that save are done with, and steps between them and this one were trained.
+        """
+        near = {other for other in self._always if other != step and abs(other - step) < APART}
+        return {other for other in near if other > self._saved or other == step - 1}
+
+    def _hardly_the_data(self) -> str:
+        return (
+            f"where more than one of {APART} steps always fails, the data is hardly the cause; correct what fails, and "
+            f"remove {self._folder}, or from it the records of steps that are to be tried again"
+        )
+
+    def before_lookup(self, work: Work) -> bool:
+        """Whether this batch of this rank always fails, so that its step is skipped."""
+        record = self._mine.get(work.step) if work.step in self._out else None
+        if record is None or record.times < TRIES:
+            return False
+        if record.is_of(json.loads(work.position), work.batch.to_bytes()):
+            return True
+        _logger.warning("step %d is trained: its batch is not the one that failed", work.step)
+        return False
+
+    def vote(self, work: Work | None) -> bool:
+        """Whether the next step is skipped, as far as this rank knows."""
+        return work is not None and work.quarantined
+
+    def decide(self, step: int, votes: list[bool]) -> bool:
+        """Whether all ranks skip this step, because the batch of one always fails."""
+        if not any(votes):
+            self._out.discard(step)
+            return False
+        self._checkpoints.skipped += 1
+        _logger.warning(
+            "step %d skipped, model and rows unchanged: its batch on rank %s always fails; %d skipped so far",
+            step,
+            _listed(rank for rank, fails in enumerate(votes) if fails),
+            self._checkpoints.skipped,
+        )
+        return True
+
+    def on_error(self, error: Exception, work: Work | None) -> None:
+        """Record that a batch failed, if that is what ended training; this never raises."""
+        others = run.peers()
+        if work is None or (others is not None and others.gone(error)):
+            return
+        try:
+            self._write(work, error)
+        except Exception as problem:  # whatever it is, the error of the batch is the one to be reported
+            _logger.warning("step %d failed, but that cannot be recorded: %s", work.step, problem)
+
+    def _write(self, work: Work, error: Exception) -> None:
+        if self._folder is None:
+            raise UsageError("this rank knows no folder of checkpoints; set PERSIA_CKPT_DIR")
+        rank, position, meta = settings.rank, json.loads(work.position), work.batch.meta
+        content = work.batch.to_bytes()
+        before = self._mine.get(work.step)
+        same = before is not None and before.is_of(position, content)
+        record = Record(
+            work.step,
+            rank,
+            before.times + 1 if before is not None and same else 1,
+            position,
+            type(error).__name__,
+            str(error)[:_KEPT],
+            None if meta is None else meta[:200].decode(errors="backslashreplace"),
+            zlib.crc32(content),
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(work.step)
+        if not same:
+            files.write_whole(path.with_suffix(".batch"), content)
+        files.write_whole(path, json.dumps(asdict(record), indent=1).encode() + b"\n")
+        _logger.error(
+            "step %d failed on rank %d for the %s time: %s: %s; see %s, and the batch beside it; %s",
+            work.step,
+            rank,
+            _nth(record.times),
+            record.error,
+            record.text.partition("\n")[0],
+            path,
+            self._what_next(record),
+        )
+
+    def _what_next(self, record: Record) -> str:
+        if record.times < TRIES:
+            next_time = f"the batch is tried again when the run is restarted; after {TRIES} failures "
+            return next_time + ("its step is skipped" if self._skip else "it counts as one that always fails")
+        if not self._skip:
+            return "it always fails: look at the batch, or skip its step by Checkpoints(failing_batches='skip')"
+        if beside := self._beside(record.step):
+            return f"it always fails, and so do the steps {_listed(beside)}: {self._hardly_the_data()}"
+        return "it always fails, and its step is skipped when the run is restarted"
+
+    def after_commit(self, step: int) -> None:
+        """Forget the failures of steps that this process has trained, up to that of a save that is written."""
+        self._saved = max(self._saved, step)
+        for each in [each for each in self._mine if self._began < each <= step and each not in self._out]:
+            del self._mine[each]
+            for suffix in (".json", ".batch"):
+                with contextlib.suppress(OSError):
+                    self._path(each).with_suffix(suffix).unlink(missing_ok=True)
+
+    def _path(self, step: int) -> Path:
+        return Path(self._folder or "", f"step-{step}.rank-{settings.rank}.json")
+
+
+def _place(position: dict[str, Any]) -> Any:
+    """Return what of a position is the same in every run: batches are counted from 0 again where there is a source."""
+    return position["batches"] if position["source"] is None else position["source"]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _nth(number: int) -> str:
+    return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")

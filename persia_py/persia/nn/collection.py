@@ -1,0 +1,382 @@
+"""Embedding tables as a module of an existing model, without PersiaML's loop.
+
+The rows live where those of :class:`persia.ctx.TrainCtx` do: in this process, or with ``PERSIA_NATS_URL`` set on
+embedding servers. One forward is one step of the engine, one backward its push.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.dlpack import from_dlpack
+
+from persia.backend.base import Device
+from persia.checkpoint import snapshot
+from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Optimizer
+from persia.nn.session import Session, Step
+from persia.runtime.errors import BatchSizeError, ConfigError, DataError, FeatureTypeError, UsageError
+from persia_core.data import Batch, BatchBuilder
+
+Array = torch.Tensor | npt.NDArray[Any]
+
+Feature = Array | tuple[Array, Array] | tuple[Array, Array, Array]
+"""Ids, one for each sample; or ids and offsets (batch + 1 of them); or ids, offsets and per-sample weights."""
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One table, and the features that look into it; the names are those of torchrec's ``EmbeddingBagConfig``.
+
+    Attributes:
+        name: The table's.
+        embedding_dim: Weights in a row.
+        feature_names: Features that share the table.
+        pooling: How a sample's rows become one vector: ``sum``, or ``mean`` (which divides by their number).
+        num_embeddings: torchrec's; accepted, without effect: ids are any 64 bits, and a row exists from its first use.
+    """
+
+    name: str
+    embedding_dim: int
+    feature_names: Sequence[str]
+    pooling: str = "sum"
+    num_embeddings: int | None = None
+
+
+class EmbeddingCollection(torch.nn.Module):
+    """Embedding tables with autograd: features in, one pooled vector per sample and feature out.
+
+    In training, with gradients enabled, a forward looks rows up and makes those that are missing; the backward through
+    what it returned pushes one gradient for each row, once, and the rows are updated by ``optimizer`` there and then
+    (as those of torchrec's fused tables: accumulating gradients over several backwards updates the rows in each). A
+    forward sees everything that backwards before it have pushed. In evaluation (``eval()``, or under
+    ``torch.no_grad()``) nothing changes, and rows that are missing are zeros.
+
+    The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the rest of
+    it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on ``device``. The factor of a
+    gradient scaler would reach the rows: train without one.
+
+    Gradients are pushed once: a second backward through the same forward is a :class:`~persia.errors.UsageError`.
+    With NaN or infinity in one of them the backward pushes none of this rank's: no row changes, a warning names the
+    feature and sample, and :attr:`skipped` is above 0 until the next push; 25 such backwards in a row are a
+    :class:`~persia.errors.NonFiniteError`. Other ranks push what they have. The dense optimizer is the script's own:
+    make its step only if the norm that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite,
+    which under DDP it is on all ranks or on none.
+
+    With ``PERSIA_NATS_URL`` set the rows are on the job's servers, which are started with the slots that
+    :meth:`embedding_config` gives; a process has one collection then, no TrainCtx beside it, and every rank makes it.
+    Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Making, saving, loading and the
+    first forward of training are done by all ranks together. Several ranks need a process group of torch: one that is
+    to have another backend than gloo is started *before* the collection, which starts one of gloo where there is none
+    (and torch refuses a second)::
+
+        torch.cuda.set_device(env.get_local_rank())
+        torch.distributed.init_process_group(
+            "nccl", init_method="tcp://host:port", rank=env.get_rank(), world_size=env.get_world_size()
+        )
+        collection = EmbeddingCollection(tables, Adagrad(lr=0.1))
+        model = DistributedDataParallel(model.cuda(), device_ids=[env.get_local_rank()])
+
+    Example:
+        ::
+
+            tables = [TableConfig("user", 16, ["user"]), TableConfig("item", 16, ["clicked", "bought"], pooling="mean")]
+            collection = EmbeddingCollection(tables, Adagrad(lr=0.1))
+            for batch in batches:
+                vectors = collection({"user": ids, "clicked": (ids, offsets), "bought": (ids, offsets)})
+                loss = loss_fn(model(torch.cat(list(vectors.values()), 1)), batch.labels)
+                loss.backward()
+                dense_optimizer.step()
+
+    Args:
+        tables: The tables.
+        optimizer: Updates the rows.
+        config: How rows start, and how far they may go.
+        staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
+            ``REPRODUCIBLE`` set it is 1.
+        device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),
+            or None for the CPU.
+        dtype: What vectors are on a CUDA device: float32, float16 or bfloat16.
+
+    Raises:
+        DeviceError: This build or machine has no such device.
+        ConfigError: Tables that contradict themselves or each other; every mistake is named.
+        UsageError: Inside a context of :mod:`persia.ctx`, the second collection over servers in this process, or a
+            staleness that ``REPRODUCIBLE`` contradicts.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: Optimizer,
+        config: EmbeddingConfig | None = None,
+        *,
+        staleness: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, got "
+                f"{type(optimizer).__name__}"
+            )
+        _check_tables(tables)
+        self.tables = tuple(tables)
+        self.optimizer = optimizer
+        self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
+        self._anchor = torch.zeros((), requires_grad=True)  # what makes autograd record a forward
+        self._session = Session(self.embedding_config(), optimizer, config, staleness, _device(device, dtype))
+
+    def embedding_config(self) -> str:
+        """Return the ``embedding_config.yml`` of these tables, for the servers of a job."""
+        slots = [
+            f"  {json.dumps(feature)}: {{dim: {table.embedding_dim}, pooling: {table.pooling}}}"
+            for table in self.tables
+            for feature in table.feature_names
+        ]
+        groups = [f"  {json.dumps(table.name)}: {json.dumps([*table.feature_names])}" for table in self.tables]
+        parts = ["feature_index_prefix_bit: 0", "slots_config:", *slots, "feature_groups:", *groups]
+        return "\n".join(parts) + "\n"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: Mapping[str, Feature]) -> dict[str, torch.Tensor]:
+        """Look up and pool every feature.
+
+        Args:
+            features: For each feature name of the tables its ids, a 1-d int64, uint64 or int32 tensor or array with one
+                for each sample; or ``(ids, offsets)``, where sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or
+                ``(ids, offsets, weights)`` with a float32 weight for each id, where pooling is a sum. The weights get
+                no gradient. Negative ids stand for themselves as unsigned 64-bit numbers.
+
+        Returns:
+            For each feature, in the order of the tables, a tensor ``[batch, embedding_dim]``, float32 unless the module
+            was made with another dtype.
+
+        Raises:
+            DataError: Features missing or unknown, offsets and weights that do not fit the ids, or more ids than a
+                look-up may carry. After the last, forwards that wait for their backward at the next forward lose it.
+            FeatureTypeError: Another dtype or number of dimensions.
+            BatchSizeError: Features of different batch sizes.
+            UsageError: As many forwards as the staleness allows wait for their backward.
+            RunLostError: With several ranks, a forward has failed before for another reason than its features: the
+                other ranks end then, too.
+        """
+        training = self.training and torch.is_grad_enabled()
+        batch = self._batch(features, requires_grad=training)
+        if not training:
+            looked = self._session.evaluate(batch)
+            return dict(zip(looked.slots, map(from_dlpack, looked.embeddings()), strict=True))
+        step = self._session.train(batch)
+        tensors = _LookedUp.apply(self._anchor, step)
+        return dict(zip(batch.slots, tensors, strict=True))
+
+    def _batch(self, features: Mapping[str, Feature], *, requires_grad: bool) -> Batch:
+        missing = [name for name in self._pooling if name not in features]
+        unknown = [str(name) for name in features if name not in self._pooling]
+        if missing or unknown:
+            wrong = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(
+                unknown
+            )
+            raise DataError(
+                f"EmbeddingCollection: features {'; '.join(wrong)}; its tables have {', '.join(self._pooling)}"
+            )
+        parts = {name: _Parts(name, features[name], pooling) for name, pooling in self._pooling.items()}
+        sizes = {name: part.batch_size for name, part in parts.items()}
+        size = next(iter(sizes.values()))
+        if size <= 0 or any(other != size for other in sizes.values()):
+            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise BatchSizeError(f"EmbeddingCollection: want the same number of samples in all features, got {listed}")
+        builder = BatchBuilder(size, requires_grad, None)
+        for part in parts.values():
+            part.add_to(builder)
+        return builder.build()
+
+    def save(self, directory: str | os.PathLike[str], **states: dict[str, Any]) -> None:
+        """Save the rows as a checkpoint in ``directory``, which it replaces as a whole or not at all.
+
+        Every push of every rank so far is in it. Every rank calls this, and goes on when the checkpoint is there. Rank
+        0 writes it; the ``states`` of the others are not looked at.
+
+        Args:
+            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set;
+                with servers every one has to be.
+            **states: State dicts that go into the same checkpoint: ``model=model.state_dict()`` as ``model.pt``.
+
+        Raises:
+            StorageError: It cannot be written, on any rank; what was there before still is.
+        """
+        self._session.save(directory, {f"{name}.pt": state for name, state in states.items()})
+
+    def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
+        """Continue with the rows, the step and the learning rate of a checkpoint.
+
+        Every file is verified before anything changes. Every rank calls this, and goes on when the rows are there; what
+        one of them cannot load none does, so that all may catch the error and go on together.
+
+        Args:
+            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+
+        Returns:
+            The checkpoint: its ``state("model.pt")`` is what :meth:`save` got as ``model``.
+
+        Raises:
+            CheckpointError: No checkpoint there, damaged (the file is named), of other tables, or with a learning rate
+                that this optimizer cannot have.
+            UsageError: A forward waits for its backward.
+        """
+        return self._session.load(directory)
+
+    @property
+    def step(self) -> int:
+        """The number of the last training forward whose gradients were pushed, from 1; it goes on after a load."""
+        return self._session.trained_step
+
+    @property
+    def skipped(self) -> int:
+        """How many of this rank's backwards, up to the last one, changed no row for NaN or infinity; 0 after a push."""
+        return self._session.skipped
+
+    def stats(self) -> dict[str, Any]:
+        """Return the engine's counters, gauges and times."""
+        return self._session.engine.stats()
+
+    def close(self) -> None:
+        """Apply what was pushed and end the engine, and with it rows of this process.
+
+        It happens by itself when the module is forgotten or the process ends. Under the launcher it is part of the run:
+        one whose last pushes cannot be applied is not finished.
+        """
+        self._session.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: the rows are not in the module.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "an EmbeddingCollection cannot be copied or pickled, its rows are not in it; save() them instead"
+        )
+
+
+class _LookedUp(torch.autograd.Function):
+    """The vectors of one step; their gradients go to the engine."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """Return the vectors, in the batch's order."""
+        del anchor
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        return tuple(map(from_dlpack, step.embeddings()))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
+        """Push; a vector that the loss does not depend on has no gradient."""
+        ctx.step.push(gradients)
+        return None, None
+
+
+class _Parts:
+    """One feature's arrays, checked, as the engine takes them."""
+
+    def __init__(self, name: str, feature: Feature, pooling: str) -> None:
+        given = feature if isinstance(feature, tuple) else (feature,)
+        if not 1 <= len(given) <= 3:
+            raise FeatureTypeError(
+                f"feature {name!r}: want ids, (ids, offsets) or (ids, offsets, weights), got a tuple of {len(given)}"
+            )
+        self.name = name
+        self.ids = _array(name, "ids", given[0], ("int64", "uint64", "int32"))
+        self.ids = self.ids.astype(np.int64) if self.ids.dtype == np.int32 else self.ids
+        self.ids = self.ids.view(np.uint64)
+        self.offsets = self.weights = None
+        if len(given) > 1:
+            self.offsets = _array(name, "offsets", given[1], ("int64", "int32")).astype(np.int64, copy=False)
+            self._check_offsets(self.offsets)
+        if len(given) > 2:
+            if isinstance(given[2], torch.Tensor) and given[2].requires_grad:
+                raise UsageError(f"feature {name!r}: weights get no gradient here; give weights.detach()")
+            if pooling != "sum":
+                raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
+            self.weights = _array(name, "weights", given[2], ("float32",))
+            if len(self.weights) != len(self.ids):
+                raise DataError(f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; give one each")
+
+    def _check_offsets(self, offsets: npt.NDArray[np.int64]) -> None:
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(self.ids) or (np.diff(offsets) < 0).any():
+            raise DataError(
+                f"feature {self.name!r}: want batch + 1 offsets that ascend from 0 to the number of ids "
+                f"({len(self.ids)}), as with include_last_offset=True of torch.nn.EmbeddingBag"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples."""
+        return len(self.ids) if self.offsets is None else len(self.offsets) - 1
+
+    def add_to(self, builder: BatchBuilder) -> None:
+        """Add the feature to a batch."""
+        if self.offsets is None:
+            builder.add_single(self.name, self.ids)
+        else:
+            builder.add_list(self.name, self.ids, self.offsets, self.weights)
+
+
+def _array(name: str, what: str, value: object, dtypes: tuple[str, ...]) -> npt.NDArray[Any]:
+    """Return a 1-d contiguous array of one of the dtypes."""
+    found = type(value).__name__
+    if isinstance(value, torch.Tensor | np.ndarray):
+        found = f"{value.ndim}-d {str(value.dtype).removeprefix('torch.')}"
+        if found in [f"1-d {dtype}" for dtype in dtypes]:
+            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+            return np.ascontiguousarray(array)
+    raise FeatureTypeError(f"feature {name!r}, {what}: want 1-d {' or '.join(dtypes)}, got {found}")
+
+
+def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Device | None:
+    """Return the CUDA device, or None for the CPU."""
+    place = torch.device("cpu" if device is None else device)
+    if place.type == "cuda":
+        number: int | None = place.index
+        if number is None:
+            number = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        return Device(number, dtype)
+    if place.type != "cpu":
+        raise UsageError(f"EmbeddingCollection(device={device!r}): want a CUDA device, or None for the CPU")
+    if dtype != torch.float32:
+        raise UsageError(f"EmbeddingCollection(dtype={dtype}): on the CPU vectors are float32")
+    return None
+
+
+def _check_tables(tables: Sequence[TableConfig]) -> None:
+    wrong = [] if tables else ["no table: give at least one TableConfig"]
+    seen: dict[str, str] = {}
+    names: set[str] = set()
+    for table in tables:
+        if table.name in names:
+            wrong.append(f"two tables have the name {table.name!r}: give each its own")
+        names.add(table.name)
+        if table.pooling not in {"sum", "mean"}:
+            wrong.append(f"table {table.name!r}: pooling={table.pooling!r}: want 'sum' or 'mean'")
+        if not table.feature_names or isinstance(table.feature_names, str):
+            wrong.append(
+                f"table {table.name!r}: feature_names={table.feature_names!r}: want a list of one name or more"
+            )
+            continue
+        for feature in table.feature_names:
+            if feature in seen:
+                wrong.append(
+                    f"feature {feature!r} is in the tables {seen[feature]!r} and {table.name!r}: it has one table"
+                )
+            seen[feature] = table.name
+    if wrong:
+        raise ConfigError("EmbeddingCollection: " + "; ".join(wrong))

@@ -1,0 +1,320 @@
+"""The engine behind an :class:`persia.embedding.collection.EmbeddingCollection`, and steps between their two halves."""
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from persia.backend.base import Backend, Device, RowSettings
+from persia.backend.local import LocalBackend
+from persia.checkpoint import snapshot
+from persia.distributed import run
+from persia.distributed.options import DDPOption
+from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.embedding.config import Configuration
+from persia.embedding.optim import Optimizer
+from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
+from persia.runtime import contexts
+from persia.runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    PersiaError,
+    RunLostError,
+    UsageError,
+)
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core.data import Batch
+from persia_core.engine import Engine
+from persia_core.forward import Pipeline, Tensor, TrainingBatch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_logger = get_logger("collection")
+
+_LOOKUP_S = 600.0
+"""How long a look-up may take, as in :class:`persia.data.DataLoader`."""
+
+_STATE = "collection.state"
+"""The file of a checkpoint that holds the learning rate; no state dict of the user's has such a name."""
+
+
+class Step:
+    """A training forward until its gradients are pushed, or nobody can push them any more."""
+
+    def __init__(self, session: "Session", batch: TrainingBatch) -> None:
+        self._session = session
+        self._batch = batch
+
+    def embeddings(self) -> list[Tensor]:
+        """Return the vectors, in the batch's order."""
+        return self._batch.embeddings()
+
+    def push(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Send the gradients of the vectors on their way."""
+        self._session.push(self, self._batch, gradients)
+
+    def discard(self) -> None:
+        """Give up the right to push; after a push this does nothing."""
+        self._batch.discard()
+
+    def __del__(self) -> None:
+        self.discard()
+
+
+class _GivenGroup(DDPOption):
+    """The process group that the user's own script has started before, or else one of persia's.
+
+    A script that starts its own afterwards is refused by torch: a process has one.
+    """
+
+    def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
+        """Start it, if there is none."""
+        if not torch.distributed.is_initialized():
+            super().initialize(store, rank, world_size, device_id)
+
+
+class Session:
+    """One engine and the training loop that is open on it.
+
+    Args:
+        slots: The text of its embedding configuration.
+        optimizer: Updates the rows.
+        config: How rows start; None is the default.
+        staleness: Steps that may wait for their push.
+        device: Where vectors are made; None is the CPU.
+    """
+
+    def __init__(
+        self,
+        slots: str,
+        optimizer: Optimizer,
+        config: EmbeddingConfig | None,
+        staleness: int | None,
+        device: Device | None = None,
+    ) -> None:
+        if contexts.current() is not None:
+            raise UsageError(
+                "EmbeddingCollection inside a context of persia.ctx, which has tables of its own: make it outside, or "
+                "give its features to the context's batches"
+            )
+        self._reproducible = settings.reproducible
+        if self._reproducible and staleness not in (None, 1):
+            raise UsageError(
+                f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
+                "has staleness 1"
+            )
+        self._staleness = 1 if self._reproducible else settings.staleness(staleness)
+        self._optimizer = optimizer
+        self._waiting: weakref.WeakSet[Step] = weakref.WeakSet()
+        self.skipped = 0
+        self._pipeline: Pipeline | None = None
+        self._refused = False  # the pipeline has ended with a batch that was not looked up
+        self._lost = ""
+        self._common = self._open(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
+        self._finalizer = weakref.finalize(self, _end, self._common)
+        try:
+            self._common.apply(RowSettings(optimizer, config or get_default_embedding_config()))
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def _open(self, configuration: Configuration, device: Device | None) -> Backend:
+        if settings.nats_url is None:
+            return LocalBackend(configuration, device)
+        if run.holds_session():
+            raise UsageError(
+                "a second EmbeddingCollection over the servers of one job would replace the first one's rows: put all "
+                "tables into one, or close() the first"
+            )
+        from persia.backend.remote import RemoteBackend
+
+        group = _GivenGroup(backend="gloo")
+        common = RemoteBackend(
+            trains=True, device=device, option=group, configuration=configuration, takes_batches=False
+        )
+        run.hold(self)
+        return common
+
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+        return self._common.engine
+
+    @property
+    def trained_step(self) -> int:
+        """The last step whose gradients were pushed."""
+        return self._common.trained_step
+
+    def evaluate(self, batch: Batch) -> TrainingBatch:
+        """Look a batch up without changing anything, behind every push so far."""
+        self._check_open()
+        return self._common.lookup(batch)
+
+    def train(self, batch: Batch) -> Step:
+        """Look a batch up for training, behind every push so far."""
+        self._check_open()
+        if len(self._waiting) >= self._staleness:
+            raise UsageError(
+                f"EmbeddingCollection: {len(self._waiting)} forwards wait for their backward, as many as "
+                f"staleness={self._staleness} allows; call backward on their losses or drop what they returned, and "
+                "evaluate in eval() or under torch.no_grad()"
+            )
+        try:
+            pipeline = self._loop()
+            self.engine.drain()
+            looked = pipeline.next(_LOOKUP_S) if pipeline.feed(batch) else None
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if looked is None:
+            raise UsageError("EmbeddingCollection: its training loop was closed by another thread")
+        step = Step(self, looked)
+        self._waiting.add(step)
+        return step
+
+    def push(self, step: Step, batch: TrainingBatch, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Push the gradients of a step, or none of them if one has NaN or infinity.
+
+        Raises:
+            NonFiniteError: Too many steps in a row were skipped.
+            UsageError: They were pushed before.
+        """
+        self._waiting.discard(step)
+        mine = Gradients(batch, list(gradients))
+        if mine.nonfinite is None or bool(mine.nonfinite):
+            offender = mine.offender("feature")
+            if offender is None and mine.nonfinite is not None:
+                offender = "the sum of the gradients of one id is not finite"
+            if offender is not None:
+                batch.discard()
+                self._skip(offender, batch.step)
+                return
+        self.skipped = 0
+        mine.push(self._optimizer.lr_factor(batch.step))
+        self._common.trained_step = max(self._common.trained_step, batch.step)
+
+    def _skip(self, what: str, step: int) -> None:
+        self.skipped += 1
+        _logger.warning("step %d changes no row: %s", step, what)
+        if self.skipped >= MAX_SKIPPED_STEPS:
+            raise NonFiniteError(f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}")
+
+    def save(self, directory: str | os.PathLike[str], states: Mapping[str, dict[str, Any]]) -> None:
+        """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
+        self._check_open()
+        with self._common.together("save, which every rank calls"):
+            self.engine.drain()
+        with self._common.together("the end of save"):
+            if self._common.writes:
+                with snapshot.Save(self.engine, self._common.checkpoint_dir(directory), self.trained_step) as save:
+                    save.add_state(_STATE, {"lr": float(self._optimizer.lr)})
+                    for name, state in states.items():
+                        save.add_state(name, state)
+
+    def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
+        """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
+        self._check_open()
+        with self._common.together("load, which every rank calls"):
+            if self._waiting:
+                raise UsageError(
+                    f"EmbeddingCollection.load: {len(self._waiting)} forwards wait for their backward; call it, or "
+                    "drop what they returned"
+                )
+            loaded = snapshot.Load(self._common.checkpoint_dir(directory))
+            lr = self._saved_lr(loaded)
+        with self._common.together("the loop before a load"):  # left by all ranks or by none
+            self._leave_loop()
+            self.engine.drain()
+        with self._common.together("the end of load"):
+            if self._common.writes:
+                self._common.settle()
+                loaded.restore(self.engine)
+                self._common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
+        self._common.trained_step = loaded.step
+        if lr is not None:
+            self._optimizer.update_lr(lr)
+        return loaded
+
+    def _saved_lr(self, loaded: snapshot.Load) -> float | None:
+        """Return the learning rate of a checkpoint; None where a context has saved it."""
+        if _STATE not in loaded.names:
+            return None
+        lr = loaded.state(_STATE).get("lr")
+        if not isinstance(lr, float):
+            raise CheckpointError(f"{loaded.path}: {_STATE}: lr={lr!r}: want a number")
+        try:
+            self._optimizer.check_lr(lr)
+        except ConfigError as error:
+            raise CheckpointError(f"{loaded.path}: {_STATE}: {error}") from error
+        return lr
+
+    def _loop(self) -> Pipeline:
+        if self._pipeline is None:
+            self._pipeline = self._common.open_loop(self._staleness, self._reproducible, 1)
+            self._common.spread(dict)
+        elif self._refused:
+            for step in list(self._waiting):
+                step.discard()  # the engine it belongs to ends here
+            self._waiting.clear()
+            self._pipeline.close()
+            self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._common.gradient_scale)
+        self._refused = False
+        return self._pipeline
+
+    def _fail(self, error: BaseException) -> None:
+        """Decide what a failed forward means for those that come after it.
+
+        A batch that was refused before its look-up has no step: the next forward goes on in the same generation. After
+        anything else the next loop has a generation of its own, which all ranks begin together. The others do not
+        know of it, so that the run ends where there are others.
+        """
+        if isinstance(error, DataError) and self._pipeline is not None and self._is_sound():
+            self._refused = True
+        elif run.peers() is None:
+            self._leave_loop()
+        else:
+            self._lost = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+            run.fail(self._lost)
+
+    def _is_sound(self) -> bool:
+        try:
+            self.engine.drain()
+        except PersiaError:  # the look-up itself has failed
+            return False
+        return True
+
+    def _leave_loop(self) -> None:
+        pipeline, self._pipeline, self._refused = self._pipeline, None, False
+        if pipeline is not None:
+            self._common.close_loop(pipeline, together=False)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Apply what was pushed and end the engine; with an ``error``, tell the other ranks that the run has failed."""
+        if self._finalizer.detach() is None:
+            return
+        run.release(self)
+        try:
+            if error is None and not run.failure():
+                self._leave_loop()
+        finally:
+            _end(self._common, error)
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise UsageError("this EmbeddingCollection is closed: make a new one")
+        if self._lost:
+            raise RunLostError(
+                f"a forward of this EmbeddingCollection has failed, and the other ranks end because of it: {self._lost}"
+            )
+
+
+def _end(common: Backend, error: BaseException | None = None) -> None:
+    """Close; a collection is also closed by being forgotten, or with the process, of which the run may have failed."""
+    failed = run.failure()
+    common.close(error or (RunLostError(failed) if failed else None))

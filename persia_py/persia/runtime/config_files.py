@@ -1,0 +1,40 @@
+"""The two YAML files: where they are."""
+
+import os
+import sys
+from pathlib import Path
+
+from persia.runtime.errors import ConfigError
+
+
+def find_config(variable: str, name: str) -> Path | None:
+    """Return the configuration file: the variable's, else ``config/NAME`` beside the script or below the cwd.
+
+    Raises:
+        ConfigError: The variable names a file that is not there.
+    """
+    given = os.environ.get(variable, "").strip()
+    if given:
+        path = Path(given)
+        if not path.is_file():
+            raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")
+        return path
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [Path(script).resolve().parent] if script else []
+    for folder in (*folders, Path.cwd()):
+        path = folder / "config" / name
+        if path.is_file():
+            return path
+    return None
+
+
+def read_config(path: Path) -> tuple[str, str]:
+    """Return a configuration file's text and name.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error

@@ -1,0 +1,30 @@
+"""The contexts that are entered in this process, innermost last."""
+
+from typing import Any, Protocol
+
+
+class Context(Protocol):
+    """What this module knows of a context.
+
+    Attributes:
+        common_context: The backend that nested contexts share; None before entry.
+    """
+
+    common_context: Any
+
+
+stack: list[Any] = []
+"""Contexts append and remove themselves."""
+
+
+def current() -> Context | None:
+    """Return the innermost context that is entered, or None."""
+    return stack[-1] if stack else None
+
+
+def ends_well(left_by: BaseException) -> bool:
+    """Whether a block that is left by this exception has reached its end, and not failed.
+
+    GeneratorExit counts as an end: the caller of the generator around the block stopped iterating.
+    """
+    return isinstance(left_by, GeneratorExit) or (isinstance(left_by, SystemExit) and not left_by.code)

@@ -1,0 +1,43 @@
+"""Everything persia raises on purpose, with exit codes and hints. The classes live in ``persia_core``."""
+
+from persia_core.errors import (
+    AuthError,
+    BatchSizeError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceError,
+    FeatureTypeError,
+    IncompatibleError,
+    MissingLabelError,
+    NonFiniteError,
+    PersiaError,
+    RunLostError,
+    StaleCoreError,
+    StaleGenerationError,
+    StorageError,
+    UnreachableError,
+    UsageError,
+    WaitTimeoutError,
+)
+
+__all__ = [
+    "AuthError",
+    "BatchSizeError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeviceError",
+    "FeatureTypeError",
+    "IncompatibleError",
+    "MissingLabelError",
+    "NonFiniteError",
+    "PersiaError",
+    "RunLostError",
+    "StaleCoreError",
+    "StaleGenerationError",
+    "StorageError",
+    "UnreachableError",
+    "UsageError",
+    "WaitTimeoutError",
+]

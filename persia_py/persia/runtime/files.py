@@ -1,0 +1,39 @@
+"""Durable writes, and what a path of a checkpoint may name."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Whether this names a place in an object store rather than a folder."""
+    return re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", os.fspath(place)) is not None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file durably, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written; what was there before still is.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        publish(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished file its name so that a power cut leaves the old one or the new one."""
+    for step in (temporary, path.parent):
+        descriptor = os.open(step, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if step is temporary:
+            temporary.replace(path)

@@ -1,0 +1,19 @@
+"""Random numbers that a run can repeat."""
+
+import os
+import random
+
+
+def setup_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators, and ask torch for deterministic algorithms.
+
+    New embedding rows follow this seed too: a run's seed is ``torch.initial_seed()``.
+    """
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,48 @@
+"""Tokens: one secret in a file, and from it one token for each role."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Literal
+
+from persia.runtime.errors import AuthError
+from persia.runtime.settings import settings
+
+Role = Literal["trainer", "data", "middleware", "admin", "nats"]
+LEAST_SECRET = 32
+"""Bytes a secret has at least."""
+
+
+def secret(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a token file, without white space at its end.
+
+    Raises:
+        AuthError: It cannot be read, or is shorter than :data:`LEAST_SECRET` bytes.
+    """
+    try:
+        content = Path(path).read_bytes().rstrip()
+    except OSError as error:
+        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {error.strerror}") from error
+    if len(content) < LEAST_SECRET:
+        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {len(content)} bytes, want at least {LEAST_SECRET}")
+    return content
+
+
+def role_token(content: bytes, role: Role) -> str:
+    """Return the token of a role: 64 hexadecimal digits."""
+    return hashlib.sha256(f"persia role {role} ".encode() + content).hexdigest()
+
+
+def token_file() -> str | None:
+    """Return the path that ``PERSIA_TOKEN_FILE`` names; None without it."""
+    return settings.token_file
+
+
+def token(role: Role) -> str | None:
+    """Return the token of a role from the file named by ``PERSIA_TOKEN_FILE``; None without one.
+
+    Raises:
+        AuthError: The file cannot be read, or is too short.
+    """
+    path = token_file()
+    return None if path is None else role_token(secret(path), role)

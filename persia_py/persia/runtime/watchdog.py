@@ -1,0 +1,134 @@
+"""A training loop that makes no progress: every rank shows what each of its threads is at, and ends with exit code 70.
+
+Progress is a step, a look-up, an evaluated batch. What a rank waits for on purpose (data, other ranks, files of a save)
+is no hang, however long it takes.
+"""
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.settings import settings
+
+_HINT = (
+    "the threads below show where it stands; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
+    "take, and 0 is without limit"
+)
+_SLICES = 20
+"""Looks during the time that a loop may make no progress."""
+_LAST_S = 10.0
+"""Seconds that telling and showing may take: a pipe or a connection that nobody reads must not keep the process."""
+_ERRORS = 2
+"""Standard error itself; what stands in ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
+
+
+class _State:
+    last = 0.0
+    waits = 0
+    collectives = 0
+
+
+_state = _State()
+
+
+def progress() -> None:
+    """Note that the training loop goes on."""
+    _state.last = time.monotonic()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Around a wait without limit."""
+    _state.waits += 1
+    try:
+        yield
+    finally:
+        progress()
+        _state.waits -= 1
+
+
+@contextlib.contextmanager
+def collective() -> Iterator[None]:
+    """Around what torch does on all ranks together: the rank that is waited for shall be the first to be named."""
+    _state.collectives += 1
+    try:
+        yield
+    finally:
+        progress()
+        _state.collectives -= 1
+
+
+class Watched(Protocol):
+    """What the watchdog needs of a training loop."""
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+
+
+class Watchdog:
+    """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
+
+    Args:
+        tell: Lets the other ranks know why.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._timeout_s = settings.hang_timeout
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, loop: Watched) -> None:
+        """Start watching."""
+        progress()
+        if self._timeout_s:
+            self._thread = threading.Thread(target=self._watch, args=(loop,), name="persia-watchdog", daemon=True)
+            self._thread.start()
+
+    def before_step(self) -> None:
+        """Note the progress."""
+        progress()
+
+    def on_end(self, complete: bool) -> None:
+        """Stop watching."""
+        del complete
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, loop: Watched) -> None:
+        while not self._ended.wait(self._timeout_s / _SLICES):
+            silent = time.monotonic() - _state.last
+            if silent > self._timeout_s * (2 if _state.collectives else 1) and not _state.waits:
+                reason = (
+                    f"rank {settings.rank} (pid {os.getpid()}) has made no progress after step {loop.step} for "
+                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={self._timeout_s:g})"
+                )
+                end(reason, self._tell)
+
+
+def end(reason: str, tell: Callable[[str], None]) -> None:
+    """Show the stacks of all threads of this process, and end it from outside its main thread, whatever fails.
+
+    Args:
+        reason: Why.
+        tell: Lets the other ranks know.
+    """
+    limit = threading.Timer(_LAST_S, os._exit, [int(ExitCode.HUNG)])
+    limit.daemon = True
+    limit.start()
+    try:
+        try:
+            tell(reason)
+        except Exception as error:
+            reason += f"; the other ranks were not told: {type(error).__name__}: {error}"
+        os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.rank}:\n".encode())
+        faulthandler.dump_traceback(_ERRORS, all_threads=True)
+    finally:
+        os._exit(ExitCode.HUNG)
