@@ -185,7 +185,7 @@ def test_files_that_are_not_there(up: StartUp) -> None:
 def test_no_nats_server(no_job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slots.yml").write_text("slots_config: {a: {dim: 4}}\n")
     (tmp_path / "job.yml").write_text(f"embedding_config: slots.yml\nrun_dir: {tmp_path}\n")
-    monkeypatch.setattr("persia.launch.local.shutil.which", lambda *_, **__: None)
+    monkeypatch.setattr("persia.launch.local_job.shutil.which", lambda *_, **__: None)
     with pytest.raises(UsageError, match="apt install nats-server"):
         start_up(tmp_path / "job.yml")
 

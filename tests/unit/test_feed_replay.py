@@ -51,7 +51,7 @@ def test_a_resumed_run_counts_in_the_order_of_training(
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(2, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
-    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    monkeypatch.setattr("persia.runtime.contexts.current", lambda: context)
     data = StreamingDataset()
     data.load_state_dict({"taken": [5, 3], "world_size": 1})
     with sending(run, 7, 0, 2), sending(run, of_second, 1, 2, first=100):
@@ -149,7 +149,7 @@ def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> S
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
     run.servers[0].welcome(generation, 0, 1)
     context = SimpleNamespace(common_context=SimpleNamespace(feed=run.servers[0]))
-    monkeypatch.setattr("persia.data.streaming.cnt_ctx", lambda: context)
+    monkeypatch.setattr("persia.runtime.contexts.current", lambda: context)
     return StreamingDataset()
 
 

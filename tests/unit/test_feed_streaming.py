@@ -308,7 +308,7 @@ def test_an_exit_stays_one_where_the_trainers_want_no_more(
 
 def test_a_sender_whose_note_cannot_be_written_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = SimpleNamespace(announce=lambda *_: io.BytesIO(), close=lambda: None)
-    monkeypatch.setattr("persia.service.discovery", lambda: found)
+    monkeypatch.setattr("persia.discovery.services.connect", lambda: found)
     monkeypatch.setattr("persia.feed.sender.Sender", Sender)
     monkeypatch.setattr(Sender, "closed", False)
     for name, value in {"PERSIA_NATS_URL": "nats://h:1", "PERSIA_JOB": "j", SERVED: str(tmp_path)}.items():
