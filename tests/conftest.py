@@ -76,12 +76,12 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def others_told() -> Iterator[Told]:
-    """Return the warnings so far of scripts that send others than the batches they sent before."""
+    """Return the warnings so far about scripts that send other batches than before."""
     found: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "others than those" in record.getMessage():
+            if "differ from those it received" in record.getMessage():
                 found.append(record.getMessage())
 
     handler = Handler(logging.WARNING)
