@@ -1,5 +1,6 @@
 """Check that dependencies point one way only: the layers of the architecture, for crates and for Python.
 
+Inside the package ``persia``, each layer imports only those below it, without circles.
 examples -> persia -> persia_core -> cuda -> engine; persia_core -> engine, store, wire -> types; server -> store, wire.
 Nothing points back.
 """
@@ -54,6 +55,37 @@ PYTHON: dict[str, set[str]] = {
 OWN_PACKAGES = {"persia", "persia_core", "examples", "benches", "tests", "tools"}
 
 
+PACKAGE = "persia_py/persia"
+
+LAYERS = (
+    "proto",
+    "runtime",
+    "embedding",
+    "discovery",
+    "feed",
+    "distributed",
+    "backend",
+    "checkpoint",
+    "loop",
+    "models",
+    "nn",
+    "ctx",
+    "data",
+    "launch",
+    "cli",
+)
+"""The packages below ``persia``, lowest first: each imports only those before it. All may import ``persia`` itself."""
+
+PATHS = ("__main__", "env", "errors", "helper", "launcher", "logger", "service", "utils")
+"""PersiaML's import paths, and ``python -m persia``: they import from every layer, and no layer imports them."""
+
+MOVED = {("persia.embedding", "persia.nn")}
+"""Modules that find a name, asked for under its old path, in the module where it is now."""
+
+FORBIDDEN_NAMES = {"common", "helper", "misc", "copies", "meeting", "stopping", "interfaces", "peers"}
+"""Names that say nothing, or that the glossary has a word for."""
+
+
 def crate_errors() -> Iterator[str]:
     """Yield each dependency between crates that points the wrong way."""
     command = ["cargo", "metadata", "--format-version", "1", "--no-deps", "--locked", "--offline"]
@@ -101,9 +133,93 @@ def python_errors() -> Iterator[str]:
                     yield f"{file.relative_to(ROOT)}:{line}: {folder} imports {package}"
 
 
+def module_of(file: Path) -> str:
+    """Return the dotted name of a file of the package."""
+    parts = file.relative_to(ROOT / PACKAGE).with_suffix("").parts
+    return ".".join(("persia", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def imported(file: Path, known: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield line and module of each import of the package's own modules, lazy and type-only ones included."""
+    name = module_of(file)
+    for node in ast.walk(ast.parse(file.read_text(), filename=str(file))):
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                parts = name.split(".")[: len(name.split(".")) - node.level + (file.name == "__init__.py")]
+                source = ".".join([*parts, *([source] if source else [])])
+            names = [f"{source}.{each.name}" for each in node.names]
+            found = [each if each in known else source for each in names]
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and node.args:
+            text = node.args[0]
+            found = [text.value] if isinstance(text, ast.Constant) and isinstance(text.value, str) else []
+        for module in found:
+            if module in known and module != name and (name, module) not in MOVED:
+                yield getattr(node, "lineno", 0), module
+
+
+def package_errors() -> Iterator[str]:
+    """Yield each import inside the package that points up, each circle, and each name that is not used there."""
+    files = {module_of(file): file for file in sorted((ROOT / PACKAGE).rglob("*.py"))}
+    graph: dict[str, set[str]] = {}
+    for name, file in files.items():
+        place = file.relative_to(ROOT)
+        for part in {*file.relative_to(ROOT / PACKAGE).with_suffix("").parts} & FORBIDDEN_NAMES:
+            if place != Path(PACKAGE, "helper.py"):
+                yield f"{place}: no module is called {part}: say what it holds"
+        layer = layer_of(name)
+        if layer is None:
+            yield f"{place}: a new package; say in tools/check_layers.py where it belongs"
+            continue
+        graph[name] = set()
+        for line, module in imported(file, set(files)):
+            graph[name].add(module)
+            above = layer_of(module)
+            if above is not None and above > layer:
+                yield f"{place}:{line}: {name} imports {module}, which is above it"
+    yield from (f"import circle: {' -> '.join(circle)}" for circle in circles(graph))
+
+
+def layer_of(module: str) -> int | None:
+    """Return the height of a module's layer; None if it has none."""
+    part = [*module.split("."), ""][1]
+    if not part:
+        return -1
+    if part in PATHS:
+        return len(LAYERS)
+    return LAYERS.index(part) if part in LAYERS else None
+
+
+def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Yield one path for each module from which imports lead back to it, each circle once."""
+    seen: set[str] = set()
+    for start in sorted(graph):
+        if start in seen:
+            continue
+        before: dict[str, str] = {}
+        waiting = [start]
+        while waiting:
+            at = waiting.pop()
+            for module in sorted(graph.get(at, ())):
+                if module == start:
+                    path = [at, start]
+                    while path[0] != start:
+                        path.insert(0, before[path[0]])
+                    seen |= set(path)
+                    yield path
+                    waiting.clear()
+                    break
+                if module not in before:
+                    before[module] = at
+                    waiting.append(module)
+
+
 def main() -> int:
     """Print what is wrong; 1 when something is."""
-    errors = [*crate_errors(), *std_errors(), *python_errors()]
+    errors = [*crate_errors(), *std_errors(), *python_errors(), *package_errors()]
     for error in errors:
         print(error, file=sys.stderr)
     return 1 if errors else 0

@@ -222,7 +222,7 @@ def disk_full(job: Job, rng: random.Random) -> None:
     filler = job.checkpoints / "filler"
     job.note_fault()
     fill(filler)
-    job.wait("a save to be given up", lambda: job.said("given up, training goes on"))
+    job.wait("a save to be given up", lambda: job.said("given up, training continues"))
     assert job.said("the run is saved again in"), "no warning"
     newest = newest_save(job)
     problems = {Path(each["path"]): each["problem"] for each in checkpoint.listing(newest.parent)}

@@ -73,7 +73,7 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
         project("stop", "--timeout", "60", timeout=180)
         assert all(code == 75 for _, code in project.states("trainer"))
         project("up", "--detach", "--no-build")
-        project.says("trainer", "training goes on behind step")
+        project.says("trainer", "training resumes after step")
     else:
         docker("kill", project.containers("emb_server")[0])
         assert all(code not in (0, -1) for code in project.ended("trainer", timeout=150))

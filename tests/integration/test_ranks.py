@@ -141,7 +141,7 @@ def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeSt
     for rank, part in enumerate(parts):
         assert part.wait(180) == 70, part.output
         part.says("rank 2 (pid")
-        part.says("makes no progress behind step 4")
+        part.says("has made no progress after step 4")
         part.says(f"threads of rank {rank}:")
         (main,) = (stack for stack in part.output.split("\n\n") if "in train_once" in stack)  # of the main thread
         assert ("in hang" in main, "in backward" in main) == (rank == 2, rank != 2), part.output

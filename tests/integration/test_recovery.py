@@ -60,7 +60,7 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
     assert 10 <= int(saved.removeprefix("step-")) < STEPS
     parts = nodes(ledger)
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
-    parts[0].says(f"training goes on behind step {saved.removeprefix('step-')}")
+    parts[0].says(f"training resumes after step {saved.removeprefix('step-')}")
     exact(ledger)
 
 
@@ -92,7 +92,7 @@ def test_sigterm_in_an_evaluation_lets_all_save_what_was_trained(
     assert saves(ledger) == [f"step-{saved}"], f"{parts[0].output}\n{parts[1].output}"
     parts = nodes(ledger)
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
-    parts[0].says(f"training goes on behind step {saved}")
+    parts[0].says(f"training resumes after step {saved}")
     exact(ledger)
 
 

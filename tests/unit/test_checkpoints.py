@@ -148,7 +148,7 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
     folder = tmp_path / "run"
     expected = whole(configure, folder, 23)
     flip(next((folder / "step-20").glob(damaged)))
-    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is whole: to go on from there"):
+    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is whole: to resume from it"):
         whole(configure, folder)
     with make(checkpoints=Checkpoints(folder, every=10, allow_previous=True)) as ctx:
         assert ctx.step == 10

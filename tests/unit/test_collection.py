@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -492,3 +493,11 @@ def test_it_works_inside_ddp_and_a_compiled_model(how: str, tmp_path: Path) -> N
         assert tables.step == 10
     for plain, other in zip(*results, strict=True):
         torch.testing.assert_close(plain, other, atol=1e-6, rtol=0)
+
+
+def test_it_is_found_under_its_old_path() -> None:
+    embedding = importlib.import_module("persia.embedding")
+    assert embedding.EmbeddingCollection is EmbeddingCollection
+    assert embedding.TableConfig is TableConfig
+    with pytest.raises(AttributeError, match="no attribute 'Session'"):
+        embedding.Session  # noqa: B018

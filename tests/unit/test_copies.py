@@ -1,4 +1,4 @@
-"""Copies of checkpoints in an object store: here S3, served by a real program."""
+"""ObjectStore of checkpoints in an object store: here S3, served by a real program."""
 
 import contextlib
 import http.client
@@ -17,7 +17,7 @@ from test_training import SLOTS, everything, make, train
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from persia.checkpoint.object_store import MANIFEST, Copies, copy
+from persia.checkpoint.object_store import MANIFEST, ObjectStore, copy
 from persia.cli.main import app
 from persia.ctx import Checkpoints
 from persia.data import DataLoader
@@ -74,7 +74,7 @@ def objects(url: str = URL) -> list[str]:
     """Return the keys below ``url``."""
     import obstore
 
-    return sorted(each["path"] for each in obstore.list(Copies(url)._store).collect())
+    return sorted(each["path"] for each in obstore.list(ObjectStore(url)._store).collect())
 
 
 def checkpoint(configure: Configure, folder: Path, seed: int = 1) -> Path:
@@ -84,16 +84,16 @@ def checkpoint(configure: Configure, folder: Path, seed: int = 1) -> Path:
 
 def test_a_run_goes_on_from_its_copy_on_a_new_disk_with_equal_bits(configure: Configure, tmp_path: Path) -> None:
     expected = whole(configure, tmp_path / "undisturbed")
-    whole(configure, tmp_path / "run", steps=23, copy_to=URL, keep_last=1)
+    whole(configure, tmp_path / "run", steps=23, upload_to=URL, keep_last=1)
     assert {key.split("/")[0] for key in objects()} == {"step-20"}
     shutil.rmtree(tmp_path / "run")
     configure(SLOTS)
-    with make(seed=5, checkpoints=Checkpoints(tmp_path / "run", every=10, copy_to=URL, keep_last=1)) as ctx:
+    with make(seed=5, checkpoints=Checkpoints(tmp_path / "run", every=10, upload_to=URL, keep_last=1)) as ctx:
         assert ctx.step == 20
         train(ctx, DataLoader(Batches(STEPS), reproducible=True))
         assert everything(ctx) == expected
     assert names(tmp_path / "run") == ["LATEST", "step-25"]
-    assert [each.name for each in Copies(URL).whole()] == ["step-25"]
+    assert [each.name for each in ObjectStore(URL).whole()] == ["step-25"]
 
 
 def test_the_newer_one_of_folder_and_store_counts(
@@ -101,17 +101,17 @@ def test_the_newer_one_of_folder_and_store_counts(
 ) -> None:
     whole(configure, tmp_path / "run", steps=11)
     shutil.copytree(tmp_path / "run", tmp_path / "old")
-    whole(configure, tmp_path / "run", steps=21, copy_to=URL)
-    assert [each.name for each in Copies(URL).whole()] == ["step-20"]
+    whole(configure, tmp_path / "run", steps=21, upload_to=URL)
+    assert [each.name for each in ObjectStore(URL).whole()] == ["step-20"]
     for folder, older in (("old", True), ("run", False)):
         caplog.clear()
-        with make(checkpoints=Checkpoints(tmp_path / folder, every=10, copy_to=URL)) as ctx:
+        with make(checkpoints=Checkpoints(tmp_path / folder, every=10, upload_to=URL)) as ctx:
             assert ctx.step == 20
         assert (f"{URL}/step-20 is newer" in caplog.text) == older
     assert names(tmp_path / "old") == ["LATEST", "step-10", "step-20"]
-    Copies(URL)._delete("step-20")
-    Copies(URL).put(tmp_path / "run" / "step-10", "step-10")
-    with make(checkpoints=Checkpoints(tmp_path / "run", every=10, copy_to=URL)) as ctx:
+    ObjectStore(URL)._delete("step-20")
+    ObjectStore(URL).put(tmp_path / "run" / "step-10", "step-10")
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=10, upload_to=URL)) as ctx:
         assert ctx.step == 20, "an older copy changes nothing"
 
 
@@ -122,11 +122,11 @@ def test_large_files_go_in_parts(
     saved = checkpoint(configure, tmp_path / "run")
     content = os.urandom(12 << 20)
     (tmp_path / "large").write_bytes(content)
-    Copies(URL)._put("large", tmp_path / "large")
+    ObjectStore(URL)._put("large", tmp_path / "large")
     assert {"1", "2", "3"} == set(re.findall(r"PUT /\S*/large\?partNumber=(\d+)", server.log.read_text()))
-    assert Copies(URL)._read("large") == content
-    Copies(URL).put(saved, "step-10")
-    Copies(URL).get("step-10", tmp_path / "back")
+    assert ObjectStore(URL)._read("large") == content
+    ObjectStore(URL).put(saved, "step-10")
+    ObjectStore(URL).get("step-10", tmp_path / "back")
     assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == {
         path.name: path.read_bytes() for path in saved.iterdir()
     }
@@ -135,27 +135,27 @@ def test_large_files_go_in_parts(
 def test_a_copy_that_is_broken_off_is_none(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put = Copies._put
+    put = ObjectStore._put
     puts: list[str] = []
 
-    def broken_off(self: Copies, key: str, path: Path) -> None:
+    def broken_off(self: ObjectStore, key: str, path: Path) -> None:
         puts.append(key)
         if key.startswith("step-10/") and len(puts) > 2:
             raise StorageError("the store is gone")
         put(self, key, path)
 
-    monkeypatch.setattr(Copies, "_put", broken_off)
-    checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL, keep_last=1)
+    monkeypatch.setattr(ObjectStore, "_put", broken_off)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, upload_to=URL, keep_last=1)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
-        assert ctx.common.writing is not None
-        ctx.common.writing.wait()
+        assert ctx.common_context is not None and ctx.common_context.writing is not None
+        ctx.common_context.writing.wait()
         assert 0 < len([key for key in objects() if key.startswith("step-10/")]) < len(set(puts))
-        assert Copies(URL).whole() == []
+        assert ObjectStore(URL).whole() == []
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 10)
-    assert checkpoints.uncopied == 1
-    assert "step-10 is written, but not copied: the store is gone" in caplog.text
+    assert checkpoints.not_uploaded == 1
+    assert "step-10 is written, but not uploaded: the store is gone" in caplog.text
     assert {key.split("/")[0] for key in objects()} == {"step-20"}, "what was broken off is deleted"
 
 
@@ -163,21 +163,21 @@ def test_another_checkpoint_of_the_same_name_is_never_mixed_with_the_first(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = checkpoint(configure, tmp_path / "first")
-    Copies(URL).put(first, "step-10")
+    ObjectStore(URL).put(first, "step-10")
     before = objects()
 
-    def refuse(self: Copies, key: str, path: Path) -> None:
+    def refuse(self: ObjectStore, key: str, path: Path) -> None:
         raise StorageError("the store is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Copies, "_put", refuse)
-        Copies(URL).put(first, "step-10")  # the same one: nothing to do
+        patch.setattr(ObjectStore, "_put", refuse)
+        ObjectStore(URL).put(first, "step-10")  # the same one: nothing to do
         second = checkpoint(configure, tmp_path / "second", seed=2)
         with pytest.raises(StorageError, match="the store is gone"):
-            Copies(URL).put(second, "step-10")
+            ObjectStore(URL).put(second, "step-10")
     assert objects() == [key for key in before if not key.endswith(MANIFEST)]
-    Copies(URL).put(second, "step-10")
-    Copies(URL).get("step-10", tmp_path / "back")
+    ObjectStore(URL).put(second, "step-10")
+    ObjectStore(URL).get("step-10", tmp_path / "back")
     assert (tmp_path / "back" / MANIFEST).read_bytes() == (second / MANIFEST).read_bytes()
 
 
@@ -186,8 +186,8 @@ def test_a_damaged_copy_is_refused_and_leaves_nothing(damage: str, configure: Co
     import obstore
 
     saved = checkpoint(configure, tmp_path / "run")
-    Copies(URL).put(saved, "step-10")
-    store = Copies(URL)._store
+    ObjectStore(URL).put(saved, "step-10")
+    store = ObjectStore(URL)._store
     damaged = (
         MANIFEST if damage == "manifest" else max(saved.glob("shard-*"), key=lambda path: path.stat().st_size).name
     )
@@ -200,7 +200,7 @@ def test_a_damaged_copy_is_refused_and_leaves_nothing(damage: str, configure: Co
         flip(tmp_path / "damaged")
         obstore.put(store, f"step-10/{damaged}", tmp_path / "damaged")
     with pytest.raises(CheckpointError, match=re.escape(f"{URL}/step-10/{damaged}")):
-        Copies(URL).get("step-10", tmp_path / "new" / "step-10")
+        ObjectStore(URL).get("step-10", tmp_path / "new" / "step-10")
     assert names(tmp_path / "new") == []
 
 
@@ -211,16 +211,16 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
     monkeypatch.setattr("persia.checkpoint.object_store.RETRY_S", 0.1)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     configure(SLOTS)
-    checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, upload_to=URL)
     with make(checkpoints=checkpoints) as ctx:
         assert ctx.step == 10
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
-    assert "without looking for a newer one" in caplog.text
-    assert checkpoints.uncopied == 1
+    assert "without looking for a newer replica" in caplog.text
+    assert checkpoints.not_uploaded == 1
     assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
     with (
         pytest.raises(StorageError, match=f"{URL}/not listed: Generic S3 error: .*127.0.0.1:1/"),
-        make(checkpoints=Checkpoints(tmp_path / "other", copy_to=URL)),
+        make(checkpoints=Checkpoints(tmp_path / "other", upload_to=URL)),
     ):
         pass  # nobody knows whether there is a save to go on from
 
@@ -252,4 +252,15 @@ def test_a_folder_is_wanted_where_a_url_is_given(configure: Configure, tmp_path:
     with make() as ctx, pytest.raises(UsageError, match="persia ckpt copy"):
         ctx.dump_checkpoint(f"{URL}/step-1")
     with pytest.raises(ConfigError, match="want a URL such as s3://"):
-        Checkpoints(tmp_path, copy_to=str(tmp_path))
+        Checkpoints(tmp_path, upload_to=str(tmp_path))
+
+
+def test_the_old_names_of_an_upload_work(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    checkpoints = Checkpoints(tmp_path / "run", every=10, copy_to=URL)
+    with make(checkpoints=checkpoints) as ctx:
+        train(ctx, DataLoader(Batches(3), reproducible=True))
+    assert [each.name for each in ObjectStore(URL).whole()] == ["step-3"]
+    assert checkpoints.uncopied == checkpoints.not_uploaded == 0
+    with pytest.raises(UsageError, match="two names of one argument"):
+        Checkpoints(tmp_path, copy_to=URL, upload_to=URL)

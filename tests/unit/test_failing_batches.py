@@ -23,13 +23,21 @@ from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import DataError, NonFiniteError, RunLostError, StorageError, UnreachableError, UsageError
+from persia.loop.training import TrainingLoop
 from persia.runtime import files
 from persia_core import checkpoint as core
-from persia_core.forward import Pipeline, TrainingBatch
+from persia_core.forward import TrainingBatch
 
 BAD = 12
 """The number of the batch that fails, from 0; its step is one more."""
 META = b"from file 7"
+
+
+def refused_at(step: int, text: str) -> DataError:
+    """Return the engine's error for a look-up or push of ``step``."""
+    error = DataError(text)
+    error.step = step
+    return error
 
 
 class Marked(Batches):
@@ -111,7 +119,7 @@ def test_a_batch_that_fails_is_written_down(folder: Path, caplog: pytest.LogCapt
         caplog.clear()
         fail(1, folder, Marked)
         assert f"step 13 failed on rank 0 for {said}: ZeroDivisionError: at this batch; see {folder}" in caplog.text
-        assert ("go on without it by Checkpoints(failing_batches='skip')" in caplog.text) == (times >= 3)
+        assert ("skip its step by Checkpoints(failing_batches='skip')" in caplog.text) == (times >= 3)
         assert record(folder) == {
             "step": 13,
             "rank": 0,
@@ -156,7 +164,7 @@ def test_a_batch_that_always_fails_is_left_out(
         return marked
 
     fail(3, folder, source, body, policy="skip")
-    assert "it always fails, and is left out when the run is started again" in caplog.text
+    assert "it always fails, and its step is skipped when the run is restarted" in caplog.text
     ctx, checkpoints, found = run(folder, source, body, "skip")
     assert ctx.common_context is None and checkpoints.skipped == 1
     assert "step 13 skipped, model and rows unchanged: its batch on rank 0 always fails; 1 skipped" in caplog.text
@@ -183,15 +191,16 @@ def test_look_ups_ahead_do_not_blame_another_batch(folder: Path) -> None:
 
 def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ahead of the one that the loop waits for."""
-    take = DataLoader._next
+    take = TrainingLoop._take
 
-    def refuse(self: DataLoader, pipeline: Pipeline, fed: Any) -> list[TrainingBatch]:
-        if json.loads(fed[0].position)["source"] == {"next": 13}:
+    def refuse(self: TrainingLoop) -> TrainingBatch | None:
+        fed = self._feeder.fed
+        if fed and json.loads(fed[0].position)["source"] == {"next": 13}:
             wait_until("three batches to be fed", lambda: len(fed) >= 3, 30)
-            raise DataError("look-up of step 15 failed: too many ids")
-        return take(self, pipeline, fed)
+            raise refused_at(15, "look-up of step 15 failed: too many ids")
+        return take(self)
 
-    monkeypatch.setattr(DataLoader, "_next", refuse)
+    monkeypatch.setattr(TrainingLoop, "_take", refuse)
     fail(1, folder, lambda: Batches(STEPS))
     assert names(folder / "poison") == ["step-15.rank-0.batch", "step-15.rank-0.json"]
     assert record(folder, 15)["position"]["source"] == {"next": 15}
@@ -222,7 +231,8 @@ def test_a_look_up_ahead_that_is_refused_is_not_blamed_on_the_batch_in_work(fold
     def train() -> None:
         with make(checkpoints=Checkpoints(folder, every=5)) as ctx:
             if ctx.step == 0:
-                ctx.common.begin(resume=(0, last - BAD, 1))
+                assert ctx.common_context is not None
+                ctx.common_context.begin(resume=(0, last - BAD, 1))
             for batch in DataLoader(Waiting(STEPS), embedding_staleness=16):
                 if batch.step < last - 5 or where != "in backward":
                     step(ctx, batch)
@@ -278,9 +288,10 @@ def test_a_batch_is_left_out_with_that_of_another_rank(
         if what == "batches that always fail":
             assert mine == []
             return [[], [13]]
-        if "always fails" in what:
-            assert mine is False
-            return [False, theirs]
+        if what == "next step" and self.trained_step == 12:
+            left, votes = mine
+            assert votes[0] is False
+            return [mine, [left, [theirs, *votes[1:]]]]
         return [mine]
 
     monkeypatch.setattr(LocalBackend, "gather", gather)
@@ -306,7 +317,7 @@ def test_another_batch_of_that_step_is_trained(folder: Path, caplog: pytest.LogC
 
     _, checkpoints, _ = run(folder, lambda: Moved(STEPS, ids=20), policy="skip")
     assert checkpoints.skipped == 0
-    assert "step 13 is trained: its batch is another one than that which failed" in caplog.text
+    assert "step 13 is trained: its batch is not the one that failed" in caplog.text
     assert names(folder / "poison") == []
 
     fail(2, folder / "other", Marked)
@@ -345,7 +356,7 @@ def test_a_batch_that_was_repaired_at_its_place_is_trained(
     fail(3, folder, lambda: source(Marked()), policy="skip")
     _, checkpoints, _ = run(folder, lambda: source(Repaired()), body, "skip")
     assert checkpoints.skipped == 0 and seen == [(BAD + 1, b"repaired")]
-    assert "step 13 is trained: its batch is another one than that which failed" in caplog.text
+    assert "step 13 is trained: its batch is not the one that failed" in caplog.text
 
 
 def test_other_batches_at_one_place_are_counted_each_by_itself(folder: Path) -> None:
@@ -413,8 +424,8 @@ def test_a_step_is_forgotten_once_its_save_is_known_to_be_written(folder: Path) 
 
     def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
         step(ctx, batch)
-        if ctx.common.writing is not None:
-            ctx.common.writing.wait()
+        if ctx.common_context is not None and ctx.common_context.writing is not None:
+            ctx.common_context.writing.wait()
         assert (names(folder / "poison") == []) == (batch.step > 20)
 
     run(folder, lambda: Batches(STEPS, ids=20), body, every=5)
@@ -432,8 +443,8 @@ def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pyt
     assert "it always fails, and so do the steps 13: where more than one of 100 steps" in caplog.text
     caplog.clear()
     fail(2, folder, lambda: Batches(STEPS), body, policy="skip")
-    assert "no batch of the steps 13, 14 is left out" in caplog.text
-    assert "skipped" not in caplog.text
+    assert "steps 13, 14 are not skipped" in caplog.text
+    assert "skipped, model and rows unchanged" not in caplog.text
     assert (record(folder, 13)["times"], record(folder, 14)["times"]) == (5, 3)
     _, checkpoints, _ = run(folder, lambda: Batches(STEPS), step, "skip")  # corrected
     assert checkpoints.skipped == 0
@@ -479,7 +490,7 @@ def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
     assert record(folder, 14)["times"] == 3
     assert "it always fails, and so do the steps 13" in caplog.text
     fail(1, folder, lambda: Batches(STEPS), body, policy="skip", every=1)
-    assert "no batch of the steps 14 is left out" in caplog.text
+    assert "steps 14 are not skipped" in caplog.text
     assert names(folder) == ["LATEST", "poison", "step-11", "step-12", "step-13"]
 
 
@@ -493,7 +504,7 @@ def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
         UsageError(),
         SystemExit(),
         KeyboardInterrupt(),
-        DataError("push of step 11 failed"),
+        refused_at(11, "push of step 11 failed"),
     ],
 )
 def test_what_is_no_failure_of_a_batch_is_not_written_down(folder: Path, error: BaseException) -> None:
@@ -549,23 +560,28 @@ THROUGH = [iter, passed_on, numbered]
 
 @pytest.mark.parametrize("through", THROUGH)
 @pytest.mark.parametrize("how", ["break", "break under with", "return", "break, again raised", "an error caught"])
-def test_an_error_behind_a_loop_that_was_left_is_not_written_down(
-    folder: Path, how: str, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_error_after_a_loop_that_was_left_is_not_written_down(
+    folder: Path, how: str, trained: bool, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
 ) -> None:
+    """Unless the script left it at a batch that was not trained on: that one is still open."""
+
     def train(ctx: TrainCtx) -> None:
-        for batch in through(DataLoader(Marked(), reproducible=True)):
-            if batch.meta is None:
+        for batch in through(DataLoader(Batches(STEPS, ids=20), reproducible=True)):
+            if batch.step <= BAD or trained:
                 step(ctx, batch)
-            elif how == "return":
+            if batch.step <= BAD:
+                continue
+            if how == "return":
                 return
-            elif how == "break under with":
+            if how == "break under with":
                 with contextlib.ExitStack():
                     break
             elif how == "an error caught":
                 raise LookupError
             else:
                 break
-        if how == "break":
+        if how == "break" and trained:
             raise ZeroDivisionError
 
     with contextlib.suppress(ZeroDivisionError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
@@ -576,6 +592,25 @@ def test_an_error_behind_a_loop_that_was_left_is_not_written_down(
         except ZeroDivisionError:
             if how == "break, again raised":
                 raise
+        divide()
+    assert ("poison" in names(folder)) == (not trained)
+
+
+@pytest.mark.parametrize("then", ["evaluated", "another loop"])
+def test_an_error_after_the_context_was_used_again_is_not_written_down(folder: Path, then: str) -> None:
+    """A loop was left at a batch that was not trained on, which is a common way to stop; an evaluation fails then."""
+    with pytest.raises(ZeroDivisionError), make(checkpoints=Checkpoints(folder, every=10)) as ctx:
+        loader = DataLoader(Batches(STEPS, ids=20), reproducible=True)
+        for batch in loader:
+            if batch.step > BAD:
+                break
+            step(ctx, batch)
+        if then == "evaluated":
+            ctx.get_embedding_from_data(Batches(1).batch(0))
+        else:
+            for batch in loader:
+                step(ctx, batch)
+                break
         divide()
     assert "poison" not in names(folder)
 
@@ -649,11 +684,11 @@ def test_a_failure_that_cannot_be_written_down_hides_no_error(
 ) -> None:
     (folder / "poison").write_text("a file")
     fail(1, folder, Marked)
-    assert "step 13 failed, but that cannot be written down" in caplog.text
+    assert "step 13 failed, but that cannot be recorded" in caplog.text
     (folder / "poison").unlink()
     monkeypatch.setattr(files, "publish", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     fail(1, folder, Marked)
-    assert "that cannot be written down: no space left" in caplog.text
+    assert "that cannot be recorded: no space left" in caplog.text
     assert names(folder / "poison") == []
 
 

@@ -16,8 +16,9 @@ from test_training import SLOTS, everything, make, train
 
 from persia.backend.local import LocalBackend
 from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import RunState
 from persia.checkpoint.snapshot import Save
-from persia.ctx import Checkpoints, TrainCtx
+from persia.ctx import Checkpoints
 from persia.data import DataLoader
 from persia.errors import RunLostError, StorageError, UnreachableError, UsageError
 
@@ -34,32 +35,32 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 ) -> None:
     expected = whole(configure, tmp_path / "undisturbed")
     refusals = itertools.chain([True] * 5, itertools.repeat(False))
-    write, begin = Save._write, TrainCtx.begin_checkpoint
+    write, begin = Save._write, RunState.begin_save
 
     def refuse_to_write(self: Save) -> None:
         if in_the_background and next(refusals):
             raise failure("no space left on the device")
         write(self)
 
-    def refuse_to_begin(self: TrainCtx, directory: Path, more: dict[str, dict[str, Any]]) -> Save:
+    def refuse_to_begin(self: RunState, directory: Path, more: dict[str, dict[str, Any]]) -> Save:
         if not in_the_background and next(refusals):
             raise failure("no space left on the device")
         return begin(self, directory, more)
 
     monkeypatch.setattr(Save, "_write", refuse_to_write)
-    monkeypatch.setattr(TrainCtx, "begin_checkpoint", refuse_to_begin)
+    monkeypatch.setattr(RunState, "begin_save", refuse_to_begin)
     monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
     checkpoints = Checkpoints(tmp_path / "run", every=10)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(Batches(STEPS), reproducible=True):
-            if ctx.common.writing is not None:
-                ctx.common.writing.wait()
+            if ctx.common_context is not None and ctx.common_context.writing is not None:
+                ctx.common_context.writing.wait()
             step(ctx, batch)
         assert everything(ctx) == expected
     assert checkpoints.failed == 1
     # Of step 10, or of one soon after: a save that failed is made again behind the step that is trained by then.
-    assert re.search(r"checkpoint of step 1\d given up, training goes on: no space left", caplog.text)
+    assert re.search(r"checkpoint of step 1\d given up, training continues: no space left", caplog.text)
     latest, saved, end = names(tmp_path / "run")
     assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
 
@@ -221,7 +222,7 @@ def test_a_save_that_was_written_keeps_no_copy_of_the_model(
     configure(SLOTS)
     with make() as ctx:
         train(ctx, DataLoader(Batches(2)))
-        save = ctx.begin_checkpoint(tmp_path / "run", {})
+        save = ctx._run_state.begin_save(tmp_path / "run", {})
         if fails:
             monkeypatch.setattr(snapshot.Save, "_write", lambda self: self.add_state("bad/name", {}))
         with pytest.raises(UsageError) if fails else contextlib.nullcontext():

@@ -16,7 +16,9 @@ from conftest import ROOT, Batches, Configure, Told
 from test_loops import persia_threads
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia.ctx import Checkpoints, DataCtx, TrainCtx, eval_ctx
+from persia.checkpoint.autosave import Autosave
+from persia.checkpoint.run_state import RunState
+from persia.ctx import Checkpoints, DataCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
 from persia.feed.protocol import Stopped
@@ -109,15 +111,15 @@ def test_a_loop_left_early_goes_on_behind_the_last_trained_batch(script: Script,
     assert trained == list(range(9))
 
 
-def test_a_reading_thread_that_is_left_behind_does_not_end_the_next_loop(
+def test_a_reading_thread_that_is_left_running_does_not_end_the_next_loop(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def left_behind(thread: threading.Thread) -> bool:
+    def left_running(thread: threading.Thread) -> bool:
         thread.join()
         return False
 
     script(SENDS)
-    monkeypatch.setattr("persia.data.loader._join", left_behind)
+    monkeypatch.setattr("persia.loop.feeder._join", left_running)
     with make() as ctx:
         loader = DataLoader(StreamingDataset())
         assert len(train(ctx, loader, 10)) == 10
@@ -169,9 +171,9 @@ def test_a_resumed_run_whose_script_sends_other_batches_than_before_is_told(
         train(ctx, DataLoader(StreamingDataset()), 11)
         with monkeypatch.context() as patch:
             if old:
-                state = ctx.rank_state()
+                state = ctx._run_state.rank_state()
                 del state["passed"]
-                patch.setattr(TrainCtx, "rank_state", lambda ctx: state)
+                patch.setattr(RunState, "rank_state", lambda _: state)
             ctx.dump_checkpoint(tmp_path / "checkpoint")
     for again in (1, 2):  # the second time from a save that was made before anything else was trained
         sends(changed)
@@ -191,20 +193,20 @@ def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, m
     given = {}
     with make() as ctx:
         train(ctx, DataLoader(StreamingDataset()), 7)
-        mine, other = ctx.rank_state(), ctx.rank_state()
+        mine, other = ctx._run_state.rank_state(), ctx._run_state.rank_state()
         other["passed"] = {**mine["passed"], "digests": [5]}
         monkeypatch.setattr(ctx.common_context, "collect", lambda state: [state, other])
-        Checkpoints(tmp_path / "run").save(ctx, ctx.step)
+        Autosave(Checkpoints(tmp_path / "run"), ctx._run_state).save(ctx.step)
     with make() as ctx:
         ctx.load_checkpoint(tmp_path / "run" / "step-7")
-        assert ctx.rank_state()["passed"] == mine["passed"]
+        assert ctx._run_state.rank_state()["passed"] == mine["passed"]
         monkeypatch.setattr(ctx.common_context, "spread", lambda state: given.update(state()))
         train(ctx, DataLoader(StreamingDataset()), 1)
-    monkeypatch.setattr("persia.env.get_rank", lambda: 1)
+    monkeypatch.setattr("persia.runtime.settings.Settings.rank", 1)
     with make() as ctx:
         monkeypatch.setattr(ctx.common_context, "spread", lambda state: given)
-        ctx._spread()
-        assert ctx.rank_state()["passed"] == other["passed"]
+        ctx._run_state.share_loaded()
+        assert ctx._run_state.rank_state()["passed"] == other["passed"]
 
 
 def test_a_checkpoint_of_other_ranks_is_refused(script: Script) -> None:
@@ -352,7 +354,7 @@ def test_a_script_has_its_own_arguments(script: Script, monkeypatch: pytest.Monk
     assert sys.argv is before
 
 
-def test_a_script_that_does_not_end_is_left_behind(
+def test_a_script_that_does_not_end_is_left_running(
     script: Script, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("persia.feed.embedded._LEAVE_S", 0.1)

@@ -168,8 +168,10 @@ import time
 
 from persia.runtime import preemption
 
-with preemption.saving_run(), preemption.stoppable(True):
-    preemption.trained()
+with preemption.saving_run():
+    loop = preemption.Preemption()
+    loop.on_start(None)
+    loop.after_step(1)
     print("up", os.environ["RANK"], os.getpid(), flush=True)
     while not preemption.stop_asked():
         time.sleep(0.01)

@@ -14,7 +14,7 @@ from test_training import SLOTS, everything, loss_fn, make, train
 from waiting import wait_until
 
 from persia.backend.local import LocalBackend
-from persia.ctx import EmbeddingCtx, InferCtx, PreprocessMode, TrainCtx, cnt_ctx, eval_ctx
+from persia.ctx import Checkpoints, EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
@@ -201,13 +201,13 @@ def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkey
 
 def test_a_loop_whose_end_fails_reads_no_further(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(SLOTS)
-    close = TrainCtx.close_loop
+    close = LocalBackend.close_loop
 
-    def fail(self: TrainCtx, pipeline: Pipeline, *, together: bool) -> None:
+    def fail(self: LocalBackend, pipeline: Pipeline, *, together: bool) -> None:
         close(self, pipeline, together=together)
         raise UnreachableError("a push is not applied")
 
-    monkeypatch.setattr(TrainCtx, "close_loop", fail)
+    monkeypatch.setattr(LocalBackend, "close_loop", fail)
     data = Batches(9)
     with make() as ctx:
         loop = iter(DataLoader(data))
@@ -231,7 +231,10 @@ def test_contexts_can_be_made_again_and_start_empty(configure: Configure) -> Non
     assert cnt_ctx() is None
 
 
-def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(configure: Configure) -> None:
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(
+    configure: Configure, tmp_path: Path, saves: bool
+) -> None:
     configure(SLOTS)
 
     class Broken(IterableDataset):
@@ -240,7 +243,7 @@ def test_an_error_of_the_data_set_reaches_the_loop_in_its_place(configure: Confi
             yield Batches(1).batch(1)
             raise ZeroDivisionError("row 17 of part-3")
 
-    with make() as ctx:
+    with make(checkpoints=Checkpoints(tmp_path / "run") if saves else None) as ctx:
         seen = 0
         with pytest.raises(ZeroDivisionError, match="row 17 of part-3"):
             for batch in DataLoader(Broken()):

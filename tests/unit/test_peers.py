@@ -20,12 +20,14 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 from waiting import wait_until
 
-from persia.backend import remote
+from persia.backend import agreement, remote
+from persia.ctx import Checkpoints
 from persia.discovery import nats
 from persia.distributed import control_plane, handshake, network, options, rendezvous, run
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
-from persia.loop.quarantine import Poison, Work
+from persia.loop.feeder import Work
+from persia.loop.quarantine import Quarantine
 from persia.runtime import preemption
 from persia.runtime.job import finished_summary
 
@@ -91,7 +93,7 @@ def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: ThreadPoo
     waiting = [pool.submit(each.share, "step 1", 0) for each in (first, second)]
     third._links[0].hang_up()  # as the kernel does for a process that is killed
     for future in waiting:
-        with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a word"):
+        with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a message"):
             future.result(LONG)
     with pytest.raises(RunLostError, match="rank 0 is gone"):
         third.share("step 1", 0)
@@ -141,17 +143,19 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
     batch = PersiaBatch(
         [IDTypeFeatureWithSingleID("a", np.arange(3, dtype=np.uint64))], labels=[Label(np.zeros((3, 1)))]
     )
-    common: Any = SimpleNamespace(engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True)
-    poison = Poison(skip=False)
-    poison.begin(common, tmp_path, ())
-    poison.at_work(Work(5, json.dumps({"batches": 5, "source": None}), batch.data))
+    backend: Any = SimpleNamespace(
+        engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True, checkpoint_dir=Path
+    )
+    quarantine = Quarantine(Checkpoints(tmp_path))
+    quarantine.on_start(SimpleNamespace(backend=backend))
+    work = Work(5, json.dumps({"batches": 5, "source": None}), batch.data)
     if how == "not at all":
         monkeypatch.setattr(control_plane, "_NOTICED_S", 0.2)
     else:
         reason = "its error" if how == "by an error" else None
         leave = last._links[0].hang_up if how == "killed" else lambda: last.leave(reason)
         threading.Timer(0.3, leave).start()
-    poison.failed(RuntimeError("Connection closed by peer"))
+    quarantine.on_error(RuntimeError("Connection closed by peer"), work)
     assert ([*tmp_path.iterdir()] == []) == (how != "not at all")
 
 
@@ -253,12 +257,12 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
 def test_ranks_begin_a_loop_with_the_same() -> None:
     told: list[dict[str, Any]] = [{"staleness": 1, "learning rate": rate} for rate in (0.1, 0.1, 0.2)]
     with pytest.raises(UsageError, match=r"learning rate is 0\.2 on rank 2 and 0\.1 on rank 0"):
-        remote.check_same(told)
+        agreement.check_same(told)
     told[0]["learning rate"] = None  # of a checkpoint that rank 0 has loaded, which the others get from it
-    remote.check_same(told)
+    agreement.check_same(told)
     told[2]["staleness"] = 2
     with pytest.raises(UsageError, match="staleness is 2 on rank 2 and 1 on rank 0"):
-        remote.check_same(told)
+        agreement.check_same(told)
 
 
 @pytest.mark.parametrize(
@@ -308,21 +312,23 @@ def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, mon
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0), LONG)
     with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(handshake.STRANGERS + 20)]
-        for stranger in strangers:
+        unauthenticated = [
+            stack.enter_context(socket.create_connection(address)) for _ in range(handshake.UNAUTHENTICATED + 20)
+        ]
+        for stranger in unauthenticated:
             assert b"challenge" in stranger.recv(1000)
         right = handshake.join(address, me(1), LONG)
         alone = first.result(LONG)
         with pytest.raises(UsageError, match="pid 101 on here"):
             handshake.join(address, me(1, pid=7), LONG)
-        assert strangers[0].recv(1000) == b""
-        strangers[-1].setblocking(False)
+        assert unauthenticated[0].recv(1000) == b""
+        unauthenticated[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
-            strangers[-1].recv(1000)
+            unauthenticated[-1].recv(1000)
         for each in (right, alone):
             each.leave(None)
-        strangers[-1].settimeout(LONG)
-        assert strangers[-1].recv(1000) == b""
+        unauthenticated[-1].settimeout(LONG)
+        assert unauthenticated[-1].recv(1000) == b""
     listener.close()
 
 

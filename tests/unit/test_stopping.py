@@ -3,6 +3,8 @@
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,3 +176,62 @@ def test_an_error_is_told_though_sigterm_came_before_it(configure: Configure, tm
             terminate()
             raise ZeroDivisionError
     assert names(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("where", ["in the loop", "behind it"])
+def test_ctrl_c_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, where: str) -> None:
+    configure(SLOTS)
+    with pytest.raises(SystemExit) as left, make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
+        for batch in DataLoader(Batches(STEPS), reproducible=True):
+            step(ctx, batch)
+            if ctx.step == 3:
+                if where == "behind it":
+                    break
+                os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the context went on")
+    assert left.value.code == 130
+    assert names(tmp_path / "run") == ["LATEST", "step-3"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt), make():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_twice_ends_at_once(configure: Configure, tmp_path: Path) -> None:
+    """While the checkpoint that the first one asked for cannot be written."""
+    configure(SLOTS)
+    script = f"""
+import os, signal, threading
+import test_checkpoints as test
+from conftest import Batches
+from persia.checkpoint.snapshot import Save
+from persia.ctx import Checkpoints
+from persia.data import DataLoader
+
+def write(self):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+
+Save._write = write
+with test.make(checkpoints=Checkpoints({str(tmp_path / "run")!r}, every=1000)) as ctx:
+    for batch in DataLoader(Batches(9)):
+        test.step(ctx, batch)
+        if ctx.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+"""
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Ctrl-C: saving the run after this step" in done.stderr
+    assert "Ctrl-C again: ending without a checkpoint" in done.stderr
+    assert not (tmp_path / "run" / "step-3" / "MANIFEST.json").exists()

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +37,85 @@ def test_an_import_that_points_back_is_named(tmp_path: Path, monkeypatch: pytest
     assert list(layers.python_errors()) == [
         "persia_py/persia/bad.py:5: persia_py/persia imports tests",
         "examples/dlrm/train.py:1: examples imports persia_core",
+    ]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], list[str]]:
+    """Return what the check of the layers finds in a package of these files."""
+    layers = load("check_layers")
+    monkeypatch.setattr(layers, "ROOT", tmp_path)
+
+    def check(files: dict[str, str]) -> list[str]:
+        for name, content in {"__init__.py": "", "runtime/__init__.py": "", "ctx/__init__.py": "", **files}.items():
+            path = tmp_path / "persia_py" / "persia" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+        return list(layers.package_errors())
+
+    return check
+
+
+Check = Callable[[dict[str, str]], list[str]]
+
+
+def test_layers_that_import_what_is_below_them_are_right(package: Check) -> None:
+    files = {
+        "runtime/errors.py": "from persia import __version__\n",
+        "ctx/__init__.py": "from persia.ctx.train import TrainCtx\n",
+        "ctx/train.py": "from persia.runtime.errors import PersiaError\nfrom persia.runtime import errors\n",
+        "errors.py": "from persia.runtime.errors import PersiaError\n",
+    }
+    assert package(files) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from persia.ctx.train import TrainCtx",
+        "from persia.ctx import train",
+        "import persia.ctx.train",
+        "def f() -> None:\n    from persia.ctx import train",
+        "if TYPE_CHECKING:\n    from persia.ctx.train import TrainCtx",
+        "from ..ctx import train",
+        "importlib.import_module('persia.ctx.train')",
+    ],
+)
+def test_an_import_of_a_layer_above_is_named(package: Check, line: str) -> None:
+    found = package({"runtime/errors.py": line + "\n", "ctx/train.py": ""})
+    number = 1 + line.count("\n")
+    wanted = (
+        f"persia_py/persia/runtime/errors.py:{number}: persia.runtime.errors imports persia.ctx.train, which is above"
+    )
+    assert found == [wanted + " it"]
+
+
+def test_no_layer_imports_the_paths_of_persiaml(package: Check) -> None:
+    found = package({"ctx/train.py": "from persia import env\n", "env.py": ""})
+    assert found == ["persia_py/persia/ctx/train.py:1: persia.ctx.train imports persia.env, which is above it"]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_circle_of_imports_is_named(package: Check, lazy: bool) -> None:
+    back = "def f() -> None:\n    from persia.ctx.one import f\n" if lazy else "from persia.ctx.one import f\n"
+    files = {"ctx/one.py": "from persia.ctx.two import f\n", "ctx/two.py": "from persia.ctx.three import f\n"}
+    found = package({**files, "ctx/three.py": back})
+    assert found == ["import circle: persia.ctx.one -> persia.ctx.two -> persia.ctx.three -> persia.ctx.one"]
+
+
+def test_names_that_say_nothing_are_refused(package: Check) -> None:
+    found = package({"ctx/common.py": "", "runtime/peers/__init__.py": "", "helper.py": "", "ctx/helper.py": ""})
+    assert found == [
+        "persia_py/persia/ctx/common.py: no module is called common: say what it holds",
+        "persia_py/persia/ctx/helper.py: no module is called helper: say what it holds",
+        "persia_py/persia/runtime/peers/__init__.py: no module is called peers: say what it holds",
+    ]
+
+
+def test_a_new_package_has_to_be_put_into_its_layer(package: Check) -> None:
+    found = package({"serving/__init__.py": ""})
+    assert found == [
+        "persia_py/persia/serving/__init__.py: a new package; say in tools/check_layers.py where it belongs"
     ]
 
 

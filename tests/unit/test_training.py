@@ -201,8 +201,8 @@ def test_reproducible_runs_are_equal_bit_for_bit(configure: Configure, optimizer
 def test_the_first_step_of_a_process_is_logged_once(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(SLOTS)
     said: list[str] = []
-    monkeypatch.setattr("persia.ctx.train._first_done", False)
-    monkeypatch.setattr("persia.ctx.train._logger.info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("persia.loop.training._first_done", False)
+    monkeypatch.setattr("persia.loop.training._logger.info", lambda text, *values: said.append(text % values))
     for _ in range(2):
         with make() as ctx:
             train(ctx, DataLoader(Batches(3)))

@@ -85,7 +85,7 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
         timeout=100,
     )
     assert done.returncode == code, done.stderr
-    said = "makes no progress behind step 4" in done.stderr and "in a_call_that_never_returns" in done.stderr
+    said = "has made no progress after step 4" in done.stderr and "in a_call_that_never_returns" in done.stderr
     assert said == (what == "hang"), done.stderr
     assert ("trained 4" in done.stdout) == (what == "go on")
 
@@ -120,4 +120,4 @@ watchdog.end("rank 0 makes no progress", tell)
     assert done.returncode == 70, done.stderr
     if "sleep" not in tell:
         assert "error: rank 0 makes no progress" in done.stderr and "threads of rank 0:" in done.stderr
-    assert ("were not told: ValueError: no such rank" in done.stderr) == ("raise" in tell)
+    assert ("do not know: ValueError: no such rank" in done.stderr) == ("raise" in tell)

@@ -3,4 +3,5 @@
 * :mod:`persia.backend.base`: the interface, :class:`~persia.backend.base.Backend`
 * :mod:`persia.backend.local`: the rows in this process (embedded mode)
 * :mod:`persia.backend.remote`: the rows on embedding servers, and several ranks
+* :mod:`persia.backend.agreement`: what those ranks agree on
 """

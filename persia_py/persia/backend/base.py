@@ -1,4 +1,4 @@
-"""What nested contexts share, in the embedded mode and in the distributed one."""
+"""Where the rows are, and how they are reached: the interface that nested contexts share."""
 
 import contextlib
 import os
@@ -12,10 +12,11 @@ import torch
 
 from persia.embedding.config import Configuration, EmbeddingConfig, get_default_embedding_config
 from persia.embedding.optim import Optimizer
-from persia.runtime import settings, watchdog
+from persia.runtime import watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, TrainingBatch
@@ -38,7 +39,7 @@ class RowSettings:
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device, and what the model gets there.
+    """A CUDA device, and the type of the embedding tensors there.
 
     Attributes:
         number: As CUDA counts.
@@ -70,7 +71,7 @@ class Offender:
 
     Attributes:
         text: Which, and where.
-        averaged: It was averaged over all ranks, so that another rank may have spoilt it.
+        averaged: It was averaged over all ranks, so that it may come from another rank.
     """
 
     text: str
@@ -93,15 +94,17 @@ class BackgroundSave(Protocol):
 
 
 class Backend(ABC):
-    """One engine, shared by all nested contexts, and what differs between the modes.
+    """One engine, shared by all nested contexts, and what differs between the embedded mode and servers.
 
     Attributes:
         engine: The engine.
         configuration: Slots and general settings; read from the two files where none is given.
         settings: What the run's generation began with.
         device: Where look-ups are pooled; None is the CPU.
-        trained_step: The last step whose gradients were pushed, or given up.
-        feed: What a :class:`persia.data.StreamingDataset` reads; None before there is one.
+        trained_step: The last step whose gradients were pushed, or that was skipped.
+        feed: What a :class:`persia.data.StreamingDataset` reads; None before one is opened.
+        activity: How many loops and evaluating look-ups have begun.
+        closed: The outermost context has ended.
         gradient_scale: What every summed embedding gradient is multiplied by.
     """
 
@@ -114,6 +117,8 @@ class Backend(ABC):
         self.device = device
         self.trained_step = 0
         self.writing: BackgroundSave | None = None
+        self.activity = 0
+        self.closed = False
         self._unwritten: BaseException | None = None
         self.feed: Any = None
         self._seed: int | None = None
@@ -165,7 +170,7 @@ class Backend(ABC):
         )
 
     def settle(self) -> None:
-        """Return when nobody can push any more, because rows are to be replaced.
+        """Return when no rank can push any more, because rows are to be replaced.
 
         Raises:
             UsageError: This rank is in a training loop.
@@ -174,7 +179,7 @@ class Backend(ABC):
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
     def settle_between_loops(self) -> None:
-        """Return when rows are as the last training loop left them: a rank's last push may still be on its way.
+        """Return when all pushes of the last training loop are applied.
 
         Inside a loop it returns at once.
 
@@ -196,7 +201,7 @@ class Backend(ABC):
         """Return when no save is being written in the background any more.
 
         Raises:
-            StorageError: One could not be written, and nobody was told yet.
+            StorageError: One could not be written, and that was not reported yet.
         """
         self.wait_writing()
         unwritten, self._unwritten = self._unwritten, None
@@ -204,7 +209,7 @@ class Backend(ABC):
             raise unwritten
 
     def let_write(self, seconds: float) -> None:
-        """Give a save that is being written so many seconds, because an error ends this process; the log says all."""
+        """Give a save that is being written so many seconds, because an error ends this process; log the outcome."""
         writing, self.writing = self.writing, None
         if writing is None or writing.wait(0.0):
             return
@@ -220,7 +225,7 @@ class Backend(ABC):
         return [mine]
 
     def meet(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for.
+        """As :meth:`gather`, wherever each rank is: ranks do not return to what they waited for.
 
         Raises:
             UnreachableError: A rank does not come in time.
@@ -234,13 +239,20 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
+        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
         del what
         yield
 
     @abstractmethod
-    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
-        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
+        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments.
+
+        Args:
+            staleness: K: a look-up may miss up to K - 1 updates.
+            reproducible: Equal runs give equal bits.
+            buffer: Batches that wait for their look-up.
+            hooks: What ranks compare of the loop's hooks.
+        """
 
     def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
         """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
@@ -257,6 +269,7 @@ class Backend(ABC):
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
         """Look a batch up for evaluation, on the context's device or another; no row is changed."""
+        self.activity += 1
         return self.engine.lookup(batch, device_id)
 
     def first_offender(self, mine: Offender | None) -> str | None:
@@ -269,7 +282,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Inside, this rank has nothing under way: its pushes are applied and no look-up begins."""
+        """Inside, this rank is quiet: its pushes are applied and no look-up begins."""
         self.engine.pause()
         try:
             yield
@@ -278,8 +291,13 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around what torch does on all ranks together: a failure names the rank that is gone."""
+        """Around a collective of torch: a failure names the rank that is gone."""
         yield
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return True
 
     @property
     def writes(self) -> bool:
@@ -302,10 +320,10 @@ class Backend(ABC):
         """
         if is_url(directory):
             raise UsageError(
-                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(copy_to=...) copies what it saves to "
-                "an object store, and `persia ckpt copy` one checkpoint, there or back"
+                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(upload_to=...) uploads what it saves "
+                "to an object store; `persia ckpt copy` moves one checkpoint, there or back"
             )
-        return Path(settings.checkpoint_root() or "", directory)
+        return Path(settings.checkpoint_root or "", directory)
 
     def wait_ready(self) -> None:
         """Return when the rows' holders can be used."""

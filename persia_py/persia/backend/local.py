@@ -1,10 +1,10 @@
-"""The embedded mode: the embedding store inside this process, nothing else to start."""
+"""The embedded mode: the embedding store is in this process."""
 
 from persia.backend.base import Backend, Device, RowSettings
 from persia.embedding.config import Configuration
-from persia.runtime import settings
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline
 
@@ -15,9 +15,9 @@ class LocalBackend(Backend):
     """One engine over one in-process store."""
 
     def __init__(self, configuration: Configuration | None = None, device: Device | None = None) -> None:
-        if settings.get_world_size() > 1:
+        if settings.world_size > 1:
             raise UsageError(
-                f"WORLD_SIZE={settings.get_world_size()}: the embedded mode keeps all rows in one process and trains "
+                f"WORLD_SIZE={settings.world_size}: the embedded mode keeps all rows in one process and trains "
                 "with one rank; unset WORLD_SIZE and RANK"
             )
         super().__init__(configuration, device)
@@ -29,8 +29,10 @@ class LocalBackend(Backend):
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
         self._begin_rows(rows, after_generation, step, seed)
 
-    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
         """Start a training loop, in a generation of its own."""
+        del hooks
+        self.activity += 1
         self.engine.renew(reproducible)
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as torch_distributed
 
+from persia.backend import agreement
 from persia.backend.base import Backend, Device, Offender, RowSettings
 from persia.discovery import services
 from persia.distributed import control_plane, network, run
@@ -16,9 +17,10 @@ from persia.distributed.options import DistributedBaseOption, get_default_distri
 from persia.distributed.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia.embedding.config import Configuration
 from persia.feed import server as feed_server
-from persia.runtime import errors, job, settings, tokens, watchdog
+from persia.runtime import job, tokens
 from persia.runtime.errors import ConfigError, PersiaError, StaleGenerationError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.discovery import advertised_host
 from persia_core.engine import Engine
@@ -29,9 +31,6 @@ if TYPE_CHECKING:
 
 
 _logger = get_logger("remote")
-
-_TOLD = 4096
-"""Characters of an error that the other ranks are told."""
 
 
 class RemoteBackend(Backend):
@@ -66,7 +65,7 @@ class RemoteBackend(Backend):
     ) -> None:
         super().__init__(configuration, device)
         network.check()
-        self.rank, self.world_size = (settings.get_rank(), settings.get_world_size()) if trains else (0, 1)
+        self.rank, self.world_size = (settings.rank, settings.world_size) if trains else (0, 1)
         self._trains = trains
         self._device_id = None if device is None else device.number
         self._option = option or get_default_distributed_option(self._device_id)
@@ -95,15 +94,15 @@ class RemoteBackend(Backend):
             rank=self.rank,
             world_size=self.world_size,
             token_file=tokens.token_file(),
-            checkpoint_root=settings.checkpoint_root(),
-            rpc_timeout_s=settings.rpc_timeout(),
+            checkpoint_root=settings.checkpoint_root,
+            rpc_timeout_s=settings.rpc_timeout,
         )
         if self.device is not None:
             self.device.serve(self.engine)
         self._discovery.wait_connected(self._place.left())
         if self._trains:
             self._meet()
-        self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout())))
+        self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout)))
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
 
     def _meet(self) -> None:
@@ -162,14 +161,14 @@ class RemoteBackend(Backend):
         """
         super().settle()
         if self._peers is not None and self.rank == 0:
-            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout())
+            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout)
 
     def gather(self, what: str, mine: Any) -> list[Any]:
         """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
         return [mine] if self._peers is None else self._peers.share(what, mine)
 
     def meet(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`gather`, wherever each rank is: they do not come back to what they waited for."""
+        """As :meth:`gather`, wherever each rank is: ranks do not return to what they waited for."""
         return [mine] if self._peers is None else self._peers.meet(mine, timeout_s)
 
     def collect(self, mine: Any) -> list[Any] | None:
@@ -183,23 +182,12 @@ class RemoteBackend(Backend):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` all ranks do: none goes on before all are through, and all fail if one does."""
-        failed: Exception | None = None
-        try:
+        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+        with agreement.together(self._peers, what):
             yield
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            failed = error
-        if self._peers is not None:
-            mine = None if failed is None else [type(failed).__name__, str(failed)[:_TOLD]]
-            told = self._peers.share(what, mine)
-            if failed is None and any(told):
-                rank, (kind, text) = next((rank, each) for rank, each in enumerate(told) if each)
-                raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}")
-        if failed is not None:
-            raise failed
 
     def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
-        """Rank 0 begins the run and drops what an earlier one left; the others join."""
+        """Rank 0 begins the run and drops the rows of an earlier one; the others join."""
         if self._peers is not None:
             digests = self._peers.share("begin", self.configuration.digest)
             different = [rank for rank, other in enumerate(digests) if other != digests[0]]
@@ -230,14 +218,22 @@ class RemoteBackend(Backend):
             )
         self.engine.observe(generation, step)
 
-    def open_loop(self, staleness: int, reproducible: bool, buffer: int) -> Pipeline:
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self._peers is None
+
+    def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
         """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
+        self.activity += 1
         if self._peers is None:
             self.engine.renew(reproducible)
         else:
             wire_dtype = self.configuration.general.wire_dtype
-            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
-            self._agree_on_loop({**own, **self._rate()})
+            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
+            if self._begun and self.engine.generation:
+                self.engine.drain()  # each rank comes with its pushes acknowledged
+            agreement.check_same(self._peers.share("start of a loop", {**own, **self._rate()}))
             generation = self.engine.renew(reproducible) if self.rank == 0 else 0
             # A loop that was left may have taken a batch that was not trained on.
             given = [generation, self.engine.step, self.trained_step, self._restored]
@@ -255,18 +251,11 @@ class RemoteBackend(Backend):
             return {}
         return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.course}
 
-    def _agree_on_loop(self, arguments: dict[str, Any]) -> None:
-        """Wait until every rank is at the start of a loop, each with its pushes acknowledged."""
-        assert self._peers is not None  # noqa: S101
-        if self._begun and self.engine.generation:
-            self.engine.drain()
-        check_same(self._peers.share("start of a loop", arguments))
-
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
 
-        Where all ranks end it ``together``, each goes on when the pushes of all are applied: what it then evaluates or
-        saves does not depend on who was faster.
+        Where all ranks end it ``together``, each returns when the pushes of all are applied: what it then evaluates or
+        saves does not depend on which rank was faster.
 
         Raises:
             PersiaError: Where all end it ``together``, the pushes of one rank cannot be applied; on all ranks.
@@ -280,7 +269,7 @@ class RemoteBackend(Backend):
             return
         try:
             self._note_loop(self._peers)
-        except PersiaError as error:  # it is told again by whatever uses the engine next
+        except PersiaError as error:  # the next use of the engine raises it again
             _logger.warning("the training loop ends without its last pushes: %s", error)
 
     def _note_loop(self, others: control_plane.Peers) -> None:
@@ -301,6 +290,7 @@ class RemoteBackend(Backend):
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
         """Look a batch up for evaluation, in the generation that is current by now."""
+        self.activity += 1
         try:
             return self.engine.lookup(batch, device_id)
         except StaleGenerationError:
@@ -312,22 +302,8 @@ class RemoteBackend(Backend):
             return self.engine.lookup(batch, device_id)
 
     def first_offender(self, mine: Offender | None) -> str | None:
-        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step.
-
-        What DDP averages is spoilt on all ranks by one of them; what only one rank has comes first, because it is the
-        cause.
-        """
-        if self._peers is None:
-            return super().first_offender(mine)
-        given = None if mine is None else [mine.averaged, mine.text]
-        found = self._peers.share("gradients", given)
-        told = [
-            (averaged, rank, text) for rank, each in enumerate(found) if each is not None for averaged, text in [each]
-        ]
-        if not told:
-            return None
-        _, rank, text = min(told)
-        return f"rank {rank}: {text}"
+        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
+        return super().first_offender(mine) if self._peers is None else agreement.first_offender(self._peers, mine)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose gradients are averaged over all ranks."""
@@ -338,25 +314,20 @@ class RemoteBackend(Backend):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around what torch does on all ranks together: a failure names the rank that is gone."""
-        try:
-            with watchdog.collective():
-                yield
-        except RuntimeError as error:
-            if self._peers is not None and not isinstance(error, PersiaError):
-                self._peers.blame(error)
-            raise
+        """Around a collective of torch: a failure names the rank that is gone."""
+        with agreement.collective(self._peers):
+            yield
 
     @property
     def writes(self) -> bool:
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
-        return settings.get_rank() == 0
+        return settings.rank == 0
 
     def check_alone(self, what: str) -> None:
         """Refuse to drop rows under another process that trains.
 
         Raises:
-            UsageError: Trainers of this job are there, and this process is none of their run.
+            UsageError: Trainers of this job are there, and this process is not one of them.
         """
         if self._trains or run.peers() is not None:
             return
@@ -384,7 +355,7 @@ class RemoteBackend(Backend):
         Raises:
             UsageError: It is not; the servers write there and nowhere else.
         """
-        root = settings.checkpoint_root()
+        root = settings.checkpoint_root
         path = super().checkpoint_dir(directory).absolute()
         if root is None:
             raise UsageError(f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share")
@@ -396,13 +367,13 @@ class RemoteBackend(Backend):
 
     def wait_ready(self) -> None:
         """Return when every server answers."""
-        self.engine.wait_ready(settings.start_timeout())
+        self.engine.wait_ready(settings.start_timeout)
 
     def close(self, error: BaseException | None) -> None:
-        """End the engine's threads, and tell everybody who counts on this process.
+        """End the engine's threads, and let the other ranks and data-compose know.
 
         Raises:
-            PersiaError: A push is not acknowledged: the run has not come to its end.
+            PersiaError: A push is not acknowledged: the run has not reached its end.
         """
         engine: Engine | None = getattr(self, "engine", None)
         if error is None and engine is not None and engine.generation:
@@ -426,20 +397,3 @@ class RemoteBackend(Backend):
             self._announcement.close()
         self._place.close()
         self._discovery.close()
-
-
-def check_same(given: list[dict[str, Any]]) -> None:
-    """Check that all ranks begin a loop with the same; every rank finds the same in what all have ``given``.
-
-    A value that is None or missing on one rank is compared on none.
-
-    Raises:
-        UsageError: What differs, and on which ranks.
-    """
-    for name, first in given[0].items():
-        values = [each.get(name) for each in given]
-        other = next((rank for rank, value in enumerate(values) if value != first), None)
-        if other is not None and None not in values:
-            raise UsageError(
-                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; give every rank the same"
-            )

@@ -1,7 +1,7 @@
-"""Copies of checkpoints in an object store: S3, what speaks its protocol, and what else ``obstore`` knows.
+"""Replicas of checkpoints in an object store: S3, stores that speak its protocol, and others that ``obstore`` knows.
 
-A checkpoint is written to the folder that ranks and servers share, and copied from there. A copy has the order of a
-save: its manifest is put last, so that what has one is whole, and nothing is renamed.
+A checkpoint is written to the folder that ranks and servers share, and uploaded from there. The manifest is uploaded
+last, so that a replica with a manifest is whole; nothing is renamed.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ FILES_AT_A_TIME = 8
 """Files that are on their way together."""
 
 RETRY_S = 60
-"""Seconds for which a request is tried again that met no server, or one that could not answer."""
+"""Seconds for which a request is retried that met no server, or one that could not answer."""
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """A whole checkpoint in an object store, by its manifest.
 
     Attributes:
@@ -56,7 +56,7 @@ class Copy:
     created_at: str
 
 
-class Copies:
+class ObjectStore:
     """The checkpoints below a URL, each under a name of its own.
 
     Args:
@@ -89,16 +89,16 @@ class Copies:
             raise ConfigError(f"{self.url}: {_message(error)}; want a URL such as s3://bucket/prefix") from error
 
     def put(self, directory: Path, name: str) -> None:
-        """Copy the checkpoint in ``directory``; one of that name that is there goes first.
+        """Upload the checkpoint in ``directory``; another one of that name is deleted first.
 
         Raises:
             CheckpointError: No checkpoint there.
-            StorageError: It cannot be copied; what was goes with the next copy of that name, or with :meth:`prune`.
+            StorageError: It cannot be uploaded; the next upload of that name, or :meth:`prune`, deletes the rest.
         """
         import obstore
 
         opened = _core.Checkpoint(os.fspath(directory))
-        with self._telling(f"{name}: not copied from {directory}"):
+        with self._reporting(f"{name}: not uploaded from {directory}"):
             manifest = (directory / MANIFEST).read_bytes()
             held = self._read(f"{name}/{MANIFEST}")
             if held == manifest:
@@ -115,18 +115,18 @@ class Copies:
         obstore.put(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
 
     def get(self, name: str, directory: Path) -> None:
-        """Copy the checkpoint ``name`` into ``directory``, which there is not yet, verified; whole or not at all.
+        """Fetch the checkpoint ``name`` into ``directory``, which must not exist, verified; whole or not at all.
 
         Raises:
             CheckpointError: No checkpoint of that name, or damaged: the file is named.
-            StorageError: It cannot be copied.
+            StorageError: It cannot be fetched.
         """
-        what = f"{name}: not copied to {directory}"
+        what = f"{name}: not fetched to {directory}"
         if directory.exists():
             raise StorageError(f"{self.url}/{what}: something is there already")
-        with self._telling(what):
+        with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # One level deeper: what is left of it, should this process be killed, is no checkpoint.
+            # One level deeper: if this process is killed, what is left of it is no checkpoint.
             with tempfile.TemporaryDirectory(prefix=".copying-", dir=directory.parent) as unfinished:
                 self._get(name, Path(unfinished, directory.name))
                 Path(unfinished, directory.name).rename(directory)
@@ -161,15 +161,15 @@ class Copies:
             into.flush()
             os.fsync(into.fileno())
 
-    def whole(self) -> list[Copy]:
-        """Return the copies that have a manifest, the newest first.
+    def whole(self) -> list[Replica]:
+        """Return the replicas that have a manifest, the newest first.
 
         Raises:
             CheckpointError: The manifest of one is damaged.
             StorageError: They cannot be listed.
         """
-        found: list[Copy] = []
-        with self._telling("not listed"), tempfile.TemporaryDirectory() as folder:
+        found: list[Replica] = []
+        with self._reporting("not listed"), tempfile.TemporaryDirectory() as folder:
             for name in self._names():
                 manifest = self._read(f"{name}/{MANIFEST}")
                 if manifest is not None:
@@ -177,32 +177,32 @@ class Copies:
                     found.append(self._describe(name, folder))
         return sorted(found, key=lambda one: one.age, reverse=True)
 
-    def _describe(self, name: str, folder: str) -> Copy:
+    def _describe(self, name: str, folder: str) -> Replica:
         try:
             opened = _core.Checkpoint(folder)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(folder, f"{self.url}/{name}")) from error
         head = json.loads(opened.manifest)["head"]
         size = sum(file["bytes"] for file in opened.files)
-        return Copy(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
+        return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
 
     def prune(self, keep_last: int) -> list[str]:
-        """Delete all but the newest copies, and what copies of saves before them left that were broken off.
+        """Delete all but the newest replicas, and what is left of uploads of saves before them that broke off.
 
         Returns:
-            The names of the copies deleted.
+            The names of the replicas deleted.
 
         Raises:
             CheckpointError: The manifest of one is damaged: which are the newest is not known.
             StorageError: They cannot be listed or deleted.
         """
         whole = self.whole()
-        old = [copy.name for copy in whole[keep_last:]]
-        with self._telling("older copies are not deleted"):
+        old = [each.name for each in whole[keep_last:]]
+        with self._reporting("older replicas are not deleted"):
             for name in old:
                 self._delete(name)
-            steps = [step for copy in whole[:keep_last] if (step := _step(copy.name)) is not None]
-            for name in set(self._names()) - {copy.name for copy in whole}:
+            steps = [step for each in whole[:keep_last] if (step := _step(each.name)) is not None]
+            for name in set(self._names()) - {each.name for each in whole}:
                 if steps and (step := _step(name)) is not None and step < min(steps):
                     self._delete(name)
         return old
@@ -228,8 +228,8 @@ class Copies:
             return None
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """Let what fails inside say where, and what did not happen."""
+    def _reporting(self, what: str) -> Iterator[None]:
+        """Turn an error of the store into one that says where, and what did not happen."""
         from obstore import exceptions
 
         try:
@@ -246,7 +246,7 @@ class Copies:
 
 
 def copy(source: str, destination: str) -> None:
-    """Copy a checkpoint from a folder to an object store or back: one of the two is a URL, with the copy's name.
+    """Copy a checkpoint from a folder to an object store or back: one of the two is a URL, with the replica's name.
 
     Raises:
         ConfigError: Neither is one, or both are.
@@ -258,16 +258,16 @@ def copy(source: str, destination: str) -> None:
     url, folder = (source, destination) if is_url(source) else (destination, source)
     place, _, name = url.rstrip("/").rpartition("/")
     if not name or place.endswith("/"):
-        raise ConfigError(f"{url}: want the name of the checkpoint, too, such as s3://bucket/run/step-100")
+        raise ConfigError(f"{url}: want the name of the checkpoint too, such as s3://bucket/run/step-100")
     if is_url(source):
-        Copies(place).get(name, Path(folder))
+        ObjectStore(place).get(name, Path(folder))
     else:
         _core.Checkpoint(folder).verify()
-        Copies(place).put(Path(folder), name)
+        ObjectStore(place).put(Path(folder), name)
 
 
 def _all(work: Callable[[Path], None], paths: list[Path]) -> None:
-    """Do it with every file, several at a time; the first error is raised when those under way have ended."""
+    """Do it with every file, several at a time; the first error is raised when those in progress have ended."""
     with ThreadPoolExecutor(FILES_AT_A_TIME) as threads:
         waiting = [threads.submit(work, path) for path in paths]
         try:
@@ -283,7 +283,7 @@ def _step(name: str) -> int | None:
 
 
 def _message(error: BaseException) -> str:
-    """Return what a library says, without how it found out."""
+    """Return a library's message without its debug part."""
     return str(error).split("\n\nDebug source:", 1)[0].replace("\n", " ").strip()
 
 

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from persia.runtime import files, settings
+from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core import checkpoint as _core
 from persia_core.engine import Engine
 
@@ -35,7 +36,7 @@ REMIND_S = 30.0
 
 
 class Save:
-    """One save, of the rows as they are when it is made; training may go on before it is written.
+    """One save, of the rows as they are when it is made; training may continue before it is written.
 
     ``with Save(...) as save: save.add_state(...)`` writes it at the end of the block.
 
@@ -43,7 +44,7 @@ class Save:
         engine: Its pushes are waited for, so that the cut is of one step.
         directory: Made if missing.
         step: The last step that was trained.
-        cursor: Where the data loader stands.
+        cursor: The position of the data loader.
 
     Attributes:
         what: What messages call it.
@@ -136,9 +137,9 @@ class Save:
             except OSError as error:
                 raise StorageError(f"{path}: {error.strerror}") from error
             self._saver.add_file(name)
-        untold = self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
-        if untold is not None:
-            _logger.warning("the checkpoint is written, but servers with a log were not told: %s", untold)
+        unreported = self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        if unreported is not None:
+            _logger.warning("the checkpoint is written, but servers with a log do not know: %s", unreported)
 
 
 class Writing:
@@ -177,7 +178,7 @@ class Writing:
             if self._thread.is_alive() and left > REMIND_S:
                 _logger.warning(
                     "rank %d waits for %s since %.0f s",
-                    settings.get_rank(),
+                    settings.rank,
                     self.what,
                     time.monotonic() - self._started,
                 )
@@ -196,7 +197,7 @@ class Load:
         generation: The run's generation when it was saved.
         seed: The run's seed.
         step: The step it was cut at.
-        cursor: Where the data loader stood.
+        cursor: The position of the data loader.
 
     Raises:
         CheckpointError: No checkpoint there, or damaged; the file is named.
@@ -220,7 +221,7 @@ class Load:
         """
         if name not in self.names:
             others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "only rows"
-            raise CheckpointError(f"{self.path}: the checkpoint has no {name}; besides rows it has: {others}")
+            raise CheckpointError(f"{self.path}: the checkpoint has no {name}; apart from rows it has: {others}")
         return _read_state(Path(self._opened.path_of(name)), map_location)
 
     def restore(self, engine: Engine) -> None:
@@ -241,7 +242,7 @@ def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
 
 def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str, Any]:
     try:
-        # Whoever loads a state moves it to where it belongs; the device it was saved from may not be here.
+        # The caller moves a state to where it belongs; the device it was saved from may not be here.
         state = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error

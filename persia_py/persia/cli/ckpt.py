@@ -14,12 +14,12 @@ def ckpt_list(
     parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
     """List the checkpoints in a folder or an object store. In a folder, broken ones are listed with the reason."""
-    from persia.checkpoint.object_store import Copies
+    from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
     from persia_core import checkpoint
 
     if is_url(parent):
-        copies = Copies(parent)
+        copies = ObjectStore(parent)
         whole = copies.whole()
         if not whole:
             typer.echo(f"{parent}: no checkpoints")

@@ -2,16 +2,15 @@
 
 A context is entered once; contexts nest, and an inner one shares the outermost one's engine and rows. With
 ``PERSIA_NATS_URL`` unset the rows live in this process and end with the outermost context: save a checkpoint to keep
-them.
+them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
 
 * :mod:`persia.ctx.base`: what every context has
 * :mod:`persia.ctx.embedding`: look-ups and evaluation
 * :mod:`persia.ctx.train`: training
-* :mod:`persia.ctx.checkpoints`: saving a run as it goes on, and going on from there
 * :mod:`persia.ctx.data`: sending batches to trainers
 """
 
-from persia.checkpoint.autosave import Checkpoints
+from persia.checkpoint.policy import Checkpoints
 from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
 from persia.ctx.data import DataCtx
 from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx

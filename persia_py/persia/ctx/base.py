@@ -8,9 +8,10 @@ from typing_extensions import Self
 
 from persia.backend.base import Backend, Device
 from persia.backend.local import LocalBackend
-from persia.runtime import contexts, preemption, settings
+from persia.runtime import contexts, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import UsageError
+from persia.runtime.settings import settings
 from persia_core import forward as _forward
 from persia_core.engine import Engine
 
@@ -93,8 +94,8 @@ class BaseCtx:
 
     def _open(self) -> Backend:
         """What the outermost context holds for all inside it."""
-        if settings.nats_url() is not None:
-            from persia.backend.remote import RemoteBackend
+        if settings.nats_url is not None:
+            from persia.backend.remote import RemoteBackend  # and with it gRPC
 
             return RemoteBackend(trains=False, device=self._device)
         return LocalBackend(device=self._device)
@@ -117,6 +118,7 @@ class BaseCtx:
                     with preemption.leaving():
                         common.let_write(_WRITTEN_S)
             finally:
+                common.closed = True
                 common.close(error)
 
     @property

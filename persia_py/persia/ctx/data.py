@@ -1,6 +1,5 @@
 """Data-compose's context: sends batches to the trainers."""
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,10 @@ from typing_extensions import Self
 from persia.discovery import services
 from persia.embedding.data import PersiaBatch
 from persia.feed.protocol import RunRestarted, Stopped
-from persia.runtime import settings
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import FeatureTypeError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
-from persia.runtime.settings import SERVED
+from persia.runtime.settings import settings
 
 if TYPE_CHECKING:
     from persia.feed.embedded import ScriptSender
@@ -56,7 +54,7 @@ class DataCtx:
         """
         if self._sender is not None:
             raise UsageError("this DataCtx is already entered")
-        if settings.nats_url() is not None:
+        if settings.nats_url is not None:
             self._sender = self._connect()
         else:
             from persia.feed import embedded
@@ -68,7 +66,7 @@ class DataCtx:
         from persia.feed.sender import Sender
         from persia.runtime.job import job_name
 
-        job, index, size = job_name(), settings.get_replica_index(), settings.get_replica_size()
+        job, index, size = job_name(), settings.place.replica_index, settings.place.replica_size
         discovery = self._discovery = services.connect()
 
         def find() -> list[dict[str, str]]:
@@ -80,8 +78,8 @@ class DataCtx:
         sender = None
         try:
             self._announcement = discovery.announce("persia-data", index, size, "", {})
-            sender = Sender(job, index, size, find=find, start_timeout=settings.start_timeout())
-            if note := os.environ.get(SERVED):
+            sender = Sender(job, index, size, find=find, start_timeout=settings.start_timeout)
+            if note := settings.served:
                 Path(note).write_text(sender.rank_0, encoding="utf-8")
             return sender
         except BaseException:

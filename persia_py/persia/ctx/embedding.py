@@ -9,7 +9,9 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import RowSettings
 from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import restore_rows
 from persia.ctx.base import BaseCtx, PreprocessMode
+from persia.distributed.options import bare
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.runtime import preemption, watchdog
@@ -48,7 +50,7 @@ class EmbeddingCtx(BaseCtx):
         self._embeddings: list[torch.Tensor] = []
         self._was_training = False
         self._outer: RowSettings | None = None
-        self._cut_slots: set[str] = set()  # whose cut was logged
+        self._truncated_slots: set[str] = set()  # those that were logged
 
     def _enter(self) -> None:
         self._outer = None if self._owner else self._common.settings
@@ -100,7 +102,7 @@ class EmbeddingCtx(BaseCtx):
             order, through which gradients flow to the rows in training; labels. All are on the context's device: use
             them on the stream that is PyTorch's current one in this call. A pooled feature is ``[batch, dim]``. A raw
             (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros
-            behind them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
+            after them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
             them apart).
         """
         if isinstance(batch, PersiaBatch):
@@ -113,17 +115,17 @@ class EmbeddingCtx(BaseCtx):
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
-        self._log_cuts(batch)
+        self._log_truncated(batch)
         return dense, embeddings, labels
 
-    def _log_cuts(self, batch: "_forward.TrainingBatch") -> None:
-        """Say once for each raw slot that its samples have more ids than places."""
+    def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
+        """Log once for each raw slot that its samples have more ids than places."""
         for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
-            if truncated and slot not in self._cut_slots:
-                self._cut_slots.add(slot)
+            if truncated and slot not in self._truncated_slots:
+                self._truncated_slots.add(slot)
                 _logger.warning(
-                    "slot %r: %d ids of the batch are left out, because their samples have more than "
-                    "sample_fixed_size; the first ones count. Engine.stats()['slots'] counts them from now on",
+                    "slot %r: %d ids of the batch are dropped, because their samples have more than "
+                    "sample_fixed_size; the first ones are used. Engine.stats()['slots'] counts them from now on",
                     slot,
                     truncated,
                 )
@@ -178,9 +180,9 @@ class EmbeddingCtx(BaseCtx):
             dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set.
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
-            blocking: False returns as soon as rows and model are as they will be saved; training may go on while files
-                are written. The next dump or load and the end of the context wait for that, and raise what it met; a
-                context that is left by an error waits for 15 s.
+            blocking: False returns as soon as rows and model are as they will be saved; training may continue while
+                files are written. The next dump or load and the end of the context wait for that, and raise its error;
+                a context that is left by an error waits for 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
@@ -198,10 +200,10 @@ class EmbeddingCtx(BaseCtx):
                     save.add_module(jit_dense_filename, bare(self.model))
         self._write(save, blocking=blocking)
 
-    def _begin_save(self, directory: Path, cursor: dict[str, Any] | None = None) -> snapshot.Save:
+    def _begin_save(self, directory: Path) -> snapshot.Save:
         """Return a save of the rows as they are now, when no other is being written."""
         self._common.wait_writing()
-        return snapshot.Save(self.engine, directory, self._common.trained_step, cursor)
+        return snapshot.Save(self.engine, directory, self._common.trained_step)
 
     def _write(self, save: snapshot.Save, *, blocking: bool) -> None:
         if blocking:
@@ -240,16 +242,9 @@ class EmbeddingCtx(BaseCtx):
         if self.model is not None and state is not None:
             snapshot.check_module(bare(self.model), state, loaded.path)
         if self._common.writes:
-            self._restore(loaded)
+            restore_rows(self._common, loaded)
         if self.model is not None and state is not None:
             bare(self.model).load_state_dict(state)
-
-    def _restore(self, loaded: snapshot.Load) -> None:
-        common = self._common
-        common.wait_written()
-        common.settle()  # what another rank pushed after this would reach the restored rows
-        loaded.restore(common.engine)
-        common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
@@ -276,7 +271,7 @@ class EmbeddingCtx(BaseCtx):
         del blocking
         self._common.check_loads("load_embedding")
         if self._common.writes:
-            self._restore(snapshot.Load(self._common.checkpoint_dir(src_dir)))
+            restore_rows(self._common, snapshot.Load(self._common.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
         """Return when the last dump is complete, also one with ``blocking=False``.
@@ -338,21 +333,13 @@ class InferCtx(EmbeddingCtx):
 
 
 def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> list[torch.Tensor]:
-    """Return dense inputs or labels: on a device copies, for there they lie among all rows and lists of the batch."""
+    """Return dense inputs or labels. On a device they are copied out of the batch's one buffer, which is large."""
     shared = [from_dlpack(tensor) for tensor in tensors]
     return shared if batch.device_id is None else [tensor.clone() for tensor in shared]
 
 
 def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
-
-
-def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module, without what trains it on several ranks."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        module: torch.nn.Module = model.module
-        return module
-    return model
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:

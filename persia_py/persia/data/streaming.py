@@ -11,9 +11,10 @@ from persia.embedding.data import PersiaBatch
 from persia.feed.embedded import ScriptFeed
 from persia.feed.inbox import Inbox
 from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
-from persia.runtime import contexts, settings
+from persia.runtime import contexts
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 _logger = get_logger("data")
 
@@ -23,7 +24,7 @@ _AHEAD = 64
 
 @dataclass
 class _Taken:
-    """A batch that was taken, and where the data set stands behind it."""
+    """A batch that was taken, and the position of the data set after it."""
 
     state: list[int]
     batch: PersiaBatch
@@ -50,13 +51,13 @@ class StreamingDataset(IterableDataset):
         self._forget(None)
 
     def _forget(self, inbox: Inbox | None) -> None:
-        """Stand at the start of a stream that was not opened yet."""
+        """Go to the start of a stream that was not opened yet."""
         self._inbox = inbox
         self._taken: list[int] = []  # batches of each replica that were taken from the inbox
-        self._trained: list[int] = []  # those that training is behind
+        self._trained: list[int] = []  # those that were trained on
         self._state: list[int] = []  # those that were yielded
-        self._rounds = RoundDigests()  # behind those that were taken
-        self._passed: dict[str, Any] | None = None  # the same behind those trained on, as a checkpoint keeps it
+        self._rounds = RoundDigests()  # after those that were taken
+        self._passed: dict[str, Any] | None = None  # the same after those trained on, as a checkpoint keeps it
         self._drop = 0
         self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, and not trained on
         self._again: deque[_Taken] = deque()  # to be yielded again
@@ -99,7 +100,7 @@ class StreamingDataset(IterableDataset):
         return inbox
 
     def _begin(self, inbox: Inbox) -> None:
-        """Start the stream, behind what the run that is resumed has trained on.
+        """Start the stream after what the resumed run has trained on.
 
         Of each replica, as many batches are skipped by the sender as every rank is sure to have trained on; the rest
         is received and dropped, because a replica that ended early may have given this rank one batch less.
@@ -113,7 +114,7 @@ class StreamingDataset(IterableDataset):
         inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests)
 
     def _context(self) -> Any:
-        """Return what the contexts around us share, and forget the stream of others."""
+        """Return the backend of the contexts around us, and forget the stream of others."""
         context = contexts.current()
         common = None if context is None else context.common_context
         feed = None if common is None else common.feed
@@ -132,7 +133,7 @@ class StreamingDataset(IterableDataset):
         return len(self._again) + (self._inbox.queued() if self._inbox is not None else 0)
 
     def trained(self, state: dict[str, Any]) -> None:
-        """Forget the batches up to ``state``, one of :meth:`state_dict`: training is behind them."""
+        """Forget the batches up to ``state``, one of :meth:`state_dict`: they were trained on."""
         self._trained = state["taken"]
         while self._held and sum(self._held[0].state) <= sum(self._trained):
             self._passed = self._held.popleft().passed
@@ -143,27 +144,27 @@ class StreamingDataset(IterableDataset):
         self._trained, self._passed = entry.state, entry.passed
 
     def passed(self) -> dict[str, Any] | None:
-        """Return the digests of batches that training is behind, for :meth:`expect` of a resumed run."""
+        """Return the digests of the batches that were trained on, for :meth:`expect` of a resumed run."""
         return self._passed
 
     def expect(self, passed: dict[str, Any] | None) -> None:
-        """Say what the batches are that will be skipped, behind :meth:`load_state_dict`; None if that is not known."""
+        """Take the digests of the batches that are skipped after :meth:`load_state_dict`; None if not known."""
         if self._inbox is None:
             self._passed = passed
 
     def settle(self, *, whole: bool) -> None:
-        """After a loop, when it was interrupted: make ready for the next one.
+        """Prepare for the next loop, after this one was interrupted.
 
         Args:
             whole: The loop came to its end. After one that was left early, what was not trained on, or evaluated,
                 is yielded again.
         """
-        self._stop = threading.Event()  # a thread that was left behind in the last one keeps its own
+        self._stop = threading.Event()  # a thread of the last loop that is still running keeps its own
         if whole:
             self._held.clear()
             return
         if self._held and (gone := sum(self._held[0].state) - 1 - sum(self._trained)):
-            _logger.warning("%d batches were iterated without training and do not come again", gone)
+            _logger.warning("%d batches were iterated without training and are not repeated", gone)
         self._again.extendleft(reversed(self._held))
         self._held.clear()
         self._state = self._trained
@@ -171,20 +172,20 @@ class StreamingDataset(IterableDataset):
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches yielded of each replica."""
         self._context()
-        return {"taken": list(self._state), "world_size": settings.get_world_size()}
+        return {"taken": list(self._state), "world_size": settings.world_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Start behind the batches that an earlier run has trained on.
+        """Start after the batches that an earlier run has trained on.
 
         Raises:
             DataError: That run had another number of ranks.
             UsageError: This context's stream has begun, and cannot go back.
         """
         self._context()
-        if state_dict["world_size"] != settings.get_world_size():
+        if state_dict["world_size"] != settings.world_size:
             raise DataError(
                 f"cannot continue: the checkpoint's data was split over {state_dict['world_size']} ranks, this run "
-                f"has {settings.get_world_size()}; start as many"
+                f"has {settings.world_size}; start as many"
             )
         taken = [int(count) for count in state_dict["taken"]]
         if self._inbox is None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 import uuid
 import warnings
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from persia.runtime.errors import AuthError, UnreachableError, UsageError
+from persia.runtime.settings import settings
 from persia.runtime.tokens import token
 
 with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
         name="persia status",
         socket_timeout=_CONNECT,
         tls_verify=True,
-        tls_cacert=os.environ.get("PERSIA_TLS_CA") or None,
+        tls_cacert=settings.tls_ca,
     )
     try:
         client.connect()

@@ -1,8 +1,9 @@
 """The addresses of the parts of this job."""
 
 from persia.discovery import nats
-from persia.runtime import job, settings, tokens
+from persia.runtime import job, tokens
 from persia.runtime.errors import UsageError
+from persia.runtime.settings import settings
 from persia_core.discovery import Discovery
 
 TRAINER = "persia-trainer"
@@ -29,7 +30,7 @@ def nats_url(given: str | None = None) -> str:
     Raises:
         UsageError: Neither is given.
     """
-    url = (given or "").strip() or settings.nats_url()
+    url = (given or "").strip() or settings.nats_url
     if url is None:
         raise UsageError("PERSIA_NATS_URL is not set; embedded mode has no services")
     return url

@@ -1,22 +1,19 @@
-"""The ranks of one run, in touch with each other through rank 0.
+"""The control plane of a run: every rank above 0 keeps one connection to rank 0.
 
-Every rank above 0 keeps one connection to rank 0. Over it the ranks agree on flags (:meth:`Peers.share`), and learn
-at once, and by name, when one of them fails, dies or falls silent: torch's collectives know neither.
+Over it the ranks agree on flags (:meth:`Peers.share`), and learn at once, and by name, when one of them fails, dies or
+falls silent: torch's collectives do neither.
 
 Messages are lines of JSON. They carry flags and names, never tensors.
 """
 
-import contextlib
-import json
 import os
-import select
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from persia.distributed.link import Link, Message, names
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
@@ -24,78 +21,23 @@ from persia.runtime.logging import get_logger
 _logger = get_logger("peers")
 
 _ALIVE_S = 5.0
-"""How often a rank says that it is alive."""
+"""Seconds between the signs of life of a rank."""
 SILENCE_S = 120.0
-"""How long a rank may be silent before it counts as lost: stopped, frozen, or its network is gone."""
+"""Seconds that a rank may be silent before it counts as lost: stopped, frozen, or its network is gone."""
 _GRACE_S = 15.0
-"""How long the training loop may take to notice that a rank is lost, before this process ends by itself."""
+"""Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
 _NOTICED_S = 3.0
-"""How long it may take to be known here that a rank is gone, after a collective has failed by that."""
+"""Seconds until it is known here that a rank is gone, after a collective has failed because of it."""
 REMIND_S = 30.0
-"""How often a long wait is logged."""
-_LINE = 1 << 20
-"""Bytes a message may have."""
+"""Seconds between the log lines of a long wait."""
 SLICE_S = 0.5
-"""How long a signal may have to wait."""
-
-Message = dict[str, Any]
-
-
-class Link:
-    """One connection between two ranks, and lines of JSON over it."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._lines = connection.makefile("rb")
-        self._sending = threading.Lock()
-        self.heard = time.monotonic()
-
-    def send(self, message: Message) -> bool:
-        """Send; False when the connection is gone (its reader says so too)."""
-        data = line(message)
-        try:
-            with self._sending:
-                self._socket.sendall(data)
-        except OSError:
-            return False
-        return True
-
-    def receive(self) -> Message | None:
-        """Return the next message; None at the end of the connection, or for anything that is no message."""
-        try:
-            data = self._lines.readline(_LINE)
-        except (OSError, ValueError):
-            return None
-        self.heard = time.monotonic()
-        return parsed(data)
-
-    @property
-    def over(self) -> bool:
-        """Whether the other side is gone, whatever of it is still to be read."""
-        poll = select.poll()
-        try:
-            poll.register(self._socket, select.POLLRDHUP)
-            return bool(poll.poll(0))
-        except (OSError, ValueError):  # closed here
-            return True
-
-    def hang_up(self) -> None:
-        """End the connection; whoever reads from it is woken."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Free what it holds; nobody may be reading."""
-        self.hang_up()
-        self._lines.close()
-        self._socket.close()
+"""Seconds that a signal may have to wait."""
 
 
 class Peers:
     """This rank's view of the others.
 
-    Made by :func:`persia.meeting.host` on rank 0 and by :func:`persia.meeting.join` on the others.
+    Made by :func:`persia.distributed.handshake.host` on rank 0, by ``join`` of the same module on the others.
 
     Args:
         rank: This one.
@@ -128,12 +70,12 @@ class Peers:
         """Return what every rank gave for ``topic``, in the order of ranks; waits until all have.
 
         Every rank calls this in the same order. There is no limit while all of them live, because one may be waiting
-        for data or evaluating; a line every 30 s says who is waited for.
+        for data or evaluating; a line every 30 s names the ranks that are missing.
 
         Raises:
             RunLostError: A rank is gone; it is named.
-            SystemExit: A rank does not come here, because it waits in :meth:`meet`.
-            UsageError: The ranks are at different places of the script.
+            SystemExit: A rank ends the run in :meth:`meet`, and does not come here.
+            UsageError: The ranks are at different places in the script.
         """
         number, self._count = self._count, self._count + 1
         if self.rank == 0:
@@ -203,7 +145,7 @@ class Peers:
         self._spread(of, {"meet": [of, count, value]})
 
     def _spread(self, of: int, message: Message) -> None:
-        """Let all ranks know what ``of`` says of the end of the run; rank 0 passes it on."""
+        """Let all ranks know that ``of`` ends the run; rank 0 passes it on."""
         self._asked = True
         preemption.hear()
         for rank, link in self._links.items():
@@ -211,7 +153,7 @@ class Peers:
                 link.send(message)
 
     def note(self, value: int) -> None:
-        """Let rank 0 know how far this rank is; what it waits for with :meth:`wait_for_notes`."""
+        """Let rank 0 know how far this rank is, for :meth:`wait_for_notes`."""
         if self.rank != 0:
             self._links[0].send({"note": value})
 
@@ -223,15 +165,15 @@ class Peers:
         """
         deadline = time.monotonic() + timeout_s
 
-        def behind() -> list[int]:
+        def late() -> list[int]:
             return [rank for rank in self._links if self._notes.get(rank, 0) < value]
 
         def done() -> bool | None:
-            if behind() and time.monotonic() > deadline:
-                raise UnreachableError(f"waited {timeout_s:g} s for {names(behind())} {what}")
-            return None if behind() else True
+            if late() and time.monotonic() > deadline:
+                raise UnreachableError(f"waited {timeout_s:g} s for {names(late())} {what}")
+            return None if late() else True
 
-        self._wait(done, lambda: f"{names(behind())} {what}")
+        self._wait(done, lambda: f"{names(late())} {what}")
 
     def blame(self, error: BaseException) -> None:
         """After a collective failed: if that is because a rank is gone, say which.
@@ -245,7 +187,7 @@ class Peers:
                 raise self._lost_error() from error
 
     def leave(self, reason: str | None) -> None:
-        """Tell the others that this rank leaves: cleanly, or why it has to."""
+        """Let the others know that this rank leaves: cleanly, or with a reason."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -272,24 +214,24 @@ class Peers:
         return self._closed
 
     def holds(self, rank: int) -> bool:
-        """Whether the run goes on with the process that is ``rank``, as far as is known."""
+        """Whether the process that is ``rank`` is still part of the run, as far as is known."""
         with self._changed:
             over = self._closed or self._lost is not None or rank in self._left
         return not over and not self._links[rank].over
 
     def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
-        """Return what ``look`` finds, once it finds something."""
+        """Return what ``look`` finds, as soon as it finds something."""
         started = reminded = time.monotonic()
         with watchdog.waiting(), self._changed:
             while True:
-                if (found := look()) is not None:  # also where a rank has left behind it
+                if (found := look()) is not None:  # also where a rank has left after it
                     return found
                 if self._lost is not None:
                     raise self._lost_error()
                 if self._met and self.rank not in self._met:
-                    raise SystemExit(preemption.AGAIN)
+                    raise SystemExit(preemption.exit_code())
                 if preemption.stop_asked() and not self._asked:
-                    self._spread(self.rank, {"stop": self.rank})  # whoever is waited for may be evaluating
+                    self._spread(self.rank, {"stop": self.rank})  # the rank that is waited for may be evaluating
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -302,7 +244,7 @@ class Peers:
     def _check_left(self, wanted: list[int]) -> None:
         for rank in wanted:
             if rank in self._left:
-                raise RunLostError(f"rank {rank} is gone: its script has ended, while this one goes on")
+                raise RunLostError(f"rank {rank} is gone: its script has ended, while this one continues")
 
     def _read(self, rank: int, link: Link) -> None:
         """Take what ``rank`` sends until its connection ends."""
@@ -311,7 +253,7 @@ class Peers:
                 self._take(rank, message)
                 self._changed.notify_all()
         link.close()
-        self._lose(rank, "its connection ended without a word: the process died, was killed, or lost its network")
+        self._lose(rank, "its connection ended without a message: the process died, was killed, or lost its network")
 
     def _take(self, rank: int, message: Message) -> None:
         if "share" in message:
@@ -327,7 +269,7 @@ class Peers:
         elif "stop" in message:
             self._spread(message["stop"], message)
         elif "hung" in message:
-            watchdog.end(str(message["hung"]), self.hung)  # rank 0 tells the others; they have nobody but rank 0
+            watchdog.end(str(message["hung"]), self.hung)  # rank 0 passes it on; the others are connected to it alone
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "over" in message:
@@ -352,23 +294,23 @@ class Peers:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Say that this rank lives, and end the process when the loop cannot notice that another does not."""
-        told, ends = threading.Event(), 0.0
+        """Send signs of life, and end the process when the loop cannot notice that another rank is lost."""
+        reported, ends = threading.Event(), 0.0
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closed or (self._lost is not None and not told.is_set()), timeout=_ALIVE_S
+                    lambda: self._closed or (self._lost is not None and not reported.is_set()), timeout=_ALIVE_S
                 )
                 if self._closed:
                     return
                 lost = self._lost
-            if lost is not None and not told.is_set():
-                told.set()
+            if lost is not None and not reported.is_set():
+                reported.set()
                 ends = time.monotonic() + _GRACE_S
                 for rank, link in self._links.items():
                     if rank != lost[0]:
                         link.send({"lost": lost})
-            elif told.is_set() and time.monotonic() > ends:
+            elif reported.is_set() and time.monotonic() > ends:
                 self._end()
             for rank, link in self._links.items():
                 link.send({"alive": True})
@@ -384,22 +326,3 @@ class Peers:
             sys.stderr.flush()
         finally:
             os._exit(error.exit_code)
-
-
-def line(message: Message) -> bytes:
-    """Return a message as it travels."""
-    return json.dumps(message).encode() + b"\n"
-
-
-def parsed(data: bytes) -> Message | None:
-    """Return the message of one whole line; None for anything that is no message."""
-    try:
-        message = json.loads(data) if data.endswith(b"\n") else None
-    except (ValueError, RecursionError):  # the last for lists that are nested too deep
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def names(ranks: list[int]) -> str:
-    """Name ranks in a message."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""How the ranks of a run come together: each introduces itself to rank 0, which takes or refuses it."""
+"""The handshake of a run's ranks: each introduces itself to rank 0, which admits or refuses it."""
 
 import contextlib
 import hmac
@@ -11,14 +11,15 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 
-from persia.distributed.control_plane import REMIND_S, SLICE_S, Link, Peers, line, names, parsed
+from persia.distributed.control_plane import REMIND_S, SLICE_S, Peers
+from persia.distributed.link import Link, line, names, parsed
 from persia.runtime.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
 
 INTRODUCTION_S = 5.0
-"""How long an introduction may take."""
-STRANGERS = 64
-"""How many connections may be open besides one of each rank, before they have introduced themselves."""
+"""Seconds that an introduction may take."""
+UNAUTHENTICATED = 64
+"""Connections that may be open before they have introduced themselves, in addition to one for each rank."""
 _HELLO = 1 << 14
 """Bytes an introduction may have."""
 
@@ -53,7 +54,7 @@ class Introduction:
 
 
 def proof(me: Introduction, challenge: str) -> str:
-    """Return what shows that a rank has the token, and says what it says, without telling the token."""
+    """Return the proof that a rank has the token and sent this introduction, without revealing the token."""
     said = json.dumps({**asdict(me), "token": challenge}, sort_keys=True)
     return hmac.new(me.token.encode(), said.encode(), "sha256").hexdigest()
 
@@ -74,7 +75,7 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
     links: dict[int, Link] = {}
     known: dict[int, Introduction] = {}
     reminded = time.monotonic()
-    door = _Door(listener, me.world_size + STRANGERS)
+    lobby = _Lobby(listener, me.world_size + UNAUTHENTICATED)
     try:
         while missing := [rank for rank in range(1, me.world_size) if rank not in links]:
             if time.monotonic() > deadline:
@@ -85,21 +86,21 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
             if time.monotonic() - reminded > REMIND_S / 3:
                 reminded = time.monotonic()
                 _logger.info("waiting for %s of %d", names(missing), me.world_size)
-            if (guest := door.next()) is not None:
-                _admit(*guest, me, links, known)
+            if (arrived := lobby.next()) is not None:
+                _admit(*arrived, me, links, known)
     except BaseException:
-        door.close()
+        lobby.close()
         for link in links.values():
             link.close()
         raise
     peers = Peers(me.rank, me.world_size, links)
-    threading.Thread(target=_refuse_all, args=(door, me, peers, known), name="persia-refuse", daemon=True).start()
+    threading.Thread(target=_refuse_all, args=(lobby, me, peers, known), name="persia-refuse", daemon=True).start()
     return peers
 
 
 @dataclass(eq=False)
-class _Guest:
-    """A connection that has not introduced itself, or not to the end."""
+class _Pending:
+    """A connection whose introduction is not complete."""
 
     connection: socket.socket
     challenge: str
@@ -107,40 +108,40 @@ class _Guest:
     said: bytes = b""
 
 
-class _Door:
-    """Lets those who connect introduce themselves side by side: who says nothing, or little, holds nobody up.
+class _Lobby:
+    """Takes the introductions of several connections at once: an unfinished one does not block other ranks.
 
     Args:
-        listener: Where they connect; closed with the door.
-        most: How many may be here before they have introduced themselves. Of more the first is closed.
+        listener: Where they connect; closed with the lobby.
+        most: How many may be open before they have introduced themselves; beyond that the oldest is closed.
     """
 
     def __init__(self, listener: socket.socket, most: int) -> None:
         self._listener = listener
         self._most = most
-        self._guests: list[_Guest] = []  # in the order they came in
+        self._pending: list[_Pending] = []  # in the order they came in
         self._ready: deque[tuple[socket.socket, str, Introduction]] = deque()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def next(self) -> tuple[socket.socket, str, Introduction] | None:
-        """Return a connection, its challenge and who it is; None now and then. Its socket does not block."""
+        """Return a connection, its challenge and its introduction; None now and then. Its socket does not block."""
         if not self._ready:
             for key, _ in self._selector.select(SLICE_S):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._hear(key.data)
-            while self._guests and (len(self._guests) > self._most or time.monotonic() > self._guests[0].until):
-                self._let_go(self._guests[0]).close()
+            while self._pending and (len(self._pending) > self._most or time.monotonic() > self._pending[0].until):
+                self._remove(self._pending[0]).close()
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
         """Close the listener and all connections that were not returned."""
         self._selector.close()
         self._listener.close()
-        for connection in (*(guest.connection for guest in self._guests), *(ready[0] for ready in self._ready)):
+        for connection in (*(pending.connection for pending in self._pending), *(ready[0] for ready in self._ready)):
             connection.close()
 
     def _accept(self) -> None:
@@ -148,37 +149,37 @@ class _Door:
             connection = self._listener.accept()[0]
         except (BlockingIOError, ConnectionError):  # it is gone already
             return
-        guest = _Guest(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
+        pending = _Pending(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
         connection.setblocking(False)
         with contextlib.suppress(OSError):
-            connection.sendall(line({"challenge": guest.challenge}))
-        self._guests.append(guest)
-        self._selector.register(connection, selectors.EVENT_READ, guest)
+            connection.sendall(line({"challenge": pending.challenge}))
+        self._pending.append(pending)
+        self._selector.register(connection, selectors.EVENT_READ, pending)
 
-    def _hear(self, guest: _Guest) -> None:
+    def _hear(self, pending: _Pending) -> None:
         try:
-            piece = guest.connection.recv(_HELLO)
+            piece = pending.connection.recv(_HELLO)
         except BlockingIOError:
             return
         except OSError:
             piece = b""
-        guest.said += piece
-        if piece and b"\n" not in piece and len(guest.said) < _HELLO:
+        pending.said += piece
+        if piece and b"\n" not in piece and len(pending.said) < _HELLO:
             return
-        connection, them = self._let_go(guest), _introduction(guest.said)
+        connection, them = self._remove(pending), _introduction(pending.said)
         if them is None:
             connection.close()
         else:
-            self._ready.append((connection, guest.challenge, them))
+            self._ready.append((connection, pending.challenge, them))
 
-    def _let_go(self, guest: _Guest) -> socket.socket:
-        self._guests.remove(guest)
-        self._selector.unregister(guest.connection)
-        return guest.connection
+    def _remove(self, pending: _Pending) -> socket.socket:
+        self._pending.remove(pending)
+        self._selector.unregister(pending.connection)
+        return pending.connection
 
 
 def _introduction(said: bytes) -> Introduction | None:
-    """Return who connects; None for what is no rank."""
+    """Return the introduction of a rank; None for anything else."""
     message = parsed(said)
     try:
         them = Introduction(**message["hello"]) if message is not None else None
@@ -239,16 +240,16 @@ def _reason_to_refuse(
     return None
 
 
-def _refuse_all(door: _Door, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
-    """Tell ranks that come when all are there who has their place.
+def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
+    """Refuse ranks that come when all are there, and name the process that is that rank.
 
-    One that comes as its predecessor or the run is ending hears nothing, and tries again: the next rank 0 takes it.
+    One that comes as its predecessor or the run is ending gets no answer, and retries: the next rank 0 takes it.
     """
-    with contextlib.closing(door), contextlib.suppress(OSError):  # the listener fails: nobody is told any more
+    with contextlib.closing(lobby), contextlib.suppress(OSError):  # the listener fails: later ranks get no answer
         while not peers.closed:
-            if (guest := door.next()) is None:
+            if (arrived := lobby.next()) is None:
                 continue
-            connection, challenge, them = guest
+            connection, challenge, them = arrived
             refused = _reason_to_refuse(me, challenge, them, known.get(them.rank))
             if refused is not None and (them.rank not in known or peers.holds(them.rank)):
                 _refuse(connection, them, refused)
@@ -260,8 +261,8 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
     """On the other ranks: connect to rank 0.
 
     Raises:
-        UnreachableError: It cannot be reached; whether its name resolves and its port answers is told.
-        PersiaError: It refused this rank; its words.
+        UnreachableError: It cannot be reached; the message says whether its name resolves and its port answers.
+        PersiaError: It refused this rank; the message is rank 0's.
     """
     try:
         connection = socket.create_connection(address, timeout=timeout_s)

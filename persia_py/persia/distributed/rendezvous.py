@@ -1,4 +1,4 @@
-"""Where a rank finds the others: rank 0 is announced to NATS, the others connect to it."""
+"""How ranks find each other: rank 0 announces itself to NATS, the others connect to it."""
 
 import os
 import socket
@@ -13,8 +13,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is ex
 from persia import __version__
 from persia.discovery import services
 from persia.distributed import handshake
-from persia.runtime import job, settings, tokens
+from persia.runtime import job, tokens
 from persia.runtime.errors import UnreachableError, UsageError
+from persia.runtime.settings import settings
 from persia_core.discovery import Discovery, advertised_host
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from persia_core.discovery import Announcement
 
 AFTER_OTHERS_S = 30.0
-"""What follows the wait for other ranks has this many seconds, however long that wait was."""
+"""Seconds for what follows the wait for other ranks, however long that wait was."""
 
 
 class Rendezvous:
@@ -42,7 +43,7 @@ class Rendezvous:
         self._rank, self._world_size = rank, world_size
         self._job = job.job_name()
         self._address = advertised_host(url)
-        self._deadline = time.monotonic() + settings.start_timeout()
+        self._deadline = time.monotonic() + settings.start_timeout
         self._listener: socket.socket | None = None
         self._store_listener: socket.socket | None = None
 
@@ -71,7 +72,7 @@ class Rendezvous:
             services.TRAINER, self._rank, self._world_size, address, {"rank": str(self._rank), **extra}
         )
         try:
-            self._refuse_twins()
+            self._refuse_duplicates()
         except BaseException:
             announcement.close()
             raise
@@ -107,7 +108,7 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Stop listening, unless the run goes on listening."""
+        """Stop listening, unless the run listens from now on."""
         for listener in (self._listener, self._store_listener):
             if listener is not None:
                 listener.close()
@@ -125,7 +126,7 @@ class Rendezvous:
                 if time.monotonic() > self._deadline:
                     raise
 
-    def _refuse_twins(self) -> None:
+    def _refuse_duplicates(self) -> None:
         mine = f"{socket.gethostname()} {os.getpid()}"
         found = [peer for peer in self._trainers() if peer["index"] == str(self._rank)]
         own = next((peer["started"] for peer in found if f"{peer['host']} {peer['pid']}" == mine), None)
@@ -154,7 +155,7 @@ class Rendezvous:
                 except UnreachableError as error:
                     why = str(error)
             if time.monotonic() > self._deadline:
-                raise UnreachableError(f"{why}; waited {settings.start_timeout():g} s (PERSIA_START_TIMEOUT)")
+                raise UnreachableError(f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)")
 
 
 def _listen(address: str) -> socket.socket:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import distributed as torch_distributed
 
 from persia.distributed.control_plane import Peers
-from persia.runtime import job, settings
+from persia.runtime import job
 from persia.runtime.errors import ConfigError, RunLostError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -93,7 +94,7 @@ def _leave(reason: str | None = None) -> None:
 
 
 def fail(reason: str) -> None:
-    """Tell the other ranks that this one cannot go on; they end too. The run is not finished unless it begins again."""
+    """Let the other ranks know that this one cannot continue; they end too. The run is unfinished until a restart."""
     _process.failed = _process.failed or reason
     _leave(reason)
 
@@ -140,8 +141,8 @@ def finish() -> None:
 
     Raises:
         PersiaError: What an EmbeddingCollection pushed cannot be applied.
-        RunLostError: A rank is gone, or training in this process has failed, even if the script went on; no summary is
-            written then.
+        RunLostError: A rank is gone, or training in this process has failed, even if the script continued; no summary
+            is written then.
         UsageError: The script ended without a ``TrainCtx`` or an EmbeddingCollection, and there are other ranks.
     """
     if _process.failed:
@@ -149,14 +150,14 @@ def finish() -> None:
     for session in list(_process.sessions):
         session.close()
     others = _process.peers
-    if others is None and settings.get_world_size() > 1 and settings.nats_url() is not None:
+    if others is None and settings.world_size > 1 and settings.nats_url is not None:
         raise UsageError(
-            f"the script of rank {settings.get_rank()} of {settings.get_world_size()} ended without a TrainCtx or an "
+            f"the script of rank {settings.rank} of {settings.world_size} ended without a TrainCtx or an "
             "EmbeddingCollection; each needs one"
         )
     if others is not None:
         others.share("finish", None)
-    if settings.get_rank() == 0:
+    if settings.rank == 0:
         _write_summary(job.run_dir())
     if others is not None:
         others.share("finished", None)
@@ -171,7 +172,7 @@ def _write_summary(folder: Path) -> None:
         "status": "finished",
         "job": job.job_name(),
         "generation": _process.generation,
-        "world_size": settings.get_world_size(),
+        "world_size": settings.world_size,
         "steps": _process.steps,
         "seconds": round(time.monotonic() - _process.started, 3),
         "finished_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -32,12 +32,11 @@ class Optimizer:
 
     @property
     def course(self) -> str:
-        """A description of the schedule. Ranks compare it."""
+        """The schedule as text, which ranks compare."""
         if self._schedule is None:
             return "none"
-        if is_dataclass(self._schedule):
-            return repr(self._schedule)
-        return getattr(self._schedule, "__name__", type(self._schedule).__name__)
+        shown = is_dataclass(self._schedule)
+        return repr(self._schedule) if shown else getattr(self._schedule, "__name__", type(self._schedule).__name__)
 
     def scheduled(self, schedule: Callable[[int], float]) -> Self:
         """Multiply the learning rate of each step by ``schedule(step)``, and return this optimizer.

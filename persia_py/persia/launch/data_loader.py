@@ -6,12 +6,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from persia.launch.data_loader_main import AGAIN
 from persia.launch.process import Process
 from persia.launch.supervision import Events, stop
-from persia.runtime import settings
 from persia.runtime.errors import UnreachableError, UsageError
-from persia.runtime.settings import SERVED
+from persia.runtime.exit_codes import AGAIN
+from persia.runtime.settings import SERVED, settings
 
 _PERIOD = 2.0
 """Seconds between two questions to NATS for new trainers."""
@@ -32,7 +31,7 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
     Raises:
         UsageError: ``PERSIA_NATS_URL`` is not set.
     """
-    if settings.nats_url() is None:
+    if settings.nats_url is None:
         raise UsageError(
             "PERSIA_NATS_URL is not set: in the embedded mode the trainer runs the data script itself; "
             "start only the trainer, or set PERSIA_NATS_URL"

@@ -7,10 +7,8 @@ from pathlib import Path
 from persia.feed.protocol import RunRestarted
 from persia.launch.user_script import guarded, run_script
 from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import SERVED
-
-AGAIN = 75
-"""Exit code: a new generation of the run began; the script has to be restarted."""
 
 
 def main() -> int:

@@ -12,10 +12,11 @@ from typing import Any
 
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop
-from persia.runtime import job, settings
+from persia.runtime import job
 from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import AGAIN
+from persia.runtime.settings import settings
 
-AGAIN = 75
 _OWN_CODES = {2, 3, 4, 5, 70}
 """Exit codes of a rank that are passed on: configuration, unreachable, corrupt, refused, hung."""
 
@@ -47,7 +48,7 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
             f"{max(nodes, 1) - 1}, and at least one node and rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
         )
     _check_devices(ranks)
-    folder = job.run_dir() if settings.nats_url() is not None else None
+    folder = job.run_dir() if settings.nats_url is not None else None
     if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
         report_finished(folder, summary)
         return 0

@@ -13,6 +13,7 @@ from types import FrameType
 from persia.launch.supervision import ONE_SIGNAL
 from persia.launch.user_script import guarded, run_script
 from persia.runtime import preemption
+from persia.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -54,12 +55,12 @@ def _handle_sigterm() -> None:
         now = time.monotonic()
         if first_at is not None:
             if now - first_at > ONE_SIGNAL:
-                os._exit(preemption.AGAIN)
+                os._exit(ExitCode.AGAIN)
             return
         first_at = now
         if not preemption.ask_to_stop():
             sys.stderr.write("SIGTERM: leaving before the end of the run\n")
-            raise SystemExit(preemption.AGAIN)  # contexts report it to the other ranks as they exit
+            raise SystemExit(ExitCode.AGAIN)  # contexts report it to the other ranks as they exit
 
     signal.signal(signal.SIGTERM, handle)
 

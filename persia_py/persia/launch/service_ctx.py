@@ -20,8 +20,8 @@ from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import Events, stop
 from persia.launch.yaml_files import dump_yaml
-from persia.runtime import settings
 from persia.runtime.errors import ConfigError, PersiaError, UnreachableError
+from persia.runtime.settings import settings
 
 _POLL = 0.1
 """Seconds between two questions to NATS for servers and middlewares."""
@@ -154,7 +154,7 @@ class PersiaServiceCtx:
 
     def _wait_announced(self, url: str) -> None:
         wanted = {"persia-server": self._servers, "persia-middleware": self._middlewares}
-        deadline = time.monotonic() + settings.start_timeout()
+        deadline = time.monotonic() + settings.start_timeout
         while True:
             found = Counter(service.kind for service in nats.services(url))
             absent = [f"{wanted[kind] - found[kind]} {kind}" for kind in wanted if found[kind] < wanted[kind]]

@@ -13,8 +13,8 @@ from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop
 from persia.runtime import job as jobs
+from persia.runtime.exit_codes import AGAIN
 
-AGAIN = 75
 _NATS = "nats"
 _PERMANENT = {1, 2, 3, 4, 5}
 """Exit codes that a restart would not change."""

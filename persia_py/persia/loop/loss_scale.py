@@ -13,7 +13,7 @@ class LossScale:
     """What the loss is multiplied by, so that small gradients are not 0 in float16: torch's GradScaler, and its policy.
 
     The policy is applied here, where it is known anyway whether a step was finite, for model and rows together: asking
-    the scaler would wait for the device once more.
+    the scaler would wait for the device again.
 
     Args:
         growth_interval: Steps without infinity after which the scale is doubled; a step with one halves it.
@@ -39,7 +39,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
         self.scaler.load_state_dict(
             {

@@ -153,7 +153,7 @@ class EmbeddingCollection(torch.nn.Module):
             features: For each feature name of the tables its ids, a 1-d int64, uint64 or int32 tensor or array with one
                 for each sample; or ``(ids, offsets)``, where sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or
                 ``(ids, offsets, weights)`` with a float32 weight for each id, where pooling is a sum. The weights get
-                no gradient. Negative ids stand for themselves as unsigned 64-bit numbers.
+                no gradient. Negative ids are read as unsigned 64-bit numbers.
 
         Returns:
             For each feature, in the order of the tables, a tensor ``[batch, embedding_dim]``, float32 unless the module
@@ -201,7 +201,7 @@ class EmbeddingCollection(torch.nn.Module):
     def save(self, directory: str | os.PathLike[str], **states: dict[str, Any]) -> None:
         """Save the rows as a checkpoint in ``directory``, which it replaces as a whole or not at all.
 
-        Every push of every rank so far is in it. Every rank calls this, and goes on when the checkpoint is there. Rank
+        Every push of every rank so far is in it. Every rank calls this, and returns when the checkpoint is there. Rank
         0 writes it; the ``states`` of the others are not looked at.
 
         Args:
@@ -217,8 +217,8 @@ class EmbeddingCollection(torch.nn.Module):
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
         """Continue with the rows, the step and the learning rate of a checkpoint.
 
-        Every file is verified before anything changes. Every rank calls this, and goes on when the rows are there; what
-        one of them cannot load none does, so that all may catch the error and go on together.
+        Every file is verified before anything changes. Every rank calls this, and returns when the rows are there. If
+        one rank cannot load, none does, so that all may catch the error and continue together.
 
         Args:
             directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
@@ -235,7 +235,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def step(self) -> int:
-        """The number of the last training forward whose gradients were pushed, from 1; it goes on after a load."""
+        """The number of the last training forward whose gradients were pushed, from 1; it continues after a load."""
         return self._session.trained_step
 
     @property

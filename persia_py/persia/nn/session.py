@@ -1,4 +1,4 @@
-"""The engine behind an :class:`persia.embedding.collection.EmbeddingCollection`, and steps between their two halves."""
+"""The engine of a :class:`persia.nn.EmbeddingCollection`, and a step between its forward and its backward."""
 
 import os
 import weakref
@@ -16,7 +16,7 @@ from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.config import Configuration
 from persia.embedding.optim import Optimizer
 from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
-from persia.runtime import contexts, settings
+from persia.runtime import contexts
 from persia.runtime.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +27,7 @@ from persia.runtime.errors import (
     UsageError,
 )
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.engine import Engine
 from persia_core.forward import Pipeline, Tensor, TrainingBatch
@@ -44,7 +45,7 @@ _STATE = "collection.state"
 
 
 class Step:
-    """A training forward until its gradients are pushed, or nobody can push them any more."""
+    """A training forward until its gradients are pushed, or can be pushed no more."""
 
     def __init__(self, session: "Session", batch: TrainingBatch) -> None:
         self._session = session
@@ -102,7 +103,7 @@ class Session:
                 "EmbeddingCollection inside a context of persia.ctx, which has tables of its own: make it outside, or "
                 "give its features to the context's batches"
             )
-        self._reproducible = settings.flag("REPRODUCIBLE")
+        self._reproducible = settings.reproducible
         if self._reproducible and staleness not in (None, 1):
             raise UsageError(
                 f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
@@ -124,7 +125,7 @@ class Session:
             raise
 
     def _open(self, configuration: Configuration, device: Device | None) -> Backend:
-        if settings.nats_url() is None:
+        if settings.nats_url is None:
             return LocalBackend(configuration, device)
         if run.holds_session():
             raise UsageError(
@@ -151,12 +152,12 @@ class Session:
         return self._common.trained_step
 
     def evaluate(self, batch: Batch) -> TrainingBatch:
-        """Look a batch up without changing anything, behind every push so far."""
+        """Look a batch up without changing anything, after every push so far."""
         self._check_open()
         return self._common.lookup(batch)
 
     def train(self, batch: Batch) -> Step:
-        """Look a batch up for training, behind every push so far."""
+        """Look a batch up for training, after every push so far."""
         self._check_open()
         if len(self._waiting) >= self._staleness:
             raise UsageError(
@@ -269,8 +270,8 @@ class Session:
     def _fail(self, error: BaseException) -> None:
         """Decide what a failed forward means for those that come after it.
 
-        A batch that was refused before its look-up has no step: the next forward goes on in the same generation. After
-        anything else the next loop has a generation of its own, which all ranks begin together. The others do not
+        A batch that was refused before its look-up has no step: the next forward continues in the same generation.
+        After anything else the next loop has a generation of its own, which all ranks begin together. The others do not
         know of it, so that the run ends where there are others.
         """
         if isinstance(error, DataError) and self._pipeline is not None and self._is_sound():
@@ -294,7 +295,7 @@ class Session:
             self._common.close_loop(pipeline, together=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Apply what was pushed and end the engine; with an ``error``, tell the other ranks that the run has failed."""
+        """Apply what was pushed and end the engine; with an ``error``, other ranks learn that the run has failed."""
         if self._finalizer.detach() is None:
             return
         run.release(self)

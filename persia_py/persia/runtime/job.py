@@ -1,17 +1,17 @@
-"""What a job is called, where its run keeps its files, and whether that run is finished."""
+"""The name of a job, the folder of its run, and whether that run is finished."""
 
 import contextlib
 import json
-import os
 import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from persia.runtime.errors import ConfigError
+from persia.runtime.settings import settings
 
 RUN = "RUN"
-"""Names the run that is going on; gone when it is finished."""
+"""Names the current run; removed when it is finished."""
 
 SUMMARY = "summary.json"
 """Written into the run's folder by rank 0, at the end and only then."""
@@ -25,8 +25,8 @@ def job_name() -> str:
     Raises:
         ConfigError: The name has other characters than letters, digits, ``.``, ``_`` and ``-``, or more than 64.
     """
-    name, origin = os.environ.get("PERSIA_JOB", "").strip(), "PERSIA_JOB"
-    if not name:
+    name, origin = settings.job, "PERSIA_JOB"
+    if name is None:
         name, origin = _configured_name()
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
@@ -41,15 +41,13 @@ def _checked(name: str, origin: str) -> str:
 
 def run_dir() -> Path:
     """Return ``PERSIA_RUN_DIR``, else ``runs/JOB`` below the working directory."""
-    given = os.environ.get("PERSIA_RUN_DIR", "").strip()
-    return Path(given) if given else Path("runs") / job_name()
+    return Path(settings.run_dir or Path("runs", job_name()))
 
 
 def run_name() -> str:
-    """Return the name of the run that is going on in :func:`run_dir`; where there is none, a new one begins.
+    """Return the name of the current run in :func:`run_dir`; where there is none, a new one begins.
 
-    For rank 0. A run that is interrupted and started again keeps its name: ``JOB-`` and when it began, in UTC. The end
-    of a run takes its name away.
+    For rank 0. A run that is interrupted and started again keeps its name: ``JOB-`` and the time of its start, in UTC.
 
     Raises:
         ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
@@ -64,7 +62,7 @@ def run_name() -> str:
         draft.write_text(name + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; it names the run that is going on") from error
+        raise ConfigError(f"{path}: {error.strerror}; it names the current run") from error
     return name
 
 

@@ -1,26 +1,32 @@
-"""SIGTERM in a run that saves itself: it leaves where it can be saved, on all ranks behind one step.
+"""SIGTERM and Ctrl-C in a run that saves itself: it leaves where it can be saved, on all ranks after the same step.
 
-In a training loop the signal is noted, and the loop ends behind the step. Everywhere else it ends the context at once,
+In a training loop the signal is noted, and the loop ends after the step. Everywhere else it ends the context at once,
 by ``SystemExit``. The context saves the run on its way out (:class:`persia.ctx.TrainCtx`).
 """
 
 import contextlib
 import math
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-AGAIN = 75
-"""Exit code: this attempt is over, start again."""
+from persia.runtime.exit_codes import ExitCode
+
 STEP_S = 10.0
-"""Seconds that an evaluation in the middle of a step may go on, so that the step comes to its end."""
+"""Seconds that an evaluation in the middle of a step may continue, so that the step is completed."""
 
 
 class _State:
-    """What this process is at, and whether it was asked to stop."""
+    """What this process is doing, and whether it was asked to stop."""
 
     asked_at: float | None = None
+    code = ExitCode.AGAIN
+    """What it leaves with."""
+    interrupted = False
+    """Ctrl-C was pressed."""
     saves = False
     """It is in a context that saves its run."""
     loops = False
@@ -34,20 +40,25 @@ class _State:
 _state = _State()
 
 
-def ask_to_stop() -> bool:
-    """Note that this process was sent SIGTERM.
+def ask_to_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
+    """Note that this process was sent SIGTERM, or Ctrl-C.
+
+    Args:
+        code: The exit code that goes with it.
 
     Returns:
-        Whether it leaves by itself, soon; where it does not, the caller raises ``SystemExit(AGAIN)``.
+        Whether it leaves by itself, soon; where it does not, the caller raises ``SystemExit(code)``.
     """
     if _state.leaving:
         return True
+    if _state.asked_at is None:
+        _state.code = code
     hear()
     return _state.loops and _state.trained and not _state.waits_for_data
 
 
 def hear(*, gone: bool = False) -> None:
-    """Note that another rank was sent SIGTERM, or is ``gone`` from the step it was in; nothing is interrupted here."""
+    """Note that another rank was asked to stop, or is ``gone`` from the step it was in; nothing is interrupted here."""
     if _state.saves and (gone or _state.asked_at is None):
         _state.asked_at = -math.inf if gone else time.monotonic()
 
@@ -55,6 +66,16 @@ def hear(*, gone: bool = False) -> None:
 def stop_asked() -> bool:
     """Whether this process is to leave the context that saves its run."""
     return _state.asked_at is not None
+
+
+def exit_code() -> ExitCode:
+    """Return what this process leaves with, where it was asked to stop."""
+    return _state.code
+
+
+def reason() -> str:
+    """Return what asked this process to stop."""
+    return "Ctrl-C" if _state.code is ExitCode.INTERRUPTED else "SIGTERM"
 
 
 def leave_if_asked() -> None:
@@ -66,55 +87,85 @@ def leave_if_asked() -> None:
     asked_at = _state.asked_at
     if asked_at is None or _state.leaving or (_state.in_step and time.monotonic() - asked_at < STEP_S):
         return
-    raise SystemExit(AGAIN)
+    raise SystemExit(_state.code)
 
 
 @contextlib.contextmanager
 def saving_run() -> Iterator[None]:
     """Around a context that saves its run."""
-    main = threading.current_thread() is threading.main_thread()
-    own = main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # not where a launcher's rank has its own
-    if own:
-        signal.signal(signal.SIGTERM, _heard)
     outer = _state.saves, _state.trained
     _state.saves, _state.trained = True, False
     try:
-        yield
+        with _own_handlers():
+            yield
     finally:
         _state.saves, _state.trained = outer
-        _state.asked_at = None
-        if own:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _heard(*_: object) -> None:
-    if not ask_to_stop():
-        raise SystemExit(AGAIN)
+        _state.asked_at, _state.code, _state.interrupted = None, ExitCode.AGAIN, False
 
 
 @contextlib.contextmanager
-def stoppable(active: bool) -> Iterator[None]:
-    """Around a training loop: once a step is done, SIGTERM is only noted inside it, if it is ``active``."""
-    _state.loops = active
+def _own_handlers() -> Iterator[None]:
+    """Handle the signals that have Python's default handler, in the main thread: a launcher's rank has its own."""
+    handlers: dict[signal.Signals, tuple[Any, Callable[..., None]]] = {
+        signal.SIGTERM: (signal.SIG_DFL, _terminated),
+        signal.SIGINT: (signal.default_int_handler, _interrupted),
+    }
+    main = threading.current_thread() is threading.main_thread()
+    owned = [number for number, (default, _) in handlers.items() if main and signal.getsignal(number) is default]
+    for number in owned:
+        signal.signal(number, handlers[number][1])
     try:
         yield
     finally:
-        _state.loops = _state.in_step = False
+        for number in owned:
+            signal.signal(number, handlers[number][0])
 
 
-def begin_step() -> None:
-    """Note that a batch is handed out for training."""
-    _state.in_step = True
+def _terminated(*_: object) -> None:
+    if not ask_to_stop():
+        raise SystemExit(ExitCode.AGAIN)
 
 
-def end_step() -> None:
-    """Note that it was trained on, or will not be."""
-    _state.in_step = False
+def _interrupted(*_: object) -> None:
+    """Save the run and leave; the second time, end at once."""
+    if _state.interrupted:
+        os.write(2, b"Ctrl-C again: ending without a checkpoint\n")
+        os._exit(ExitCode.INTERRUPTED)
+    _state.interrupted = True
+    os.write(2, b"Ctrl-C: saving the run after this step; press it again to end at once\n")
+    if not ask_to_stop(ExitCode.INTERRUPTED):
+        raise SystemExit(ExitCode.INTERRUPTED)
 
 
-def trained() -> None:
-    """Note that a step is done: there is something to save."""
-    _state.trained, _state.in_step = True, False
+class Preemption:
+    """Lets SIGTERM and Ctrl-C end a loop between two steps. A hook of the training loop, in a run that saves itself."""
+
+    def on_start(self, loop: object) -> None:
+        """Once a step is done, the signals are only noted from here on."""
+        del loop
+        _state.loops = True
+
+    def before_step(self) -> None:
+        """Note that the batch was trained on, or will not be."""
+        _state.in_step = False
+
+    def after_lookup(self, step: int) -> None:
+        """Note that a batch is handed out for training."""
+        del step
+        _state.in_step = True
+
+    def after_step(self, step: int) -> None:
+        """Note that a step is done: there is something to save."""
+        del step
+        _state.trained, _state.in_step = True, False
+
+    def on_end(self, complete: bool) -> None:
+        """Leave, if this process was asked to stop and the loop is complete; otherwise signals act at once again."""
+        try:
+            if complete:
+                leave_if_asked()
+        finally:
+            _state.loops = _state.in_step = False
 
 
 def has_trained() -> bool:
@@ -139,7 +190,7 @@ def waiting_for_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Around what is done on the way out: the signal that asks for it once more changes nothing."""
+    """Around what is done on the way out: SIGTERM, sent again, changes nothing."""
     outer, _state.leaving = _state.leaving, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""The process's place in the job, from environment variables.
+"""The environment variables that persia's Python code reads: :data:`settings` has each of them, checked.
 
 ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` follow torchrun's contract; ``REPLICA_INDEX`` and ``REPLICA_SIZE`` number
 the replicas of a service. Unset means a job of one.
@@ -12,60 +12,192 @@ from persia.runtime.errors import UsageError
 SERVED = "PERSIA_LAUNCHER_SERVED"
 """Variable by which the launcher names a file; the address of the rank 0 that gets the batches is written to it."""
 
+MAX_STALENESS = 64
+
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
+    """The process's place in its job.
+
+    Attributes:
+        rank: The trainer rank, from 0.
+        local_rank: The rank among the trainers of this host, from 0.
+        world_size: The number of trainer ranks.
+        replica_index: The index among the replicas of the service, from 0.
+        replica_size: The number of replicas of the service.
+    """
+
     rank: int
     local_rank: int
     world_size: int
     replica_index: int
     replica_size: int
 
+    @classmethod
+    def read(cls) -> "Place":
+        """Read it from the environment.
 
-def _read(name: str, default: int, *, least: int) -> int:
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise UsageError(f"environment variable {name}={text!r}: want a whole number of at least {least}")
-    return value
-
-
-def _load() -> _Place:
-    place = _Place(
-        rank=_read("RANK", 0, least=0),
-        local_rank=_read("LOCAL_RANK", 0, least=0),
-        world_size=_read("WORLD_SIZE", 1, least=1),
-        replica_index=_read("REPLICA_INDEX", 0, least=0),
-        replica_size=_read("REPLICA_SIZE", 1, least=1),
-    )
-    for index, size, names in (
-        (place.rank, place.world_size, "RANK and WORLD_SIZE"),
-        (place.replica_index, place.replica_size, "REPLICA_INDEX and REPLICA_SIZE"),
-    ):
-        if index >= size:
-            raise UsageError(f"environment variables {names}: index {index} must be below size {size}")
-    return place
+        Raises:
+            UsageError: A variable is no number, or an index is not below its size.
+        """
+        place = cls(
+            rank=_whole("RANK", 0, least=0),
+            local_rank=_whole("LOCAL_RANK", 0, least=0),
+            world_size=_whole("WORLD_SIZE", 1, least=1),
+            replica_index=_whole("REPLICA_INDEX", 0, least=0),
+            replica_size=_whole("REPLICA_SIZE", 1, least=1),
+        )
+        for index, size, names in (
+            (place.rank, place.world_size, "RANK and WORLD_SIZE"),
+            (place.replica_index, place.replica_size, "REPLICA_INDEX and REPLICA_SIZE"),
+        ):
+            if index >= size:
+                raise UsageError(f"environment variables {names}: index {index} must be below size {size}")
+        return place
 
 
-_place: _Place | None = None
+class Settings:
+    """Every setting that the environment has; all but the place are read when they are asked for."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+
+    @property
+    def place(self) -> Place:
+        """The process's place in its job, read once: see :func:`reload_env`."""
+        if self._place is None:
+            self._place = Place.read()
+        return self._place
+
+    def reload_place(self) -> None:
+        """Read the place again."""
+        self._place = Place.read()
+
+    @property
+    def rank(self) -> int:
+        """``RANK``."""
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """``WORLD_SIZE``."""
+        return self.place.world_size
+
+    @property
+    def job(self) -> str | None:
+        """``PERSIA_JOB``: the name of the job; None leaves it to the global configuration."""
+        return _text("PERSIA_JOB")
+
+    @property
+    def nats_url(self) -> str | None:
+        """``PERSIA_NATS_URL``; None without it, in the embedded mode."""
+        return _text("PERSIA_NATS_URL")
+
+    @property
+    def token_file(self) -> str | None:
+        """``PERSIA_TOKEN_FILE``: the file with the job's secret."""
+        return _text("PERSIA_TOKEN_FILE")
+
+    @property
+    def run_dir(self) -> str | None:
+        """``PERSIA_RUN_DIR``: the folder of the run's files."""
+        return _text("PERSIA_RUN_DIR")
+
+    @property
+    def checkpoint_root(self) -> str | None:
+        """``PERSIA_CKPT_DIR``, below which servers write checkpoints."""
+        return _text("PERSIA_CKPT_DIR")
+
+    @property
+    def embedding_config(self) -> str | None:
+        """``PERSIA_EMBEDDING_CONFIG``: the file of the slots."""
+        return _text("PERSIA_EMBEDDING_CONFIG")
+
+    @property
+    def global_config(self) -> str | None:
+        """``PERSIA_GLOBAL_CONFIG``: the file of the general settings."""
+        return _text("PERSIA_GLOBAL_CONFIG")
+
+    @property
+    def data_script(self) -> str | None:
+        """``PERSIA_DATALOADER_ENTRY``: the data script and its arguments."""
+        return _text("PERSIA_DATALOADER_ENTRY")
+
+    @property
+    def train_script(self) -> str | None:
+        """``PERSIA_NN_WORKER_ENTRY``: the training script and its arguments."""
+        return _text("PERSIA_NN_WORKER_ENTRY")
+
+    @property
+    def listen(self) -> str | None:
+        """``PERSIA_LISTEN``: where a server listens."""
+        return _text("PERSIA_LISTEN")
+
+    @property
+    def interface(self) -> str | None:
+        """``PERSIA_SOCKET_IFNAME``: the network interface of this process."""
+        return _text("PERSIA_SOCKET_IFNAME")
+
+    @property
+    def tls_ca(self) -> str | None:
+        """``PERSIA_TLS_CA``: the certificate that other parts are checked with."""
+        return _text("PERSIA_TLS_CA")
+
+    @property
+    def tls_name(self) -> str:
+        """``PERSIA_TLS_NAME``: the name in the certificates of other parts, else ``persia``."""
+        return _text("PERSIA_TLS_NAME") or "persia"
+
+    @property
+    def tls_certificate(self) -> str | None:
+        """``PERSIA_TLS_CERT``: this part's certificate."""
+        return _text("PERSIA_TLS_CERT")
+
+    @property
+    def tls_key(self) -> str | None:
+        """``PERSIA_TLS_KEY``: the key of this part's certificate."""
+        return _text("PERSIA_TLS_KEY")
+
+    @property
+    def served(self) -> str | None:
+        """``PERSIA_LAUNCHER_SERVED``: the file that gets the address of the rank 0 that is served."""
+        return _text(SERVED)
+
+    @property
+    def start_timeout(self) -> float:
+        """``PERSIA_START_TIMEOUT``, else 60: seconds that a trainer waits for its peers at its start."""
+        return _seconds("PERSIA_START_TIMEOUT", 60.0)
+
+    @property
+    def rpc_timeout(self) -> float:
+        """``PERSIA_RPC_TIMEOUT``, else 60: seconds that a look-up or push may take with its retries."""
+        return _seconds("PERSIA_RPC_TIMEOUT", 60.0)
+
+    @property
+    def hang_timeout(self) -> float:
+        """``PERSIA_HANG_TIMEOUT``, else 1800: seconds that a step of a training loop may take; 0 is no limit."""
+        return 0.0 if _text("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
+
+    @property
+    def reproducible(self) -> bool:
+        """``REPRODUCIBLE``: whether equal runs are to give equal bits."""
+        return flag("REPRODUCIBLE")
+
+    def staleness(self, argument: int | None) -> int:
+        """Return the staleness K: the argument, else ``EMBEDDING_STALENESS``, else 8."""
+        value = _whole("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
+        if not 1 <= value <= MAX_STALENESS:
+            raise UsageError(f"embedding staleness {value}: want 1 (synchronous) to {MAX_STALENESS}")
+        return value
 
 
-def _current() -> _Place:
-    global _place
-    if _place is None:
-        _place = _load()
-    return _place
+settings = Settings()
+"""The settings of this process."""
 
 
 def reload_env() -> None:
-    """Read the environment variables again."""
-    global _place
-    _place = _load()
+    """Read the variables of the place again."""
+    settings.reload_place()
 
 
 def set_env(
@@ -90,27 +222,27 @@ def set_env(
 
 def get_rank() -> int:
     """Return the trainer rank, from 0."""
-    return _current().rank
+    return settings.place.rank
 
 
 def get_local_rank() -> int:
     """Return the rank among the trainers of this host, from 0."""
-    return _current().local_rank
+    return settings.place.local_rank
 
 
 def get_world_size() -> int:
     """Return the number of trainer ranks."""
-    return _current().world_size
+    return settings.place.world_size
 
 
 def get_replica_index() -> int:
     """Return this process's index among the replicas of its service, from 0."""
-    return _current().replica_index
+    return settings.place.replica_index
 
 
 def get_replica_size() -> int:
     """Return the number of replicas of this process's service."""
-    return _current().replica_size
+    return settings.place.replica_size
 
 
 def flag(name: str) -> bool:
@@ -123,43 +255,39 @@ def flag(name: str) -> bool:
     raise UsageError(f"environment variable {name}={text!r}: want 1 or 0")
 
 
-def staleness(argument: int | None) -> int:
-    """Return the staleness K: the argument, else ``EMBEDDING_STALENESS``, else 8."""
-    value = _read("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
-    if not 1 <= value <= 64:
-        raise UsageError(f"embedding staleness {value}: want 1 (synchronous) to 64")
-    return value
-
-
 def nats_url() -> str | None:
     """Return ``PERSIA_NATS_URL``; None without it, in the embedded mode."""
-    return os.environ.get("PERSIA_NATS_URL", "").strip() or None
+    return settings.nats_url
 
 
 def checkpoint_root() -> str | None:
     """Return ``PERSIA_CKPT_DIR``, below which servers write checkpoints; None without it."""
-    return os.environ.get("PERSIA_CKPT_DIR", "").strip() or None
+    return settings.checkpoint_root
 
 
-def start_timeout() -> float:
-    """Return how many seconds a trainer waits for its peers at its start: ``PERSIA_START_TIMEOUT``, else 60."""
-    return _seconds("PERSIA_START_TIMEOUT", 60.0)
+def _text(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None
 
 
-def rpc_timeout() -> float:
-    """Return how many seconds a look-up or push may take with its retries: ``PERSIA_RPC_TIMEOUT``, else 60."""
-    return _seconds("PERSIA_RPC_TIMEOUT", 60.0)
-
-
-def hang_timeout() -> float:
-    """Return how many seconds a step of a training loop may take: ``PERSIA_HANG_TIMEOUT``, else 1800; 0 is no limit."""
-    return 0.0 if os.environ.get("PERSIA_HANG_TIMEOUT", "").strip() == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
+def _whole(name: str, default: int, *, least: int) -> int:
+    text = _text(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise UsageError(f"environment variable {name}={text!r}: want a whole number of at least {least}")
+    return value
 
 
 def _seconds(name: str, default: float) -> float:
-    text = os.environ.get(name, "").strip()
+    text = _text(name)
+    if text is None:
+        return default
     try:
-        value = float(text) if text else default
+        value = float(text)
     except ValueError:
         value = 0.0
     if not 0.0 < value <= 86_400.0:

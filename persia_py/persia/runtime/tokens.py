@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from persia.runtime.errors import AuthError
+from persia.runtime.settings import settings
 
 Role = Literal["trainer", "data", "middleware", "admin", "nats"]
 LEAST_SECRET = 32
@@ -34,7 +35,7 @@ def role_token(content: bytes, role: Role) -> str:
 
 def token_file() -> str | None:
     """Return the path that ``PERSIA_TOKEN_FILE`` names; None without it."""
-    return os.environ.get("PERSIA_TOKEN_FILE", "").strip() or None
+    return settings.token_file
 
 
 def token(role: Role) -> str | None:

@@ -1,7 +1,7 @@
-"""A training loop that makes no progress: every rank shows what each of its threads is at, and ends with exit code 70.
+"""A training loop that makes no progress: every rank shows the stacks of its threads, and ends with exit code 70.
 
-Progress is a step, a look-up, an evaluated batch. What a rank waits for on purpose (data, other ranks, files of a save)
-is no hang, however long it takes.
+Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, the files of a
+save) is no hang, however long it takes.
 """
 
 import contextlib
@@ -10,21 +10,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
-from persia.runtime import settings
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.settings import settings
 
-HUNG = 70
-"""Exit code of a rank that makes no progress, and of all others with it."""
 _HINT = (
-    "the threads below show where it stands; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
+    "the threads below show where it is; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
     "take, and 0 is without limit"
 )
 _SLICES = 20
 """Looks during the time that a loop may make no progress."""
 _LAST_S = 10.0
-"""Seconds that telling and showing may take: a pipe or a connection that nobody reads must not keep the process."""
+"""Seconds that the report may take: a pipe or a connection without a reader must not keep the process."""
 _ERRORS = 2
-"""Standard error itself; what stands in ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
+"""Standard error itself: ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
 
 
 class _State:
@@ -37,7 +37,7 @@ _state = _State()
 
 
 def progress() -> None:
-    """Note that the training loop goes on."""
+    """Note that the training loop makes progress."""
     _state.last = time.monotonic()
 
 
@@ -54,7 +54,7 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Around what torch does on all ranks together: the rank that is waited for shall be the first to be named."""
+    """Around a collective of torch, which gets twice the time: the rank that the others wait for is reported first."""
     _state.collectives += 1
     try:
         yield
@@ -63,56 +63,72 @@ def collective() -> Iterator[None]:
         _state.collectives -= 1
 
 
-@contextlib.contextmanager
-def watching(step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[None]:
-    """Around a training loop: end this process if there is no progress for ``PERSIA_HANG_TIMEOUT`` seconds.
+class Watched(Protocol):
+    """What the watchdog needs of a training loop."""
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+
+
+class Watchdog:
+    """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
 
     Args:
-        step: Returns the last step that was trained.
-        tell: Lets the other ranks know why.
+        report: Sends the reason to the other ranks.
     """
-    timeout_s = settings.hang_timeout()
-    if timeout_s == 0:
-        yield
-        return
-    ended = threading.Event()
 
-    def watch() -> None:
-        while not ended.wait(timeout_s / _SLICES):
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._timeout_s = settings.hang_timeout
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, loop: Watched) -> None:
+        """Start watching."""
+        progress()
+        if self._timeout_s:
+            self._thread = threading.Thread(target=self._watch, args=(loop,), name="persia-watchdog", daemon=True)
+            self._thread.start()
+
+    def before_step(self) -> None:
+        """Note the progress."""
+        progress()
+
+    def on_end(self, complete: bool) -> None:
+        """Stop watching."""
+        del complete
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, loop: Watched) -> None:
+        while not self._ended.wait(self._timeout_s / _SLICES):
             silent = time.monotonic() - _state.last
-            if silent > timeout_s * (2 if _state.collectives else 1) and not _state.waits:
+            if silent > self._timeout_s * (2 if _state.collectives else 1) and not _state.waits:
                 reason = (
-                    f"rank {settings.get_rank()} (pid {os.getpid()}) makes no progress behind step {step()} since "
-                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={timeout_s:g})"
+                    f"rank {settings.rank} (pid {os.getpid()}) has made no progress after step {loop.step} for "
+                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={self._timeout_s:g})"
                 )
-                end(reason, tell)
-
-    progress()
-    watcher = threading.Thread(target=watch, name="persia-watchdog", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
+                end(reason, self._report)
 
 
-def end(reason: str, tell: Callable[[str], None]) -> None:
+def end(reason: str, report: Callable[[str], None]) -> None:
     """Show the stacks of all threads of this process, and end it from outside its main thread, whatever fails.
 
     Args:
         reason: Why.
-        tell: Lets the other ranks know.
+        report: Sends the reason to the other ranks.
     """
-    limit = threading.Timer(_LAST_S, os._exit, [HUNG])
+    limit = threading.Timer(_LAST_S, os._exit, [int(ExitCode.HUNG)])
     limit.daemon = True
     limit.start()
     try:
         try:
-            tell(reason)
+            report(reason)
         except Exception as error:
-            reason += f"; the other ranks were not told: {type(error).__name__}: {error}"
-        os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.get_rank()}:\n".encode())
+            reason += f"; the other ranks do not know: {type(error).__name__}: {error}"
+        os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.rank}:\n".encode())
         faulthandler.dump_traceback(_ERRORS, all_threads=True)
     finally:
-        os._exit(HUNG)
+        os._exit(ExitCode.HUNG)

@@ -7,7 +7,7 @@ class PersiaError(Exception):
     Attributes:
         exit_code: The exit code of a process that ends by it.
         hint: What to do next; empty where the message says it.
-        step: The step whose look-up was refused; None for any other error.
+        step: The step whose look-up or push was refused; None for any other error.
     """
 
     exit_code: int = 1

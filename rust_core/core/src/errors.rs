@@ -81,7 +81,7 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
         | Error::BadGradient { .. } => "DataError",
     };
     let raised = raise(py, class, error.to_string());
-    if let Error::Lookup { step, .. } = error {
+    if let Error::Lookup { step, .. } | Error::Push { step, .. } | Error::BadGradient { step, .. } = error {
         // A class of `errors.py` takes any attribute; without this one the batch that failed is not known.
         if let Err(failed) = raised.value(py).setattr("step", step) {
             return failed;

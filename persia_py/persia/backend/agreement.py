@@ -1,0 +1,75 @@
+"""What the ranks of a run agree on, over their control plane."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from persia.backend.base import Offender
+from persia.distributed.control_plane import Peers
+from persia.runtime import errors, watchdog
+from persia.runtime.errors import PersiaError, UsageError
+
+_KEPT = 4096
+"""Characters of an error that the other ranks get."""
+
+
+@contextlib.contextmanager
+def together(peers: Peers | None, what: str) -> Iterator[None]:
+    """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others wait for the outcome
+        failed = error
+    if peers is not None:
+        mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT]]
+        failures = peers.share(what, mine)
+        if failed is None and any(failures):
+            rank, (kind, text) = next((rank, each) for rank, each in enumerate(failures) if each)
+            raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}")
+    if failed is not None:
+        raise failed
+
+
+@contextlib.contextmanager
+def collective(peers: Peers | None) -> Iterator[None]:
+    """Around a collective of torch: a failure names the rank that is gone."""
+    try:
+        with watchdog.collective():
+            yield
+    except RuntimeError as error:
+        if peers is not None and not isinstance(error, PersiaError):
+            peers.blame(error)
+        raise
+
+
+def first_offender(peers: Peers, mine: Offender | None) -> str | None:
+    """Return the first tensor with NaN or infinity on any rank.
+
+    One rank spoils what DDP averages on all ranks. What only one rank has comes first: it is the cause.
+    """
+    found = peers.share("gradients", None if mine is None else [mine.averaged, mine.text])
+    offenders = [
+        (averaged, rank, text) for rank, each in enumerate(found) if each is not None for averaged, text in [each]
+    ]
+    if not offenders:
+        return None
+    _, rank, text = min(offenders)
+    return f"rank {rank}: {text}"
+
+
+def check_same(given: list[dict[str, Any]]) -> None:
+    """Check that all ranks begin a loop with the same; every rank finds the same in what all have ``given``.
+
+    A value that is None or missing on one rank is compared on none.
+
+    Raises:
+        UsageError: What differs, and on which ranks.
+    """
+    for name, first in given[0].items():
+        values = [each.get(name) for each in given]
+        other = next((rank for rank, value in enumerate(values) if value != first), None)
+        if other is not None and None not in values:
+            raise UsageError(
+                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; give every rank the same"
+            )

@@ -1,0 +1,197 @@
+"""What a checkpoint holds of a training run apart from rows: model, optimizers, random state, data position."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from persia.backend.base import Backend
+from persia.checkpoint import rng_state, snapshot
+from persia.distributed.options import bare
+from persia.embedding.optim import Optimizer
+from persia.runtime.settings import settings
+
+LOSS_SCALE = "loss_scale.pt"
+"""The file of a checkpoint that holds the scale of the loss."""
+PASSED = "passed"
+"""The name of what a rank's state has of the batches that were trained on."""
+
+
+class Scale(Protocol):
+    """The scale of the loss."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with it."""
+
+
+class UserState(Protocol):
+    """What a script adds to each checkpoint: :class:`persia.ctx.Checkpoints`'s ``state``."""
+
+    saved: int
+
+    def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
+        """Return what a checkpoint has of it, checked; None where it has nothing."""
+
+    def resume(self, step: int, state: dict[str, Any] | None) -> None:
+        """Continue after a checkpoint of ``step``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it."""
+
+
+class RunState:
+    """The state of a training run on this rank.
+
+    Args:
+        backend: Where the rows are, and the other ranks.
+        model: Returns the model; None where the context has none.
+        dense_optimizer: Returns the optimizer that updates it.
+        embedding_optimizer: Updates the rows, as long as no other one is applied.
+        loss_scale: With mixed precision.
+        user: What the script adds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: Callable[[], torch.nn.Module | None],
+        dense_optimizer: Callable[[], torch.optim.Optimizer],
+        embedding_optimizer: Optimizer,
+        loss_scale: Scale | None,
+        user: UserState | None,
+    ) -> None:
+        self.backend = backend
+        self._model = model
+        self._dense_optimizer = dense_optimizer
+        self._embedding_optimizer = embedding_optimizer
+        self._loss_scale = loss_scale
+        self._user = user
+        self._cursor: dict[str, Any] | None = None
+        self._passed: dict[str, Any] | None = None
+        self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
+        self._ranks: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has them
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The embedding optimizer in force: the last one applied."""
+        return self.backend.settings.optimizer or self._embedding_optimizer
+
+    def record(self, cursor: dict[str, Any] | None, passed: dict[str, Any] | None) -> None:
+        """Record the position after the last batch that was trained on, and what is known of those before."""
+        self._cursor, self._passed = cursor, passed
+
+    def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Return the position of a checkpoint that was loaded, and its digests; None for a loop that continues."""
+        loaded, self._loaded = self._loaded, False
+        return (self._cursor, self._passed) if loaded else (None, None)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
+        return {**rng_state.random_state(self.optimizer), PASSED: self._passed}
+
+    def begin_save(
+        self,
+        directory: Path,
+        more: dict[str, dict[str, Any]],
+        dense: str = "dense.pt",
+        optimizer: str = "opt.pt",
+        jit: str | None = None,
+    ) -> snapshot.Save:
+        """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
+        self.backend.wait_writing()
+        model = self._model()
+        save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
+        with save.kept():
+            if model is not None:
+                save.add_state(dense, bare(model).state_dict())
+                if jit is not None:
+                    save.add_module(jit, bare(model))
+            save.add_state(optimizer, self._dense_optimizer().state_dict())
+            if self._loss_scale is not None:
+                save.add_state(LOSS_SCALE, self._loss_scale.state_dict())
+            for name, state in {rng_state.rank_state(0): self.rank_state(), **more}.items():
+                save.add_state(name, state)
+        return save
+
+    def restore(
+        self,
+        loaded: snapshot.Load,
+        map_location: str | torch.device | None = None,
+        dense_name: str = "dense.pt",
+        optimizer_name: str = "opt.pt",
+    ) -> None:
+        """Continue the run of a verified checkpoint, on rank 0. Where it does not fit, nothing has changed.
+
+        Raises:
+            CheckpointError: It does not fit.
+        """
+        model = self._model()
+        dense = None if model is None else loaded.state(dense_name, map_location)
+        optimizer = loaded.state(optimizer_name, map_location)
+        ranks = {name: loaded.state(name) for name in loaded.names if rng_state.is_rank_state(name)}
+        rank = loaded.state(rng_state.rank_state(0))
+        user = None if self._user is None else self._user.state_in(loaded)
+        scale = loaded.state(LOSS_SCALE) if LOSS_SCALE in loaded.names else None
+        if model is not None and dense is not None:
+            snapshot.check_module(bare(model), dense, loaded.path)
+        snapshot.check_optimizer(self._dense_optimizer(), optimizer, loaded.path)
+        rng_state.check_random_state(rank, self.optimizer, loaded.path / rng_state.rank_state(0))
+        restore_rows(self.backend, loaded)
+        if model is not None and dense is not None:
+            bare(model).load_state_dict(dense)
+        self._dense_optimizer().load_state_dict(optimizer)
+        self._load_scale(scale)
+        rng_state.restore_random_state(rank, self.optimizer)
+        self._ranks = ranks
+        self._set_loaded(loaded.cursor, rank.get(PASSED))
+        if self._user is not None:
+            self._user.resume(loaded.step, user)
+
+    def share_loaded(self) -> None:
+        """Give the other ranks what rank 0 has loaded, at the start of a loop; every rank calls this."""
+        model = self._model()
+        module = None if model is None else bare(model)
+        state = self.backend.spread(
+            lambda: {
+                "dense": None if module is None else module.state_dict(),
+                "optimizer": self._dense_optimizer().state_dict(),
+                "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
+                "embedding_lr": self.optimizer.lr,
+                "cursor": self._cursor,
+                "more": None if self._user is None else self._user.state_dict(),
+                "saved": 0 if self._user is None else self._user.saved,
+                "random": self._ranks,
+            }
+        )
+        if state is None:
+            return
+        if module is not None:
+            module.load_state_dict(state["dense"])
+        self._dense_optimizer().load_state_dict(state["optimizer"])
+        self._load_scale(state["loss_scale"])
+        self.optimizer.update_lr(state["embedding_lr"])
+        if self._user is not None and state["more"] is not None:
+            self._user.resume(state["saved"], state["more"])
+        random = state["random"].get(rng_state.rank_state(settings.rank))
+        self._set_loaded(state["cursor"], None if random is None else random.get(PASSED))
+        if random is not None:
+            rng_state.restore_random_state(random, self.optimizer)
+
+    def _set_loaded(self, cursor: dict[str, Any] | None, passed: dict[str, Any] | None) -> None:
+        self._cursor, self._passed, self._loaded = cursor, passed, True
+
+    def _load_scale(self, state: dict[str, Any] | None) -> None:
+        if self._loss_scale is not None and state is not None:
+            self._loss_scale.load_state_dict(state)
+
+
+def restore_rows(backend: Backend, loaded: snapshot.Load) -> None:
+    """Replace the rows by a checkpoint's, and begin a generation after it."""
+    backend.wait_written()
+    backend.settle()  # what another rank pushed after this would reach the restored rows
+    loaded.restore(backend.engine)
+    backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))

@@ -1,0 +1,84 @@
+"""One connection between two ranks, and its messages: lines of JSON, with flags and names, never tensors."""
+
+import contextlib
+import json
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+_LINE = 1 << 20
+"""Bytes a message may have."""
+
+Message = dict[str, Any]
+
+
+class Link:
+    """One connection between two ranks, and lines of JSON over it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._lines = connection.makefile("rb")
+        self._sending = threading.Lock()
+        self.heard = time.monotonic()
+
+    def send(self, message: Message) -> bool:
+        """Send; False when the connection is gone (its reader notices too)."""
+        data = line(message)
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> Message | None:
+        """Return the next message; None at the end of the connection, or for anything that is no message."""
+        try:
+            data = self._lines.readline(_LINE)
+        except (OSError, ValueError):
+            return None
+        self.heard = time.monotonic()
+        return parsed(data)
+
+    @property
+    def over(self) -> bool:
+        """Whether the other side is gone, whatever of it is still to be read."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed here
+            return True
+
+    def hang_up(self) -> None:
+        """End the connection; its reader is woken."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free what it holds; no thread may be reading from it."""
+        self.hang_up()
+        self._lines.close()
+        self._socket.close()
+
+
+def line(message: Message) -> bytes:
+    """Return a message as it travels."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def parsed(data: bytes) -> Message | None:
+    """Return the message of one whole line; None for anything that is no message."""
+    try:
+        message = json.loads(data) if data.endswith(b"\n") else None
+    except (ValueError, RecursionError):  # the last for lists that are nested too deep
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def names(ranks: list[int]) -> str:
+    """Name ranks in a message."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

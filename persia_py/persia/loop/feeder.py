@@ -1,0 +1,103 @@
+"""Reads a data set ahead of training, in a thread of its own."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia.loop.source import Source
+from persia.runtime.logging import get_logger
+from persia_core.data import Batch
+from persia_core.forward import Pipeline
+
+_logger = get_logger("data")
+
+LEAVE_S = 2.0
+"""Seconds that a reading thread may take to end."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch that was fed to the engine.
+
+    Attributes:
+        step: Its step.
+        position: The position of the data set after it, as text.
+        batch: As the data set gave it; the engine has this one, or an empty one in its place.
+        quarantined: The batch always fails on this rank: the engine has an empty one in its place.
+    """
+
+    step: int
+    position: str
+    batch: Batch
+    quarantined: bool = False
+
+
+class Feeder:
+    """Feeds the batches of a source to a pipeline; an error of the data set reaches the loop in its place.
+
+    Args:
+        source: What is read.
+        pipeline: What is fed.
+        step: The step before the first batch.
+        slots: The slots of the run, for an empty batch.
+        quarantined: Whether a batch is not to be looked up.
+
+    Attributes:
+        fed: The batches that the engine has, in the order of their steps. The loop removes what it takes.
+    """
+
+    def __init__(
+        self, source: Source, pipeline: Pipeline, step: int, slots: list[str], quarantined: Callable[[Work], bool]
+    ) -> None:
+        self.fed: deque[Work] = deque()
+        self._source = source
+        self._pipeline = pipeline
+        self._step = step
+        self._slots = slots
+        self._quarantined = quarantined
+        self._thread = threading.Thread(target=self._run, name="persia-feed", daemon=True)
+
+    def start(self) -> None:
+        """Start reading."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for step, (batch, position) in enumerate(self._source.batches(), self._step + 1):
+                work = Work(step, position, batch.data)
+                work = replace(work, quarantined=self._quarantined(work))
+                self.fed.append(work)
+                if not self._pipeline.feed(empty_batch(self._slots) if work.quarantined else work.batch):
+                    return  # the loop ended early
+            self._pipeline.end()
+        except BaseException as error:  # whatever a data set raises belongs to the loop
+            self._pipeline.fail(error)
+
+    def end(self, *, whole: bool) -> None:
+        """End reading, and prepare the source for the next loop; ``whole`` after a loop that reached its end."""
+        stop_reading(self._thread, self._source, whole=whole)
+
+
+def stop_reading(thread: threading.Thread, source: Source, *, whole: bool) -> None:
+    """End a thread that reads ``source``, and prepare it for the next loop."""
+    source.interrupt()
+    source.settle(whole=whole, read_to_end=_join(thread))
+
+
+def _join(thread: threading.Thread) -> bool:
+    """Wait for a reading thread; return whether it has ended. One that is stuck in the data set is left running."""
+    if thread.ident is not None:
+        thread.join(LEAVE_S)
+    if thread.is_alive():
+        _logger.warning("the data set is still busy %g s after the loop ended; its thread is left running", LEAVE_S)
+    return not thread.is_alive()
+
+
+def empty_batch(slots: list[str]) -> Batch:
+    """Return a batch without an id, to be looked up in place of one that may be refused; it is never trained on."""
+    none = [np.empty(0, np.uint64)]
+    return PersiaBatch([IDTypeFeature(slot, none) for slot in slots], labels=[Label(np.zeros((1, 1), np.float32))]).data

@@ -1,0 +1,132 @@
+"""What a training loop does apart from stepping: hooks, in one ordered list.
+
+A hook is an object with any of the methods below. The loop calls each point on the hooks in their order, and the ends
+in reverse order. All ranks have equal lists, which they compare when a loop starts.
+
+* ``on_start(loop)``: a pass begins; nothing is fed yet. Every rank is here, so that a hook may use collectives.
+* ``before_lookup(work)``: whether a batch is kept from the engine. In the thread that reads ahead.
+* ``before_step()``: between two steps, on every rank; collectives as above.
+* ``vote(work)``: this rank's part of the one agreement before each step.
+* ``decide(step, votes)``: what all ranks voted; true skips the step. Every rank decides the same.
+* ``after_lookup(step)``: the batch of the step goes to the script.
+* ``after_step(step)``: the step is applied to model and rows, or skipped.
+* ``after_commit(step)``: a checkpoint of the step is written, and every rank knows.
+* ``on_error(error, work)``: an exception leaves the context; ``work`` is the batch that it is blamed on, or None.
+* ``on_end(complete)``: the pass is over; ``complete`` where all ranks reached its end, so that collectives may be used.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from persia.backend.base import Backend
+from persia.loop.feeder import Work
+
+
+class Loop(Protocol):
+    """What hooks see of a training loop."""
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+
+    @property
+    def backend(self) -> Backend:
+        """Where the rows are, and the other ranks."""
+
+    def committed(self, step: int) -> None:
+        """Run ``after_commit`` of all hooks."""
+
+
+class Hooks:
+    """The hooks of a loop, in their order.
+
+    Args:
+        hooks: Objects with any of the methods that this module names, and optionally an ``identity``: a text that
+            is equal on all ranks if their hooks are.
+    """
+
+    def __init__(self, hooks: Sequence[Any] = ()) -> None:
+        self._hooks = tuple(hooks)
+        self._started: list[Any] = []
+        self._before_step = self._having("before_step")
+        self._voters = [hook for hook in self._hooks if hasattr(hook, "vote")]
+        self._after_lookup = self._having("after_lookup")
+        self._after_step = self._having("after_step")
+
+    def _having(self, point: str) -> list[Callable[..., Any]]:
+        return [getattr(hook, point) for hook in self._hooks if hasattr(hook, point)]
+
+    @property
+    def digest(self) -> str:
+        """What ranks compare."""
+        return ", ".join(getattr(hook, "identity", type(hook).__name__) for hook in self._hooks) or "none"
+
+    @property
+    def votes(self) -> bool:
+        """Whether a hook takes part in the agreement before each step."""
+        return bool(self._voters)
+
+    def start(self, loop: Loop) -> None:
+        """Begin a pass."""
+        for hook in self._hooks:
+            self._started.append(hook)
+            if hasattr(hook, "on_start"):
+                hook.on_start(loop)
+
+    def keeps_back(self, work: Work) -> bool:
+        """Whether a hook keeps this batch from the engine."""
+        return any(before(work) for before in self._having("before_lookup"))
+
+    def before_step(self) -> None:
+        """Do what is done between two steps."""
+        for each in self._before_step:
+            each()
+
+    def vote(self, work: Work | None) -> list[Any]:
+        """Return this rank's votes, JSON-ready, one for each hook that has one."""
+        return [hook.vote(work) for hook in self._voters]
+
+    def decide(self, step: int, ballots: Sequence[Sequence[Any]]) -> bool:
+        """Whether all ranks skip the step.
+
+        Args:
+            step: The step.
+            ballots: What :meth:`vote` returned on each rank.
+        """
+        skip = False
+        for hook, *votes in zip(self._voters, *ballots, strict=True):
+            skip = hook.decide(step, votes) or skip  # each decides, whatever the ones before it want
+        return skip
+
+    def after_lookup(self, step: int) -> None:
+        """Note that the batch of the step goes to the script."""
+        for each in self._after_lookup:
+            each(step)
+
+    def after_step(self, step: int) -> None:
+        """Note that the step is applied, or skipped."""
+        for each in self._after_step:
+            each(step)
+
+    def after_commit(self, step: int) -> None:
+        """Note that a checkpoint of the step is written."""
+        for each in self._having("after_commit"):
+            each(step)
+
+    def error(self, error: Exception, work: Work | None) -> None:
+        """Note what ended training."""
+        for each in self._having("on_error"):
+            each(error, work)
+
+    def end(self, *, complete: bool) -> None:
+        """End the pass, in reverse order. All hooks end, also if one fails; the first error is raised."""
+        failed: BaseException | None = None
+        while self._started:
+            hook = self._started.pop()
+            try:
+                if hasattr(hook, "on_end"):
+                    hook.on_end(complete and failed is None)
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed

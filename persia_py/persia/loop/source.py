@@ -1,0 +1,175 @@
+"""A data set, and the position of a pass over it."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from persia.embedding.data import PersiaBatch
+from persia.runtime.errors import DataError, FeatureTypeError, UsageError
+
+Cursor = dict[str, Any]
+"""Where a data set is: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
+
+
+class Dataset(Protocol):
+    """What a loop reads.
+
+    Attributes:
+        buffer_size: Batches read ahead of training.
+    """
+
+    buffer_size: int
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches of one pass."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A data set that can be continued."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the iteration."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from there at the next iteration."""
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A data set of batches that arrive from elsewhere, and arrive once."""
+
+    def trained(self, state: dict[str, Any]) -> None:
+        """Forget the batches up to ``state``, which are trained on."""
+
+    def passed(self) -> dict[str, Any] | None:
+        """Return the digests of the batches that were trained on, for a checkpoint."""
+
+    def expect(self, passed: dict[str, Any] | None) -> None:
+        """Take the digests of the batches that a resumed run skips."""
+
+    def waiting(self) -> int:
+        """Return how many batches have arrived and were not yielded."""
+
+    def interrupt(self) -> None:
+        """End an iteration in another thread."""
+
+    def settle(self, *, whole: bool) -> None:
+        """Prepare for the next loop; ``whole`` after one that reached its end."""
+
+
+class Source:
+    """A data set, and the position of the pass that a loop makes over it. A data loader keeps it between its loops.
+
+    Args:
+        dataset: Where batches come from.
+
+    Attributes:
+        cursor: The position after the last batch that was trained on; None at the start of a pass.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.cursor: Cursor | None = None
+        self._stateful = dataset if isinstance(dataset, Stateful) else None
+        self._stream = dataset if isinstance(dataset, Stream) else None
+        self._start: Cursor | None = None  # of the whole pass, also when a loop enters it later
+        self._end: Cursor | None = None
+        self._skip = 0
+
+    def resume(self, cursor: Cursor | None, passed: dict[str, Any] | None) -> None:
+        """Take the data set to where the loop starts.
+
+        Args:
+            cursor: The position of a checkpoint; None continues where the data set is.
+            passed: Of the same checkpoint, the digests of the batches before.
+        """
+        if self._start is None and self._stateful is not None:
+            self._start = position(0, self._stateful.state_dict())
+        if cursor is not None and cursor["source"] is not None and self._stateful is not None:
+            self._stateful.load_state_dict(cursor["source"])
+            if self._stream is not None:
+                self._stream.expect(passed)
+        elif cursor is None:
+            cursor = None if self._stateful is None else position(0, self._stateful.state_dict())
+        self.cursor = cursor
+        self._skip = int(cursor["batches"]) if cursor is not None and cursor["source"] is None else 0
+
+    def batches(self) -> Iterator[tuple[PersiaBatch, str]]:
+        """Yield each batch with the position after it, as text; batches before the start are read and dropped."""
+        for count, batch in enumerate(self.dataset, 1):
+            if count <= self._skip:
+                continue
+            _check_training(batch, count)
+            yield batch, json.dumps(position(count, None if self._stateful is None else self._stateful.state_dict()))
+        self._end = None if self._stateful is None else position(0, self._stateful.state_dict())
+
+    def trained(self, after: str) -> None:
+        """Record that training is after the batch with this position."""
+        self.cursor = json.loads(after)
+        if self._stream is not None and self.cursor is not None:
+            self._stream.trained(self.cursor["source"])
+
+    def passed(self) -> dict[str, Any] | None:
+        """Return what a rank's checkpoint keeps of the batches before the cursor, if there is anything."""
+        return None if self._stream is None else self._stream.passed()
+
+    def waiting(self) -> int:
+        """Return how many batches have arrived and were not read."""
+        return 0 if self._stream is None else self._stream.waiting()
+
+    def pass_ended(self) -> None:
+        """Record that all batches of the pass were trained on: the next loop begins a new one."""
+        self.cursor = self._start = self._end
+
+    def pass_cut_short(self) -> None:
+        """Record that the pass is over because another rank's data has ended; a stream continues instead."""
+        if self._stream is None:
+            self.cursor = self._start
+
+    def interrupt(self) -> None:
+        """End the iteration in another thread; only a stream can."""
+        if self._stream is not None:
+            self._stream.interrupt()
+
+    def settle(self, *, whole: bool, read_to_end: bool) -> None:
+        """Prepare for the next loop, which continues after the last batch that was trained on.
+
+        Args:
+            whole: The loop reached the end of the pass.
+            read_to_end: The thread that read the data set has ended.
+        """
+        if self._stream is not None:
+            self._stream.settle(whole=whole)
+            return
+        source = None if self.cursor is None else self.cursor["source"]
+        if read_to_end and not whole and self._stateful is not None and source is not None:
+            self._stateful.load_state_dict(source)
+
+
+def position(batches: int, source: Any) -> Cursor:
+    """Return a cursor that is the same after a checkpoint has written and read it.
+
+    Raises:
+        UsageError: The data set's state is no plain JSON.
+    """
+    try:
+        same = json.loads(json.dumps(source)) == source
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise UsageError(
+            f"the data set's state_dict() cannot be kept in a checkpoint: {source!r}; return numbers, strings, lists "
+            "and dicts with strings for keys"
+        )
+    return {"batches": batches, "source": source}
+
+
+def _check_training(batch: object, number: int) -> None:
+    if not isinstance(batch, PersiaBatch):
+        raise FeatureTypeError(f"the data set's batch {number}: want a PersiaBatch, got {type(batch).__name__}")
+    if not batch.data.requires_grad:
+        raise DataError(
+            f"the data set's batch {number} has requires_grad=False and cannot be trained on; "
+            "iterate it inside eval_ctx, or leave requires_grad out"
+        )

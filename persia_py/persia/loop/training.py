@@ -1,0 +1,262 @@
+"""One pass over the data: read it top-down from :meth:`TrainingLoop.start`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from persia.backend.base import Backend
+from persia.checkpoint.run_state import RunState
+from persia.loop.feeder import Feeder, Work
+from persia.loop.hooks import Hooks
+from persia.loop.source import Source
+from persia.runtime import preemption, watchdog
+from persia.runtime.errors import DataError, PersiaError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core.forward import Pipeline, TrainingBatch
+
+_logger = get_logger("loop")
+
+_first_done = False
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How a loop looks batches up.
+
+    Attributes:
+        staleness: K: a look-up may miss up to K - 1 updates.
+        reproducible: Equal runs give equal bits.
+        timeout_s: How long a look-up may take.
+    """
+
+    staleness: int
+    reproducible: bool
+    timeout_s: float
+
+
+class TrainingLoop:
+    """A pass over the data, on this rank; all ranks make it in lock-step.
+
+    Each step: agree with the other ranks, take the next batch, hand it to the script, record the position when it is
+    trained on. What else happens (checkpoints, quarantine, the watchdog, preemption) is done by hooks.
+
+    Args:
+        backend: Where the rows are, and the other ranks.
+        state: What checkpoints hold of the run, apart from rows.
+        source: The data.
+        hooks: Equal on all ranks.
+        options: How batches are looked up; equal on all ranks.
+    """
+
+    def __init__(self, backend: Backend, state: RunState, source: Source, hooks: Hooks, options: LoopOptions) -> None:
+        self.backend = backend
+        self._state = state
+        self._source = source
+        self._hooks = hooks
+        self._options = options
+        self._open: Work | None = None  # from when a batch is taken until it is trained on
+        self._ended = False
+        self._ended_at = 0
+        self._pipeline: Pipeline
+        self._feeder: Feeder
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        return self.backend.trained_step
+
+    def start(self) -> Self:
+        """Open the pipeline on all ranks, resume the data, and start reading ahead."""
+        backend, source, options = self.backend, self._source, self._options
+        backend.wait_writing()
+        self._pipeline = backend.open_loop(
+            options.staleness, options.reproducible, source.dataset.buffer_size, hooks=self._hooks.digest
+        )
+        self._feeder = Feeder(
+            source, self._pipeline, backend.engine.step, backend.configuration.embedding.slots, self._hooks.keeps_back
+        )
+        try:
+            self._state.share_loaded()
+            source.resume(*self._state.take_position())
+            self._state.record(source.cursor, source.passed())
+            self._hooks.start(self)
+            self._feeder.start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def next(self) -> TrainingBatch | None:
+        """Return the next batch to train on; None at the end of the pass."""
+        if self._ended:
+            return None
+        try:
+            self._open = None  # the script is done with the batch before
+            while True:
+                self._hooks.before_step()
+                if (skip := self._agree()) is None or (batch := self._take()) is None:
+                    break
+                if not skip:
+                    self._hooks.after_lookup(batch.step)
+                    return batch
+                batch.discard()
+                self.trained(batch)
+                del batch
+            self._complete()
+        except BaseException:
+            self._end()
+            raise
+        return None
+
+    def _agree(self) -> bool | None:
+        """Agree with the other ranks on the next step, before any of them takes its batch.
+
+        Returns:
+            Whether the step is skipped; None where a rank has no batch left, so that all end here.
+        """
+        if self.backend.is_alone and not self._hooks.votes:
+            return False
+        with preemption.waiting_for_data(), watchdog.waiting():
+            ready = self._pipeline.has_next()
+        preemption.leave_if_asked()
+        fed = self._feeder.fed
+        work = fed[0] if ready and fed else None  # ready without a batch: the error of the data set comes next
+        left = max(1, len(fed) + self._source.waiting()) if ready else 0
+        ballots = self.backend.gather("next step", [left, self._hooks.vote(work)])
+        if all(left for left, _ in ballots):
+            return self._hooks.decide(self.step + 1 if work is None else work.step, [votes for _, votes in ballots])
+        if self.backend.writes:
+            self._log_end([left for left, _ in ballots])
+        return None
+
+    def _log_end(self, left: list[int]) -> None:
+        if any(left):
+            _logger.warning(
+                "all ranks stop after step %d: the data of rank %s has ended; not used: %s",
+                self.step,
+                ", ".join(str(rank) for rank, count in enumerate(left) if not count),
+                ", ".join(f"{count} batches of rank {rank}" for rank, count in enumerate(left) if count),
+            )
+
+    def _take(self) -> TrainingBatch | None:
+        """Return the next batch, looked up; it is open from here on, and blamed for what it fails with."""
+        fed = self._feeder.fed
+        self._open = fed[0] if fed else None
+        with watchdog.waiting():
+            batch = self._pipeline.next(self._options.timeout_s)
+        if batch is None:
+            self._open = None
+            return None
+        self._open = fed.popleft()
+        batch.position = self._open.position
+        return batch
+
+    def trained(self, batch: TrainingBatch) -> None:
+        """Record that a step is applied to model and rows, or skipped by all ranks."""
+        self._open = None
+        self.backend.trained_step = batch.step
+        if batch.position is not None:
+            self._source.trained(batch.position)
+            self._state.record(self._source.cursor, self._source.passed())
+        self._hooks.after_step(batch.step)
+        _log_first(batch.step)
+
+    def committed(self, step: int) -> None:
+        """Tell the hooks that a checkpoint of ``step`` is written."""
+        self._hooks.after_commit(step)
+
+    def _complete(self) -> None:
+        """End the pass in agreement with the other ranks."""
+        self._hooks.end(complete=True)
+        whole = self.backend.is_alone or not self._pipeline.has_next()
+        if whole:
+            self._source.pass_ended()
+        else:
+            self._source.pass_cut_short()
+        self._state.record(self._source.cursor, self._source.passed())
+        self._end(together=True, whole=whole)
+
+    def close(self) -> None:
+        """End the loop before its data: the script has left it."""
+        self._end()
+
+    def _end(self, *, together: bool = False, whole: bool = False) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._ended_at = self.backend.activity
+        try:
+            self._hooks.end(complete=False)
+        finally:
+            try:
+                if self.backend.closed:  # the context has ended: there are no other ranks to agree with
+                    self._pipeline.close()
+                else:
+                    self.backend.close_loop(self._pipeline, together=together)
+            finally:
+                self._feeder.end(whole=whole)
+
+    def failed(self, error: Exception) -> None:
+        """Tell the hooks that ``error`` leaves the context, and which batch is to blame."""
+        self._hooks.error(error, self._blamed(error))
+
+    def _blamed(self, error: Exception) -> Work | None:
+        """Return the batch that an error is blamed on.
+
+        A refused look-up names its step, which may be ahead of the open batch. Any other error is that of the open
+        batch, unless it is one of the system, or the script has left the loop and used the context for something else.
+        """
+        if isinstance(error, PersiaError):
+            if not isinstance(error, DataError):
+                return None
+            if error.step is not None:
+                known = [*([self._open] if self._open else []), *self._feeder.fed]
+                return next((work for work in known if work.step == error.step), None)
+        if self._ended and self.backend.activity != self._ended_at:
+            return None
+        return self._open
+
+
+class LoopIterator:
+    """What a script iterates. It starts the loop at the first batch, and closes it when the script drops it.
+
+    Args:
+        start: Starts the loop.
+    """
+
+    def __init__(self, start: Callable[[], TrainingLoop]) -> None:
+        self._start: Callable[[], TrainingLoop] | None = start
+        self._loop: TrainingLoop | None = None
+
+    def __iter__(self) -> Self:
+        """Return the iterator itself."""
+        return self
+
+    def __next__(self) -> TrainingBatch:
+        """Return the next batch to train on."""
+        start, self._start = self._start, None
+        if start is not None:
+            self._loop = start()
+        batch = None if self._loop is None else self._loop.next()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def close(self) -> None:
+        """End the loop, if it has not ended."""
+        self._start, loop = None, self._loop
+        if loop is not None:
+            loop.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _log_first(step: int) -> None:
+    """Log the first step of this process, on rank 0: everything is up and runs."""
+    global _first_done
+    if not _first_done and settings.rank == 0:
+        _logger.info("first step done: step %d", step)
+    _first_done = True
