@@ -43,7 +43,7 @@ REQUIREMENTS = ("flask", "flask_cors", "moto", "mypy", "xdist")
 pytest_plugins = ["selection"]
 
 Configure = Callable[..., Path]
-Told = Callable[[], list[str]]
+ReplayWarnings = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def others_told() -> Iterator[Told]:
+def replay_warnings() -> Iterator[ReplayWarnings]:
     """Return the warnings so far about scripts that send other batches than before."""
     found: list[str] = []
 

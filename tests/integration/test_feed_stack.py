@@ -105,7 +105,7 @@ def test_a_data_script_that_fails_stops_the_trainers_by_name(pair: Stack, tmp_pa
     assert not (pair.folder / "run" / "summary.json").exists()
 
 
-def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> None:
+def test_restarted_trainers_get_the_data_from_the_start(pair: Stack) -> None:
     sender = send(pair, BATCHES=100_000)
     trainer = train(pair)
     trainer.says("batch 50,")
@@ -134,7 +134,7 @@ def test_a_script_that_exits_in_its_context_ends_the_data(pair: Stack, tmp_path:
     sender.says("every batch is sent")
 
 
-def test_a_data_script_without_a_context_is_told(pair: Stack, tmp_path: Path) -> None:
+def test_a_data_script_without_a_context_is_an_error(pair: Stack, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("print('forgot')\n")
     sender = pair.data(tmp_path / "data.py")
     assert sender.wait(30) == 2, sender.output

@@ -221,7 +221,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
     (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')
-    # What asks for the file's hash stands for any moment of the start.
+    # What asks for the file's hash represents any moment of the start.
     script(packaged / "sha256sum", 'kill -TERM "$PPID"')
     script(packaged / "persia-launcher", "exit 42")
     result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB="one", check=False)
