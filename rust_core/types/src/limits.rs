@@ -39,4 +39,4 @@ pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
 /// Largest mean of the Poisson initialiser, which draws about as many numbers for each weight.
 pub const MAX_POISSON_MEAN: f32 = 500.0;
 /// Ids without a row whose look-ups a shard counts: twice its budget of rows, within this range.
-pub const WAITING_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;
+pub const COUNTED_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

@@ -46,7 +46,7 @@ pub(crate) fn measure(size: &Size) {
         write.add(write_flat(&flat, bytes));
         read.add(read_all(&flat));
         load.add(restore(&bench, &dir, &files));
-        fs::remove_dir_all(&dir).expect("a directory of ours");
+        fs::remove_dir_all(&dir).expect("its own directory");
     }
     let case = |verb: &str| format!("{verb}, dim {DIM}, adagrad, {rows} rows, {} MiB", bytes >> 20);
     print("B6", &case("save"), "s", save.median(), write.median(), 0.5, save.spread());
@@ -83,7 +83,7 @@ fn time_steps(bench: &Bench, rows: usize, root: &Path) -> (Samples, Samples) {
                 }
             }
         });
-        fs::remove_dir_all(&dir).expect("a directory of ours");
+        fs::remove_dir_all(&dir).expect("its own directory");
     }
     (alone, meanwhile)
 }

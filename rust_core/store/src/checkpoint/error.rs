@@ -49,7 +49,7 @@ pub enum CheckpointError {
         /// The file in the way.
         path: PathBuf,
     },
-    /// The caller asked for an invalid save.
+    /// The caller requested an invalid save.
     #[error("{path}: cannot be saved: {what}")]
     BadSave {
         /// What was being written.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use persia_types::limits::{MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS, WAITING_IDS_PER_SHARD};
+use persia_types::limits::{COUNTED_IDS_PER_SHARD, MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS};
 use persia_types::{VIRTUAL_SHARDS, shard_of};
 
 /// Floats of optimizer state per row: Adam keeps two per weight.
@@ -129,7 +129,7 @@ pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize)
 
 /// Check the number of admission counts, before anything of that size is allocated.
 pub(super) fn check_counted(name: &str, counted: usize) -> Result<(), String> {
-    let most = *WAITING_IDS_PER_SHARD.end();
+    let most = *COUNTED_IDS_PER_SHARD.end();
     if counted > most {
         return Err(format!("table {name:?}: {counted} admission counts, the limit is {most}"));
     }

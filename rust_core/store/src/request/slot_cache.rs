@@ -32,7 +32,7 @@ const NEVER: u64 = u64::MAX;
 pub(super) struct PartSlots<'a> {
     /// In the order of the part's ids.
     pub(super) slots: &'a mut [u32],
-    /// As many floats as were asked for, of unspecified content.
+    /// Floats of unspecified content.
     pub(super) scratch: &'a mut [f32],
     eviction_generations: &'a mut [u64],
 }

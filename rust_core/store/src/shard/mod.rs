@@ -19,7 +19,7 @@ mod table;
 
 use persia_types::TablesError;
 use persia_types::id::hash_id;
-use persia_types::limits::WAITING_IDS_PER_SHARD;
+use persia_types::limits::COUNTED_IDS_PER_SHARD;
 
 use crate::simd::Portable;
 pub(crate) use copy_budget::CopyBudget;
@@ -55,7 +55,7 @@ const EVICTED_PART: usize = 16;
 ///
 /// If a table requires `min_count` look-ups before an id gets a row, each training look-up that finds an id without a
 /// row adds one to its count, up to `min_count`. The insertion of the row removes the count. A shard counts
-/// `2 * budget` ids, within [`WAITING_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
+/// `2 * budget` ids, within [`COUNTED_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
 /// count reaches 0 are forgotten, as often as needed.
 ///
 /// None of this depends on slots, on time, or on which server holds which shards.
@@ -215,7 +215,7 @@ impl Shard {
     }
 
     fn counted_limit(&self) -> usize {
-        let (least, most) = WAITING_IDS_PER_SHARD.into_inner();
+        let (least, most) = COUNTED_IDS_PER_SHARD.into_inner();
         self.budget.saturating_mul(2).clamp(least, most)
     }
 

@@ -103,7 +103,7 @@ fn an_id_is_admitted_at_its_min_count_and_counted_again_once_its_row_left() {
 }
 
 /// The limit of a small shard.
-const LIMIT: usize = *WAITING_IDS_PER_SHARD.start();
+const LIMIT: usize = *COUNTED_IDS_PER_SHARD.start();
 
 #[test]
 fn at_the_limit_counts_are_halved_and_those_of_1_forgotten() {

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use persia_types::limits::WAITING_IDS_PER_SHARD;
+use persia_types::limits::COUNTED_IDS_PER_SHARD;
 use persia_types::tables::LookupReport;
 use persia_types::{Id, ShardedIds, VIRTUAL_SHARDS};
 
@@ -120,7 +120,7 @@ impl Shard {
             return true;
         }
         if !self.admission_counts.contains_key(&id) {
-            let (least, most) = WAITING_IDS_PER_SHARD.into_inner();
+            let (least, most) = COUNTED_IDS_PER_SHARD.into_inner();
             while self.admission_counts.len() >= (2 * budget).clamp(least, most) {
                 self.admission_counts.values_mut().for_each(|count| *count /= 2);
                 self.admission_counts.retain(|_, count| *count > 0);
