@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from persia import __version__
 from persia.feed import channel
-from persia.feed.inbox import Inbox, ReplicaInUseError, SenderCallbacks
+from persia.feed.inbox import Inbox, Position, ReplicaInUseError, SenderCallbacks
 from persia.feed.protocol import MAX_REPLICAS, PROTOCOL, Stopped
 from persia.proto import feed_pb2 as pb
 from persia.proto import feed_pb2_grpc as services
@@ -116,14 +116,15 @@ class _FeedService(services.TrainerServicer):
         if not context.add_callback(gone):
             return
         hello = self._hello(request_iterator, context)
-        index, name = hello.replica_index, f"data-compose replica {hello.replica_index}"
         callbacks = SenderCallbacks(
             taken=lambda seq: replies.put(pb.FeedReply(taken=pb.FeedTaken(seq=seq))),
             stopped=lambda reason: replies.put(_stop(reason)),
             replaced=lambda: replies.put((grpc.StatusCode.CANCELLED, "connected again")),
         )
         try:
-            position = self._inbox.connect(index, hello.replica_size, hello.sender, callbacks, is_gone)
+            position = self._inbox.connect(
+                hello.replica_index, hello.replica_size, hello.sender, callbacks, gone=is_gone
+            )
         except Stopped as stopped:
             # Only after the generation has begun: else an attempt that never began would look finished to its senders.
             generation, rank, world_size = self._current_run(context)
@@ -134,8 +135,20 @@ class _FeedService(services.TrainerServicer):
             context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
         except ConfigError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        if position is None:
-            return
+        if position is not None:
+            yield from self._replies(request_iterator, context, hello, position, callbacks, replies)
+
+    def _replies(
+        self,
+        requests: Iterator[pb.FeedRequest],
+        context: grpc.ServicerContext,
+        hello: pb.FeedHello,
+        position: Position,
+        callbacks: SenderCallbacks,
+        replies: "queue.SimpleQueue[_Reply]",
+    ) -> Iterator[pb.FeedReply]:
+        """Welcome a connected sender, and yield replies until the end of its stream."""
+        index, name = hello.replica_index, f"data-compose replica {hello.replica_index}"
         try:
             generation, rank, world_size = self._current_run(context)
             _logger.info("%s of %d connected", name, hello.replica_size)
@@ -145,7 +158,7 @@ class _FeedService(services.TrainerServicer):
                     skip=position.received, buffer=position.buffer, queued=position.queued, digest=position.digest,
                 )
             )  # fmt: skip
-            reading = (request_iterator, hello, rank, world_size, replies)
+            reading = (requests, hello, rank, world_size, replies)
             threading.Thread(target=self._receive, args=reading, name="persia-feed-in", daemon=True).start()
             while isinstance(reply := replies.get(), pb.FeedReply):
                 yield reply
