@@ -69,7 +69,7 @@ class ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
         server = str(Path(__file__).with_name("forkserver.py"))
-        words = [sys.executable, "-I", "-S", str(process._TIED), str(os.getpid()), sys.executable, server]
+        words = [sys.executable, "-I", "-S", str(process._DIE_WITH_PARENT), str(os.getpid()), sys.executable, server]
         with theirs:
             self._process = subprocess.Popen(
                 [*words, str(theirs.fileno()), "-" * PADDING_BYTES],

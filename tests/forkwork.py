@@ -87,8 +87,8 @@ def streams(stdin: int | None, stdout: int | None, stderr: int | None) -> tuple[
 
 
 def tied_command(words: Sequence[str]) -> list[str] | None:
-    """Return what ``persia/launch/tied.py`` would have Python run, or None where that is another program."""
-    tied = len(words) > _STREAMS and list(words[1:3]) == ["-I", "-S"] and Path(words[3]).name == "tied.py"
+    """Return what ``persia/launch/die_with_parent.py`` would have Python run, or None where that is another program."""
+    tied = len(words) > _STREAMS and list(words[1:3]) == ["-I", "-S"] and Path(words[3]).name == "die_with_parent.py"
     if not tied or words[5] != sys.executable or (words[6].startswith("-") and words[6] not in {"-m", "-c"}):
         return None
     return list(words[6:])

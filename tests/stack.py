@@ -75,7 +75,9 @@ class Part:
         def said() -> str | None:
             ended = not self.process.running
             line = next((line for line in list(self.lines) if text in line), None)
-            assert line or not ended, f"{self.process.name} {self.process.how()} without saying {text!r}\n{self.output}"
+            assert line or not ended, (
+                f"{self.process.name} {self.process.outcome()} without saying {text!r}\n{self.output}"
+            )
             return line
 
         return wait_until(f"{self.process.name} to say {text!r}", said, timeout, evidence=lambda: self.output)
@@ -130,8 +132,8 @@ class Stack:
             middlewares=middlewares,
             embedding_config=embedding,
             global_config=general,
-            private=self.private,
-            state=folder,
+            private_dir=self.private,
+            state_dir=folder,
             env={"PERSIA_RUN_DIR": str(folder / "run"), **(env or {})},
             ports=(free_ports(None, servers), free_ports(None, middlewares)) if tcp else None,
         )
@@ -241,7 +243,7 @@ class Stack:
         part = self.parts[f"{kind}-{index}"]
 
         def healthy() -> bool:
-            assert part.process.running, f"{part.process.name} {part.process.how()}\n{part.output}"
+            assert part.process.running, f"{part.process.name} {part.process.outcome()}\n{part.output}"
             return self.healthy(kind, index)
 
         wait_until(f"{part.process.name} to be ready", healthy, START, evidence=lambda: part.output)

@@ -1,4 +1,4 @@
-"""PersiaML's path of the ``persia-launcher`` command: ``python -m persia.launcher nn-worker FILE``."""
+"""PersiaML's import path of ``persia-launcher``: ``python -m persia.launcher nn-worker FILE``."""
 
 from persia.launch.cli import app, main
 

@@ -1,4 +1,4 @@
-"""PersiaML's path of :mod:`persia.discovery.services`."""
+"""PersiaML's import path of :mod:`persia.discovery.services`."""
 
 from persia.discovery.services import get_embedding_worker_services
 

@@ -1,7 +1,10 @@
-"""PersiaML's path of small things that its scripts use."""
+"""PersiaML's import path of small functions that its scripts use."""
 
 from persia.embedding.data import split_mask
-from persia.launch.host import dump_yaml, find_free_port, load_yaml, resolve_binary_execute_path, run_command
+from persia.launch.binaries import resolve_binary_execute_path
+from persia.launch.local_job import find_free_port
+from persia.launch.process import run_command
+from persia.launch.yaml_files import dump_yaml, load_yaml
 from persia.runtime.seeding import setup_seed
 
 __all__ = [

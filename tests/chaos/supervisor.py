@@ -368,7 +368,7 @@ class Job(Run):
             if kind == "trainer" and code == 0:
                 continue
             may = {"trainer": self._may_fail | AGAIN, "data": AGAIN}.get(kind, KILLED)
-            assert code in may, f"{name} {part.process.how()}\n{self.logs()}"
+            assert code in may, f"{name} {part.process.outcome()}\n{self.logs()}"
             self._past.append(part)
             start()
 
@@ -466,6 +466,6 @@ def _children(pid: int) -> list[psutil.Process]:
 
 def _is_rank(process: psutil.Process, rank: int) -> bool:
     try:
-        return "persia.launch.rank" in process.cmdline() and process.environ().get("RANK") == str(rank)
+        return "persia.launch.rank_main" in process.cmdline() and process.environ().get("RANK") == str(rank)
     except psutil.NoSuchProcess:
         return False

@@ -414,7 +414,7 @@ def test_one_rank_may_evaluate_while_the_others_wait(make_stack: MakeStack) -> N
 def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack(servers=2)
     observer = ROOT / "tests" / "integration" / "observer_script.py"
-    early = stack.python("early", "-m", "persia.launch.rank", observer)
+    early = stack.python("early", "-m", "persia.launch.rank_main", observer)
     assert early.wait() == 2, early.output
     early.says("no training run of job 'test' has begun on its servers")
     pause = {"step": 5, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
@@ -422,7 +422,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     trainer.says("step 4 done")
     during = stack.python("during", observer)
     assert during.wait() == 0, during.output
-    refused = stack.python("clear", "-m", "persia.launch.rank", observer, "clear_embeddings")
+    refused = stack.python("clear", "-m", "persia.launch.rank_main", observer, "clear_embeddings")
     assert refused.wait() == 2, refused.output
     refused.says("clear_embeddings in a process that only evaluates, while job 'test' is trained by pid ")
     found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+)", during.output)
@@ -431,7 +431,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     assert trainer.wait() == 0, trainer.output
     for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # also when nobody trains, on any rank
         env = {"RANK": str(number), "WORLD_SIZE": "2"}
-        refused = stack.python(change, "-m", "persia.launch.rank", observer, change, env=env)
+        refused = stack.python(change, "-m", "persia.launch.rank_main", observer, change, env=env)
         assert refused.wait() == 2, refused.output
         refused.says(f"{change} in a process that only evaluates: with servers, the training script loads rows")
     cleared = stack.python("cleared", observer, "clear_embeddings")

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from stack import TESTS, MakeStack, Part, Stack
 
-from persia.launch.watch import SAVING_GRACE
+from persia.launch.supervision import SAVING_GRACE
 
 CHAOS = ROOT / "tests" / "chaos"
 STEPS = 60

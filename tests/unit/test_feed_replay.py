@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Told
+from conftest import ROOT, ReplayWarnings
 from feeding import JOB, MakeRanks, Ranks, batch, connect, many, new_ranks, number, sending
 from relay import Relay
 from waiting import wait_until
@@ -20,7 +20,7 @@ from persia import __version__
 from persia.data import StreamingDataset
 from persia.errors import DataError, UsageError
 from persia.feed import server as feed_server
-from persia.feed.replay import Rounds, digests_behind, to_skip
+from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
 from persia.feed.sender import Sender
 
 
@@ -59,7 +59,9 @@ def test_a_resumed_run_counts_in_the_order_of_training(
         assert sum(data.state_dict()["taken"]) == 8 + len(rest)
 
 
-def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks: MakeRanks, others_told: Told) -> None:
+def test_a_restarted_script_with_the_same_batches_gives_no_warning(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings
+) -> None:
     """In another process, whose hashes have other seeds."""
     run = ranks(1, buffer=30)
     script = (
@@ -78,7 +80,7 @@ def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks
         for each in range(20):
             second.send(many(each if each != changed else 8))
         second.close()
-        assert len(others_told()) == (changed is not None)
+        assert len(replay_warnings()) == (changed is not None)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +88,8 @@ def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks
     [(None, []), (0, [0]), (3, [1]), (4, [0]), (9, [])],
     ids=["none", "the first", "one of rank 1", "the last of those received", "one that was not received"],
 )
-def test_batches_that_differ_from_those_received_are_told_once(
-    ranks: MakeRanks, others_told: Told, changed: int | None, warned: list[int]
+def test_batches_that_differ_from_those_received_give_one_warning(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings, changed: int | None, warned: list[int]
 ) -> None:
     run = ranks(2, buffer=10)
     first = connect(run)
@@ -102,11 +104,11 @@ def test_batches_that_differ_from_those_received_are_told_once(
         thread.join(20)
         assert not ended
     text = (
-        "data-compose replica 0: the 3 batches that rank {} has had already, and that are not sent again, are others "
-        "than those it had: samples of these batches were trained on twice or not at all, and exactly-once does not "
-        "hold for them; give the script a fixed seed and a fixed order, or begin a new run"
+        "data-compose replica 0: the 3 batches that are skipped, because rank {} has received them, differ from those "
+        "it received: samples of these batches were trained on twice or not at all, so their results are not "
+        "exactly-once; give the script a fixed seed and a fixed order, or start a new run"
     )
-    assert others_told() == [text.format(rank) for rank in warned]
+    assert replay_warnings() == [text.format(rank) for rank in warned]
 
 
 def cut(relay: Relay, sender: Sender) -> None:
@@ -114,12 +116,12 @@ def cut(relay: Relay, sender: Sender) -> None:
     stream = sender._streams[0]
     before = [None, stream._call]
     relay.cut()
-    wait_until("a welcome", lambda: stream._call not in before and stream._state.startswith("connected to"), 20)
+    wait_until("a welcome", lambda: stream._call not in before and stream._logged.startswith("connected to"), 20)
 
 
 @pytest.mark.parametrize("changed", [None, 1])
-def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
-    ranks: MakeRanks, others_told: Told, changed: int | None
+def test_a_connection_that_is_lost_while_batches_are_skipped_changes_nothing(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings, changed: int | None
 ) -> None:
     run = ranks(1, buffer=10)
     inbox = run.servers[0].inbox
@@ -140,7 +142,7 @@ def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
         assert run.rest() == list(range(6))
         ending.join(20)
         second.close()
-    assert len(others_told()) == (changed is not None)
+    assert len(replay_warnings()) == (changed is not None)
 
 
 def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
@@ -164,10 +166,10 @@ def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> S
         (2, "of another number", []),
     ],
 )
-def test_a_resumed_run_tells_of_batches_that_differ_from_those_trained_on(
+def test_a_resumed_run_warns_of_batches_that_differ_from_those_trained_on(
     ranks: MakeRanks,
     monkeypatch: pytest.MonkeyPatch,
-    others_told: Told,
+    replay_warnings: ReplayWarnings,
     changed: int,
     known: str,
     warned: list[int],
@@ -192,7 +194,7 @@ def test_a_resumed_run_tells_of_batches_that_differ_from_those_trained_on(
     assert data.passed() == passed
     with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100, changed=changed):
         assert [number(each.data) for each in data] == [5, 105, 6, 106, 7, 107]
-    assert [int(message.split()[2][0]) for message in others_told()] == warned
+    assert [int(message.split()[2][0]) for message in replay_warnings()] == warned
     data.trained(data.state_dict())
     again = data.passed()
     assert again is not None and again["batches"] == 7
@@ -216,24 +218,24 @@ def test_a_run_is_resumed_that_had_nothing_yet_of_some_replica(
 
 
 def test_what_a_resumed_run_keeps_equals_that_of_one_that_was_not_interrupted() -> None:
-    def take(rounds: Rounds, taken: list[int], turns: int) -> None:
+    def take(rounds: RoundDigests, taken: list[int], turns: int) -> None:
         for _ in range(turns):
             for replica in range(2):
                 if replica == 0 or taken[1] < 5:  # it ends early
                     taken[replica] += 1
                     rounds.take(replica, 100 * replica + taken[replica], taken)
 
-    whole, taken = Rounds(), [0, 0]
+    whole, taken = RoundDigests(), [0, 0]
     take(whole, taken, 4)
     state = whole.state()
     assert state == {"version": __version__, "batches": 3, "digests": [3, 103]}
-    resumed, again = Rounds(3, digests_behind(3, 2, state)), [3, 3]
+    resumed, again = RoundDigests(3, digests_after(3, 2, state)), [3, 3]
     take(resumed, again, 1)
     assert resumed.state() == state
     take(whole, taken, 20)
     take(resumed, again, 20)
     assert resumed.state() == whole.state() == {"version": __version__, "batches": 4, "digests": [4, 104]}
-    assert to_skip(taken) == 4
+    assert batches_to_skip(taken) == 4
 
 
 KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
@@ -257,12 +259,12 @@ KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
     ],
 )
 def test_a_checkpoint_with_digests_of_another_form_has_none(state: Any) -> None:
-    assert digests_behind(3, 2, KNOWN) == [0, 2**32 - 1]
-    assert digests_behind(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
-    assert digests_behind(3, 2, state) == [None, None]
+    assert digests_after(3, 2, KNOWN) == [0, 2**32 - 1]
+    assert digests_after(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
+    assert digests_after(3, 2, state) == [None, None]
 
 
-def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks) -> None:
+def test_a_script_that_sends_another_number_of_batches_is_an_error(ranks: MakeRanks) -> None:
     run = ranks(1, buffer=10)
     first = connect(run)
     for each in range(5):
@@ -271,7 +273,7 @@ def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks)
     first.close()
     second = connect(run)
     second.send(batch(0))
-    with pytest.raises(UsageError, match="ended after 1 batches for this rank, and [2-5] have come"):
+    with pytest.raises(UsageError, match="ended after 1 batches for this rank, but [2-5] have arrived"):
         second.end()
     second.close()
     with pytest.raises(DataError, match="same batches"):

@@ -156,7 +156,7 @@ def test_signals_reach_a_fork_and_its_group() -> None:
     part.process.signal(signal.SIGCONT)
     part.process.signal(signal.SIGTERM)
     assert part.wait() == -signal.SIGTERM
-    assert part.process.how() == "was killed by SIGTERM"
+    assert part.process.outcome() == "was killed by SIGTERM"
     wait_gone(first, second)
 
 
@@ -176,13 +176,13 @@ def test_ranks_are_children_of_their_launcher_and_forks_without_its_modules(tmp_
     assert {rank.ppid() for rank in ranks} == {launcher}
     assert {rank.environ()["RANK"] for rank in ranks} == {"0", "1"}
     for number, rank in enumerate(sorted(ranks, key=lambda rank: rank.environ()["RANK"])):
-        assert "persia.launch.rank" in rank.cmdline()
+        assert "persia.launch.rank_main" in rank.cmdline()
         assert os.getsid(rank.pid) == rank.pid
         assert {entry.name for entry in Path(f"/proc/{rank.pid}/fd").iterdir()} == {"0", "1", "2"}
         assert f"[rank {number}] loaded" in part.lines
-    assert "persia.launch.rank" in psutil.Process(launcher).children()[0].cmdline()
+    assert "persia.launch.rank_main" in psutil.Process(launcher).children()[0].cmdline()
     (modules,) = {line.split("] ")[1] for line in list(part.lines) if "persia.launch " in line}
-    assert "persia.launch.script" in modules and "persia.launch.trainer" not in modules
+    assert "persia.launch.user_script" in modules and "persia.launch.nn_worker" not in modules
     part.process.signal(signal.SIGKILL)
     assert part.wait() == -signal.SIGKILL
     wait_gone(*(rank.pid for rank in ranks))

@@ -70,7 +70,7 @@ def start(clone: Path, *arguments: str, **variables: str) -> subprocess.Popen[st
 def run(clone: Path, *arguments: str, **variables: str) -> tuple[int, list[str]]:
     (clone / "order").unlink(missing_ok=True)
     process = start(clone, *arguments, **variables)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=180)
     return process.returncode, output.splitlines()
 
 
@@ -126,7 +126,7 @@ def test_an_interrupted_run_says_so_and_continues(clone: Path) -> None:
     process = start(clone, test_python="one bad hangs two", test_rust="good")
     wait_until("the test to hang", (clone / "hanging").exists, 30)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=180)
     assert process.returncode == 128 + signal.SIGTERM
     assert "FAILED python: did not end" in output and "make test RESUME=1 continues" in output
 
@@ -157,8 +157,8 @@ def test_a_run_waits_for_another_clone_that_builds_into_the_same_directory(clone
     assert second.stdout.readline() == f"== another test run uses {target}; waiting for its end\n"
     assert not (other / "order").exists()
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=30)
-    output, _ = second.communicate(timeout=60)
+    first.communicate(timeout=180)
+    output, _ = second.communicate(timeout=180)
     assert output.splitlines()[-1] == "6 passed, 0 failed"
 
 

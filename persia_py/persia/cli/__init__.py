@@ -1,1 +1,1 @@
-"""The ``persia`` command: :mod:`persia.cli.main`, and one file for each verb."""
+"""The ``persia`` command: :mod:`persia.cli.main`, and one module for each verb or group of verbs."""

@@ -1,4 +1,4 @@
-"""``persia ckpt``: look into checkpoints, offline."""
+"""``persia ckpt``: list, show, verify and copy checkpoints. No server is needed."""
 
 from typing import Annotated
 
@@ -6,14 +6,14 @@ import typer
 
 from persia.runtime.errors import UsageError
 
-app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, offline.")
+app = typer.Typer(no_args_is_help=True, help="List, show, verify and copy checkpoints.")
 
 
 @app.command("list")
 def ckpt_list(
     parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
-    """List the checkpoints in a folder, also broken ones with the reason; of an object store, by their manifests."""
+    """List the checkpoints in a folder or an object store. In a folder, broken ones are listed with the reason."""
     from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
     from persia_core import checkpoint
@@ -42,7 +42,7 @@ def ckpt_list(
 
 @app.command("show")
 def ckpt_show(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
-    """Show what a checkpoint's manifest says, as JSON."""
+    """Print the manifest of a checkpoint, which is JSON."""
     from persia_core import checkpoint
 
     typer.echo(checkpoint.Checkpoint(_folder(directory)).manifest)
@@ -50,7 +50,7 @@ def ckpt_show(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -
 
 @app.command("verify")
 def ckpt_verify(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
-    """Check size and hash of every file of a checkpoint."""
+    """Check the size and the hash of every file of a checkpoint."""
     from persia_core import checkpoint
 
     opened = checkpoint.Checkpoint(_folder(directory))
@@ -60,21 +60,24 @@ def ckpt_verify(directory: Annotated[str, typer.Argument(help="A checkpoint.")])
 
 
 def _folder(directory: str) -> str:
-    """Return it, if it is no URL."""
+    """Return the folder; refuse a URL."""
     from persia.runtime.files import is_url
 
     if is_url(directory):
-        raise UsageError(f"{directory}: fetch it first, which verifies it: persia ckpt copy {directory} FOLDER")
+        raise UsageError(f"{directory}: download it first, which verifies it: persia ckpt copy {directory} FOLDER")
     return directory
 
 
 @app.command("copy")
 def ckpt_copy(
     source: Annotated[str, typer.Argument(help="A checkpoint: a folder, or s3://bucket/prefix/name.")],
-    destination: Annotated[str, typer.Argument(help="Where it is to be: the other of the two.")],
+    destination: Annotated[str, typer.Argument(help="The new checkpoint: a URL if SOURCE is a folder, else a folder.")],
 ) -> None:
-    """Copy a checkpoint to an object store or back, verified; whole or not at all."""
+    """Copy a checkpoint to an object store or from there, and verify it. A failed copy leaves no checkpoint."""
     from persia.checkpoint.object_store import copy
+    from persia.runtime.files import is_url
 
+    if is_url(source) == is_url(destination):
+        raise UsageError(f"copy {source} {destination}: want one folder and one URL such as s3://bucket/run/step-100")
     copy(source, destination)
-    typer.echo(f"ok: {source} is at {destination}, too")
+    typer.echo(f"ok: copied {source} to {destination}")

@@ -18,20 +18,22 @@ def _config() -> None:
 @app.command("check")
 def config_check(
     embedding: Annotated[
-        Path | None, typer.Argument(help="embedding_config.yml; default: as a script finds it.")
+        Path | None, typer.Argument(help="Default: PERSIA_EMBEDDING_CONFIG, else config/embedding_config.yml.")
     ] = None,
     general: Annotated[
-        Path | None, typer.Option("--global", help="global_config.yml; default: as a script finds it.")
+        Path | None, typer.Option("--global", help="Default: PERSIA_GLOBAL_CONFIG, else config/global_config.yml.")
     ] = None,
 ) -> None:
-    """Check both configuration files; every mistake is listed with its place."""
+    """Check both configuration files, and list every mistake with its place."""
     from persia.runtime.config_files import find_config, read_config
     from persia_core import config
 
     embedding = embedding or find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
     general = general or find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
     if embedding is None:
-        raise ConfigError("no embedding_config.yml: give its path, or set PERSIA_EMBEDDING_CONFIG")
+        missing = ConfigError("no embedding_config.yml, neither in PERSIA_EMBEDDING_CONFIG nor in config/")
+        missing.hint = "give its path: persia config check FILE"
+        raise missing
     mistakes: list[str] = []
     warnings: list[str] = []
     summary: list[str] = []

@@ -1,4 +1,4 @@
-"""What runs of a job, where, and how healthy it is."""
+"""The status of a job: its processes, their addresses and health, and what is wrong with them together."""
 
 import json
 import sys
@@ -16,33 +16,33 @@ from persia.feed import channel
 from persia.proto import tables_pb2, tables_pb2_grpc
 
 _DEADLINE = 2.0
-"""Seconds one process has to answer."""
+"""Seconds in which a process has to answer."""
 _PIPED_COLUMNS = 240
-"""Width of the table where no terminal sets one."""
+"""Width of the table if the output is no terminal."""
 _NEEDED = ("persia-server", "persia-middleware")
-"""Without one of these no trainer can work."""
+"""Services of which a trainer needs at least one process."""
 _COUNTED = ("persia-server", "persia-data", "persia-trainer")
-"""Each index of these exists once. Middlewares are equal, and may be scaled while they run."""
+"""Services whose indices exist once each. Middlewares are equal, and can be scaled while they run."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process that announced itself.
+    """A process that has announced itself.
 
     Attributes:
         service: ``persia-server``, ``persia-middleware``, ``persia-trainer`` or ``persia-data``.
         job: The job's name.
-        index: Its index among its replicas.
-        replicas: How many there are to be.
-        address: Where it serves; empty if it does not.
-        metrics: Where its metrics are; empty if nowhere.
-        host: The machine.
-        version: Persia's.
-        protocol: The number of the protocol.
-        started: When.
-        health: ``serving``, ``not serving``, a reason, or ``announced`` for what has no address.
-        generation: The generation its rows belong to; None for everything but servers that answer.
-        rows: Embedding rows it holds; None alike.
+        index: Its index among the replicas.
+        replicas: The number of replicas in its configuration.
+        address: The address at which it serves; empty if it serves nothing.
+        metrics: The address of its metrics; empty if it has none.
+        host: The name of its machine.
+        version: The version of persia.
+        protocol: The version of the protocol.
+        started: The time of its start.
+        health: ``serving``, ``not serving``, the error of the health check, or ``announced`` if it has no address.
+        generation: The generation of its rows; None unless it is a server that answered.
+        rows: The number of its rows; None unless it is a server that answered.
     """
 
     service: str
@@ -67,28 +67,28 @@ class Process:
 
 @dataclass(frozen=True)
 class Status:
-    """Every process of a job, and what is wrong with them together."""
+    """The processes of one or all jobs, and the problems that were found."""
 
     processes: list[Process]
     problems: list[str]
 
     def to_json(self) -> str:
-        """Return both as JSON."""
+        """Return the status as JSON."""
         return json.dumps({"processes": [asdict(one) for one in self.processes], "problems": self.problems}, indent=1)
 
 
 def status(url: str, job: str | None) -> Status:
-    """Ask NATS which processes there are, and each of them how it is.
+    """Ask NATS for the processes, and each process for its health.
 
     Args:
-        url: NATS's.
-        job: Only this job's; None means all jobs'.
+        url: The URL of NATS.
+        job: The job; None means all jobs.
 
     Raises:
         UnreachableError: NATS does not answer.
-        AuthError: NATS does not take the password.
+        AuthError: NATS refuses the password.
     """
-    processes = _asked(nats.services(url, job=job))
+    processes = _ask(nats.services(url, job=job))
     jobs = sorted({one.job for one in processes} | ({job} if job else set()))
     problems: list[str] = []
     for name in jobs:
@@ -98,7 +98,7 @@ def status(url: str, job: str | None) -> Status:
 
 
 def show(found: Status) -> None:
-    """Print a table of the processes, the run, and the problems."""
+    """Print a table of the processes, the generation of each job, and the problems."""
     jobs = {one.job for one in found.processes}
     table = Table(box=None, pad_edge=False)
     columns = ["service", "replica", "health", "address", "metrics", "host", "version"]
@@ -127,7 +127,7 @@ def show(found: Status) -> None:
         console.print(f"problem: {problem}")
 
 
-def _asked(services: Iterable[nats.Service]) -> list[Process]:
+def _ask(services: Iterable[nats.Service]) -> list[Process]:
     pending = [(service, *_calls(service)) for service in services]
     processes = []
     for service, connection, health, stats in pending:
@@ -155,7 +155,7 @@ def _asked(services: Iterable[nats.Service]) -> list[Process]:
 
 
 def _calls(service: nats.Service) -> tuple[grpc.Channel | None, Any, Any]:
-    """Begin to ask a process for its health and, if it is a server, for its statistics."""
+    """Start the calls to a process: its health and, if it is a server, its statistics."""
     address = service.text("address")
     if not address:
         return None, None, None
@@ -186,7 +186,7 @@ def _stats(call: Any) -> Mapping[str, Any] | None:
     try:
         answered = call.result().answered
     except grpc.RpcError:
-        return None  # its health says why
+        return None  # the health shows the reason
     return None if not answered else dict(json.loads(answered[0].stats))
 
 
@@ -228,5 +228,5 @@ def _disagreement(attribute: str, processes: Iterable[Process]) -> list[str]:
         holders.setdefault(str(getattr(one, attribute)), []).append(one.name)
     if len(holders) < 2:
         return []
-    told = "; ".join(f"{value or 'none'}: {', '.join(names)}" for value, names in sorted(holders.items()))
-    return [f"different values of {attribute}: {told}"]
+    listed = "; ".join(f"{value or 'none'}: {', '.join(names)}" for value, names in sorted(holders.items()))
+    return [f"different values of {attribute}: {listed}"]

@@ -9,6 +9,7 @@ import persia
 from persia.cli import ckpt, config
 from persia.cli.status import status
 from persia.cli.up import up
+from persia.launch.user_script import report
 from persia.runtime.errors import PersiaError
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Train recommender models on embedding servers.",
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
@@ -38,18 +40,18 @@ def _version(show: bool) -> None:
 def _main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Versions and how persia_core was built."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show versions, and how persia_core was built."
+        ),
     ] = False,
 ) -> None:
     del version
 
 
 def main() -> None:
-    """Run the command; errors end with one message, a hint and the exit code of their class."""
+    """Run the command. An error is one message, the next step and the exit code of its class."""
     try:
         app()
     except PersiaError as error:
-        typer.echo(f"error: {error}", err=True)
-        if error.hint:
-            typer.echo(f"next:  {error.hint}", err=True)
+        report(error)
         sys.exit(error.exit_code)

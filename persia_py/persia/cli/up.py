@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 
-def up(config: Annotated[Path, typer.Argument(help="The job, in YAML.")]) -> None:
-    """Run a whole job on this host: NATS, servers, middlewares, data-compose, trainers."""
-    from persia.launch import up as launch
+def up(config: Annotated[Path, typer.Argument(help="A YAML file that describes the job.")]) -> None:
+    """Run a whole job on this host."""
+    from persia.launch import up as local
 
-    raise typer.Exit(launch.up(config))
+    raise typer.Exit(local.up(config))

@@ -15,7 +15,7 @@ from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
 if TYPE_CHECKING:
-    from persia.feed.script import ScriptSender
+    from persia.feed.embedded import ScriptSender
     from persia.feed.sender import Sender
     from persia_core.discovery import Announcement, Discovery
 
@@ -57,9 +57,9 @@ class DataCtx:
         if settings.nats_url is not None:
             self._sender = self._connect()
         else:
-            from persia.feed import script
+            from persia.feed import embedded
 
-            self._sender = script.ScriptSender(script.running())
+            self._sender = embedded.ScriptSender(embedded.running())
         return self
 
     def _connect(self) -> "Sender":

@@ -8,9 +8,9 @@ from typing import Any
 
 from persia.data.source import IterableDataset
 from persia.embedding.data import PersiaBatch
+from persia.feed.embedded import ScriptFeed
 from persia.feed.inbox import Inbox
-from persia.feed.replay import Rounds, digests_behind, to_skip
-from persia.feed.script import ScriptFeed
+from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
 from persia.runtime import contexts
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
@@ -56,7 +56,7 @@ class StreamingDataset(IterableDataset):
         self._taken: list[int] = []  # batches of each replica that were taken from the inbox
         self._trained: list[int] = []  # those that were trained on
         self._state: list[int] = []  # those that were yielded
-        self._rounds = Rounds()  # after those that were taken
+        self._rounds = RoundDigests()  # after those that were taken
         self._passed: dict[str, Any] | None = None  # the same after those trained on, as a checkpoint keeps it
         self._drop = 0
         self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, and not trained on
@@ -106,11 +106,11 @@ class StreamingDataset(IterableDataset):
         is received and dropped, because a replica that ended early may have given this rank one batch less.
         """
         self._inbox = inbox
-        replicas, rounds = len(self._trained), to_skip(self._trained)
-        digests = digests_behind(rounds, replicas, self._passed)
+        replicas, rounds = len(self._trained), batches_to_skip(self._trained)
+        digests = digests_after(rounds, replicas, self._passed)
         self._drop = sum(self._trained) - rounds * replicas
         self._taken = [rounds] * replicas
-        self._rounds = Rounds(rounds, digests)
+        self._rounds = RoundDigests(rounds, digests)
         inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests)
 
     def _context(self) -> Any:

@@ -1,5 +1,5 @@
-"""What the parts of a job announce to NATS, and how to find it.
+"""Find the parts of a job, which announce themselves to NATS.
 
 * :mod:`persia.discovery.services`: the services of this job
-* :mod:`persia.discovery.nats`: one question to NATS, for every job on it
+* :mod:`persia.discovery.nats`: one query to NATS, for any job
 """

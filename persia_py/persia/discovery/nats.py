@@ -1,4 +1,4 @@
-"""One question to NATS: which services of a job are there? Connect, ask, close."""
+"""Ask NATS once for the services of a job: connect, query, close."""
 
 import contextlib
 import json
@@ -19,28 +19,28 @@ with warnings.catch_warnings():
     from pynats.exceptions import NATSError, NATSUnexpectedResponse
 
 KINDS = ("persia-server", "persia-middleware", "persia-data", "persia-trainer")
-"""The names of persia's services."""
+"""The service names of persia."""
 
 _CONNECT = 3.0
-"""Seconds to connect, and to log in."""
+"""Seconds to connect and to log in."""
 _FIRST = 1.0
-"""Seconds the first answer may take."""
+"""Seconds to wait for the first answer."""
 _QUIET = 0.3
-"""Seconds without another answer after which no more are expected."""
+"""Seconds to wait for each further answer."""
 _LONGEST = 3.0
-"""Seconds all answers may take."""
+"""Seconds to wait for all answers."""
 _USER = "persia"
 _DEFAULT_PORT = 4222
 
 
 @dataclass(frozen=True)
 class Service:
-    """A process that announced itself.
+    """A process that has announced itself.
 
     Attributes:
         kind: ``persia-server``, ``persia-middleware``, ``persia-trainer`` or ``persia-data``.
-        id: Its name on NATS, new at every start.
-        metadata: What it says of itself; all values are text.
+        id: Its id on NATS, new at every start.
+        metadata: Its metadata; all values are text.
     """
 
     kind: str
@@ -48,11 +48,11 @@ class Service:
     metadata: dict[str, str]
 
     def text(self, key: str) -> str:
-        """Return a value of the metadata, empty if it is not there."""
+        """Return a value of the metadata; empty if there is none."""
         return self.metadata.get(key, "")
 
     def number(self, key: str, default: int = -1) -> int:
-        """Return a value as a number, ``default`` where it is no number."""
+        """Return a value as a number; ``default`` if it is not one."""
         text = self.text(key)
         return int(text) if text.isdecimal() else default
 
@@ -62,12 +62,12 @@ def services(url: str, kind: str | None = None, *, job: str | None = None) -> li
 
     Args:
         url: ``nats://host:port`` or ``tls://host:port``.
-        kind: Only those of this name; None means all of persia's.
-        job: Only those of this job; None means all.
+        kind: One of :data:`KINDS`; None means all.
+        job: The job; None means all jobs.
 
     Raises:
         UnreachableError: NATS does not answer.
-        AuthError: NATS does not take the password.
+        AuthError: NATS refuses the password.
     """
     found: dict[str, Service] = {}
     for payload in _ask(url, "$SRV.INFO" + (f".{kind}" if kind else "")):
@@ -93,7 +93,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     )
     try:
         client.connect()
-        client.ping()  # a refused password is reported now
+        client.ping()  # this reports a refused password
         inbox = f"_INBOX.persia.{uuid.uuid4().hex}"
         client.subscribe(inbox, callback=note)
         client.publish(subject, reply=inbox)
@@ -101,12 +101,12 @@ def _ask(url: str, subject: str) -> list[bytes]:
     except NATSUnexpectedResponse as error:
         text = error.line.decode(errors="replace").strip()
         if "Authorization" in text:
-            raise AuthError(f"NATS at {shown} does not take the password made from PERSIA_TOKEN_FILE") from error
-        raise UnreachableError(f"NATS at {shown} says {text!r}") from error
+            raise AuthError(f"NATS at {shown} refuses the password derived from PERSIA_TOKEN_FILE") from error
+        raise UnreachableError(f"NATS at {shown} answered {text!r}") from error
     except (OSError, NATSError) as error:
         raise UnreachableError(f"NATS at {shown} is not reachable: {error or type(error).__name__}") from error
     finally:
-        with contextlib.suppress(OSError, AttributeError):  # never connected, or gone already
+        with contextlib.suppress(OSError, AttributeError):  # it never connected, or is closed already
             client.close()
     return answers
 
@@ -114,7 +114,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
 def _gather(client: NATSClient, answers: list[bytes]) -> None:
     deadline = time.monotonic() + _LONGEST
     while time.monotonic() < deadline:
-        client._socket.settimeout(_QUIET if answers else _FIRST)  # the library has one time-out for everything
+        client._socket.settimeout(_QUIET if answers else _FIRST)  # the library has one timeout for everything
         try:
             client.wait(count=1)
         except TimeoutError:

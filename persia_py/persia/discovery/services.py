@@ -1,4 +1,4 @@
-"""Where the parts of this job are."""
+"""The addresses of the parts of this job."""
 
 from persia.discovery import nats
 from persia.runtime import job, tokens
@@ -7,14 +7,14 @@ from persia.runtime.settings import settings
 from persia_core.discovery import Discovery
 
 TRAINER = "persia-trainer"
-"""The name that ranks announce."""
+"""The service name of ranks."""
 
 _ASK_S = 2.0
-"""How long answers are waited for."""
+"""Seconds to wait for answers."""
 
 
 def get_embedding_worker_services() -> list[str]:
-    """Return the addresses of this job's middlewares, in order of their index.
+    """Return the addresses of this job's middlewares, sorted by index.
 
     Raises:
         UsageError: ``PERSIA_NATS_URL`` is not set.
@@ -28,16 +28,16 @@ def nats_url(given: str | None = None) -> str:
     """Return ``given``, else ``PERSIA_NATS_URL``.
 
     Raises:
-        UsageError: Neither is there.
+        UsageError: Neither is given.
     """
     url = (given or "").strip() or settings.nats_url
     if url is None:
-        raise UsageError("PERSIA_NATS_URL is not set; the embedded mode has no services")
+        raise UsageError("PERSIA_NATS_URL is not set; embedded mode has no services")
     return url
 
 
 def connect() -> Discovery:
-    """Return a connection to this job's discovery, which may still be on its way.
+    """Return a client of this job's discovery. It connects in the background.
 
     Raises:
         UsageError: ``PERSIA_NATS_URL`` is not set.
@@ -45,10 +45,10 @@ def connect() -> Discovery:
     return Discovery(nats_url(), job.job_name(), tokens.token_file())
 
 
-def trainers(found_by: Discovery) -> list[dict[str, str]]:
-    """Return what the ranks of this job announce.
+def trainers(discovery: Discovery) -> list[dict[str, str]]:
+    """Return the announcements of this job's ranks.
 
     Raises:
         UnreachableError: NATS does not answer.
     """
-    return found_by.find(TRAINER, _ASK_S)
+    return discovery.find(TRAINER, _ASK_S)

@@ -1,12 +1,12 @@
-"""Batches on their way from data-compose to trainers.
+"""Send batches from data-compose to the trainers.
 
-A batch waits in one place only: the :class:`persia.feed.inbox.Inbox` of the rank that will train on it.
+A batch waits in one place only: the :class:`persia.feed.inbox.Inbox` of the rank that trains on it.
 
-* :mod:`persia.feed.inbox`: the trainer's side: batches of all replicas, merged in turn
-* :mod:`persia.feed.server`: fills the inbox of a rank over gRPC (``PERSIA_NATS_URL`` is set)
-* :mod:`persia.feed.script`: fills it from a data script in a thread of this process (embedded mode)
-* :mod:`persia.feed.sender`: data-compose's side: one stream to each rank, in :mod:`persia.feed.stream`
-* :mod:`persia.feed.replay`: whether a script that starts again sends the same batches
-* :mod:`persia.feed.channel`: tokens and TLS of gRPC
-* :mod:`persia.feed.protocol`: limits, and how a feed ends
+* :mod:`persia.feed.inbox`: a rank's batches of all data-compose replicas, merged in turn
+* :mod:`persia.feed.server`: fills a rank's inbox over gRPC
+* :mod:`persia.feed.embedded`: in embedded mode, fills it from the data script in a thread of this process
+* :mod:`persia.feed.sender`: a data-compose replica's end, with one :mod:`persia.feed.rank_stream` to each rank
+* :mod:`persia.feed.replay`: checks whether a restarted data script sends the same batches
+* :mod:`persia.feed.channel`: tokens, TLS and limits of gRPC connections
+* :mod:`persia.feed.protocol`: limits of the protocol, and how a feed ends
 """

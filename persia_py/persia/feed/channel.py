@@ -1,7 +1,6 @@
-"""gRPC connections of the job's parts: addresses, role tokens, TLS, limits."""
+"""gRPC connections between the parts of a job: addresses, role tokens, TLS, limits."""
 
 import hmac
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from persia.feed.protocol import MAX_BATCH_BYTES, MAX_REPLICAS
 from persia.runtime import tokens
 from persia.runtime.errors import AuthError, ConfigError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_BATCH_BYTES + 4096),
@@ -23,45 +23,40 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 _CLIENT_OPTIONS = [*_OPTIONS, ("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
-_SERVER_OPTIONS = [
+SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MAX_REPLICAS),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 ]
+"""Options of a gRPC server."""
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
-_TELL_S = 1.0
-"""Between two lines about refused calls: a stranger must not fill the log."""
+_LOG_INTERVAL_S = 1.0
+"""Seconds between two log lines about refused calls: unauthenticated peers must not fill the log."""
 _logger = get_logger("feed")
 
 BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-"""What details of a failed connection say when trying again is no use: another CA, or a peer without TLS."""
-
-SERVER_OPTIONS = _SERVER_OPTIONS
-"""Of a server in this process."""
+"""Parts of the error details of a failed connection that a retry cannot cure: another CA, or a peer without TLS."""
 
 
 def connect(address: str) -> grpc.Channel:
     """Return a channel to ``host:port`` or ``unix:/path``, with TLS when ``PERSIA_TLS_CA`` is set.
 
     Raises:
-        ConfigError: The CA's file cannot be read.
+        ConfigError: The file of the CA cannot be read.
     """
-    ca = os.environ.get("PERSIA_TLS_CA", "").strip()
     if address.startswith("unix:"):
-        # grpc would send the path as the host, which HTTP servers of other languages refuse
+        # By default grpc sends the path as the host name, which other HTTP/2 servers refuse.
         return grpc.insecure_channel(address, options=[*_CLIENT_OPTIONS, ("grpc.default_authority", "localhost")])
-    if not ca:
+    if settings.tls_ca is None:
         return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
-    name = os.environ.get("PERSIA_TLS_NAME", "").strip() or "persia"
-    credentials = grpc.ssl_channel_credentials(_content("PERSIA_TLS_CA", ca))
-    return grpc.secure_channel(
-        address, credentials, options=[*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name)]
-    )
+    credentials = grpc.ssl_channel_credentials(_content("PERSIA_TLS_CA", settings.tls_ca))
+    name = ("grpc.ssl_target_name_override", settings.tls_name)
+    return grpc.secure_channel(address, credentials, options=[*_CLIENT_OPTIONS, name])
 
 
 def metadata(role: tokens.Role) -> tuple[tuple[str, str], ...]:
-    """Return what a call of this role carries.
+    """Return the metadata of a call by this role.
 
     Raises:
         AuthError: The token file cannot be read.
@@ -71,33 +66,33 @@ def metadata(role: tokens.Role) -> tuple[tuple[str, str], ...]:
 
 
 def server_credentials() -> grpc.ServerCredentials | None:
-    """Return the certificate of ``PERSIA_TLS_CERT`` and ``PERSIA_TLS_KEY``; None when neither is set.
+    """Return the certificate that ``PERSIA_TLS_CERT`` and ``PERSIA_TLS_KEY`` name; None if neither is set.
 
     Raises:
         ConfigError: Only one is set, or a file cannot be read.
     """
-    certificate, key = (os.environ.get(name, "").strip() for name in ("PERSIA_TLS_CERT", "PERSIA_TLS_KEY"))
-    if not certificate and not key:
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None and key is None:
         return None
-    if not certificate or not key:
+    if certificate is None or key is None:
         raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: one is set without the other")
     return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
 
 
-class RoleCheck(grpc.ServerInterceptor):
-    """Lets only calls of one role through, whose token has to be right when there is a token file."""
+class AuthInterceptor(grpc.ServerInterceptor):
+    """Refuse calls of another role and, if there is a token file, calls without that role's token."""
 
     def __init__(self, role: tokens.Role) -> None:
         self._role = role
         self._token = tokens.token(role)
-        self._told = -_TELL_S
+        self._logged_at = -_LOG_INTERVAL_S
 
     def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Any],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Refuse what has another role or token."""
+        """Return the handler of the call, or one that refuses it."""
         given = dict(handler_call_details.invocation_metadata or ())
         handler = continuation(handler_call_details)
         if handler is None or str(handler_call_details.method).startswith(_OPEN_TO_ALL):
@@ -111,8 +106,8 @@ class RoleCheck(grpc.ServerInterceptor):
 
     def _refusal(self, handler: Any, code: grpc.StatusCode, message: str) -> Any:
         def refuse(_request: Any, context: grpc.ServicerContext) -> None:
-            if time.monotonic() - self._told >= _TELL_S:
-                self._told = time.monotonic()
+            if time.monotonic() - self._logged_at >= _LOG_INTERVAL_S:
+                self._logged_at = time.monotonic()
                 _logger.warning("refused a call of %s: %s", context.peer(), message)
             context.abort(code, message)
 
@@ -122,15 +117,14 @@ class RoleCheck(grpc.ServerInterceptor):
 
 
 def auth_error(address: str, details: str | None) -> AuthError:
-    """Return the error for a call that a peer refused for its role or token."""
+    """Return the error for a call that a peer refused because of its role or token."""
     given = tokens.token_file() or "not set"
     return AuthError(f"{address} refuses this process: {details} (PERSIA_TOKEN_FILE: {given})")
 
 
 def certificate_error(address: str, details: str | None) -> AuthError:
-    """Return the error for a peer whose certificate does not convince this process."""
-    given = os.environ.get("PERSIA_TLS_CA", "").strip() or "not set"
-    return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {given})")
+    """Return the error for a peer whose certificate cannot be verified."""
+    return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {settings.tls_ca or 'not set'})")
 
 
 def _content(variable: str, path: str) -> bytes:

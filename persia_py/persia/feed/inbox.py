@@ -1,7 +1,7 @@
-"""The batches of all data-compose replicas that one rank will train on, merged in turn.
+"""The batches of all data-compose replicas for one rank, merged in turn.
 
-Which batch comes next depends on the replicas' numbers alone, never on who is faster: replica 0's first, replica 1's
-first, ..., replica 0's second, and so on; a replica that has ended drops out.
+The order depends on the indices of the replicas only, never on their speed: the first batch of replica 0, the first of
+replica 1, ..., the second of replica 0, and so on. A replica that has ended is skipped.
 """
 
 import threading
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from persia.feed.protocol import Stopped
-from persia.feed.replay import Digest, follow
+from persia.feed.replay import Digest, extend
 from persia.runtime.errors import ConfigError, DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
@@ -21,19 +21,19 @@ _REMIND_S = 30
 """Seconds between two log lines of a rank that waits for data."""
 
 
-class TakenPlaceError(UsageError):
-    """Two senders claim the same replica index."""
+class ReplicaInUseError(UsageError):
+    """Two processes have the same replica index."""
 
 
 @dataclass
-class Place:
-    """Where a replica that connects goes on.
+class Position:
+    """Where a data-compose replica that connects has to resume.
 
     Attributes:
-        received: Its batches this rank has received; they are not sent again.
-        queued: Those of them that wait to be taken.
-        buffer: How many may wait at most.
-        digest: Of the batches received; None where it is not known.
+        received: The number of its batches that this rank has received. They are not sent again.
+        queued: The number of those that were not taken yet.
+        buffer: The number of batches that may wait.
+        digest: The digest of the received batches; None if it is not known.
     """
 
     received: int
@@ -43,13 +43,13 @@ class Place:
 
 
 @dataclass
-class Events:
-    """What a connected sender is told.
+class SenderCallbacks:
+    """Functions that the inbox calls for a connected sender.
 
     Attributes:
-        taken: One of its batches was taken, by its number.
-        stopped: No batch is wanted any more, and why.
-        replaced: The same sender has connected again.
+        taken: One of its batches was taken; the argument is the number of the batch.
+        stopped: The rank wants no more batches; the argument is the reason.
+        replaced: The same process has connected again.
     """
 
     taken: Callable[[int], None]
@@ -58,15 +58,14 @@ class Events:
 
 
 @dataclass
-class _Line:
-    """One replica's batches."""
+class _ReplicaQueue:
+    """The batches of one data-compose replica."""
 
     received: int = 0
-    taken: int = 0
-    digest: Digest = 0  # of those received
+    digest: Digest = 0  # of the received batches
     waiting: deque[tuple[int, Batch, Digest]] = field(default_factory=deque)
-    sender: str | None = None  # None: not connected
-    events: Events | None = None
+    sender: str | None = None  # None while it is not connected
+    callbacks: SenderCallbacks | None = None
     ended: bool = False
     error: BaseException | None = None
 
@@ -76,11 +75,11 @@ class _Line:
 
 
 class Inbox:
-    """Holds at most ``buffer`` batches of each replica until the rank's data loader takes them."""
+    """A queue for each data-compose replica; each holds at most ``buffer`` batches."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lines: dict[int, _Line] = {}
+        self._queues: dict[int, _ReplicaQueue] = {}
         self._replicas: int | None = None
         self._buffer: int | None = None
         self._skip = 0
@@ -88,28 +87,28 @@ class Inbox:
         self._turn = 0
         self._stopped: str | None = None
 
-    # The data loader's side.
+    # For the data loader.
 
     def open(
         self, buffer: int, *, skip: int = 0, replicas: int | None = None, digests: list[Digest] | None = None
     ) -> None:
-        """Let senders in.
+        """Let senders connect.
 
         Args:
-            buffer: Batches of each replica that may wait.
-            skip: Batches of each replica that an earlier run has trained on.
-            replicas: How many replicas that run had; None if it does not matter.
-            digests: Of each replica's batches that are skipped; None if they are not known.
+            buffer: The number of batches of each replica that may wait.
+            skip: The number of batches of each replica that the resumed run has trained on.
+            replicas: The number of replicas of the resumed run; None if it does not matter.
+            digests: The digest of the skipped batches of each replica; None if they are not known.
         """
         with self._changed:
             self._buffer, self._skip, self._digests = buffer, skip, digests or []
             if replicas is not None:
-                self._set_replicas(replicas)
+                self._replicas = replicas
             self._changed.notify_all()
 
     @property
     def replicas(self) -> int:
-        """How many replicas send here; 0 as long as none has said so."""
+        """The number of replicas; 0 until the first one has connected."""
         return self._replicas or 0
 
     @property
@@ -118,98 +117,102 @@ class Inbox:
         return self._buffer is not None
 
     def take(self, stop: threading.Event) -> tuple[int, Batch, Digest] | None:
-        """Return the replica and batch whose turn it is, and the digest of the replica's batches up to this one.
+        """Wait for the next batch; return its replica, the batch, and the digest of the replica's batches up to it.
 
-        None after the last batch, and when nothing is wanted any more.
-        Waiting for data has no limit, but is logged. After setting ``stop``, call :meth:`wake`.
+        Return None after the last batch, after :meth:`stop`, and when ``stop`` is set; call :meth:`wake` after setting
+        it. The wait has no limit, but it is logged.
 
         Raises:
-            BaseException: What the replica's script failed with.
+            BaseException: The error of the replica's script.
         """
         waited = 0
         with self._changed:
             while self._stopped is None and not stop.is_set():
-                index = self._whose_turn()
+                index = self._next_replica()
                 if index is None:
                     return None
-                line = self._lines.get(index)
-                if line is not None and line.waiting:
-                    seq, batch, digest = line.waiting.popleft()
-                    line.taken += 1
+                queue = self._queues.get(index)
+                if queue is not None and queue.waiting:
+                    seq, batch, digest = queue.waiting.popleft()
                     self._turn = index + 1
                     self._changed.notify_all()
-                    if line.events is not None:
-                        line.events.taken(seq)
+                    if queue.callbacks is not None:
+                        queue.callbacks.taken(seq)
                     return index, batch, digest
-                if line is not None and line.error is not None:
-                    raise line.error
+                if queue is not None and queue.error is not None:
+                    raise queue.error
                 if not self._changed.wait(_REMIND_S):
                     waited += _REMIND_S
-                    _logger.warning("waiting for a batch since %d s: %s", waited, self._missing(index))
+                    _logger.warning("waiting for a batch for %d s: %s", waited, self._missing(index))
         return None
 
-    def _whose_turn(self) -> int | None:
-        """Return the next replica that is not at its end, or failed there; None when all are at their end."""
+    def _next_replica(self) -> int | None:
+        """Return the next replica that has not ended, or that failed; None if all have ended."""
         if self._replicas is None:
             return 0
         for offset in range(self._replicas):
             index = (self._turn + offset) % self._replicas
-            line = self._lines.get(index)
-            if line is None or not line.drained or line.error is not None:
+            queue = self._queues.get(index)
+            if queue is None or not queue.drained or queue.error is not None:
                 return index
         return None
 
     def _missing(self, index: int) -> str:
         if self._replicas is None:
             return "no data-compose replica has connected"
-        lines = [(other, self._lines.get(other)) for other in range(self._replicas)]
-        absent = [str(other) for other, line in lines if line is None or not (line.sender or line.ended)]
+        queues = [(other, self._queues.get(other)) for other in range(self._replicas)]
+        absent = [str(other) for other, queue in queues if queue is None or not (queue.sender or queue.ended)]
         if absent:
             return f"not connected: data-compose replica {', '.join(absent)} of {self._replicas}"
         return f"data-compose replica {index} is connected and has sent nothing new"
 
     def queued(self) -> int:
-        """Return how many batches wait."""
+        """Return the number of waiting batches."""
         with self._changed:
-            return sum(len(line.waiting) for line in self._lines.values())
+            return sum(len(queue.waiting) for queue in self._queues.values())
 
     def wake(self) -> None:
-        """Make a waiting :meth:`take` look at its ``stop`` again."""
+        """Make a waiting :meth:`take` check its ``stop``."""
         with self._changed:
             self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
-        """Tell every sender that no batch is wanted any more; later ones are told when they connect."""
+        """Stop every sender: those that are connected, and later ones when they connect."""
         with self._changed:
             if self._stopped is None:
                 self._stopped = reason
-                for line in self._lines.values():
-                    line.waiting.clear()
-                    if line.events is not None:
-                        line.events.stopped(reason)
+                for queue in self._queues.values():
+                    queue.waiting.clear()
+                    if queue.callbacks is not None:
+                        queue.callbacks.stopped(reason)
                 self._changed.notify_all()
 
-    # The senders' side.
+    # For senders.
 
     def connect(
-        self, index: int, replicas: int, sender: str, events: Events, gone: Callable[[], bool] = lambda: False
-    ) -> Place | None:
-        """Take a sender in, once the data loader has asked for batches.
+        self,
+        index: int,
+        replicas: int,
+        sender: str,
+        callbacks: SenderCallbacks,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> Position | None:
+        """Connect a sender, as soon as the data loader asks for batches.
 
         Args:
-            index: Its replica index.
-            replicas: How many replicas it says there are.
-            sender: Its process; one that connects again replaces its own connection.
-            events: Called from other threads, under a lock: they must not block.
-            gone: Whether the sender has given up meanwhile; call :meth:`wake` when that changes.
+            index: The index of its replica.
+            replicas: The number of replicas in its configuration.
+            sender: The id of its process. A process that connects again replaces its own connection.
+            callbacks: They are called from other threads and under a lock, so they must not block.
+            gone: Whether the sender has disconnected meanwhile; call :meth:`wake` when that changes.
 
         Returns:
-            Where it goes on; None if it is gone.
+            Where it has to resume; None if it is gone.
 
         Raises:
-            Stopped: No batch is wanted: training is over, or the replica has sent everything in this generation.
-            TakenPlaceError: Another process is connected as this replica.
-            ConfigError: Index or number of replicas contradict those of others, or of the checkpoint.
+            Stopped: Training is over, or the replica has sent all batches of this generation.
+            ReplicaInUseError: Another process is connected as this replica.
+            ConfigError: The index or the number of replicas contradicts other replicas or the checkpoint.
         """
         with self._changed:
             while self._buffer is None and self._stopped is None and not gone():
@@ -218,110 +221,107 @@ class Inbox:
                 return None
             if self._stopped is not None:
                 raise Stopped(self._stopped)
-            self._check_place(index, replicas)
-            line = self._line(index)
-            if line.ended:
+            self._check_replica(index, replicas)
+            queue = self._queue(index)
+            if queue.ended:
                 raise Stopped(f"replica {index} has sent all its batches of this generation")
-            if line.sender not in (None, sender):
-                raise TakenPlaceError(
+            if queue.sender not in (None, sender):
+                raise ReplicaInUseError(
                     f"another process is connected as data-compose replica {index} of {replicas}; give each replica "
                     "an index of its own (REPLICA_INDEX)"
                 )
-            if line.events is not None:
-                line.events.replaced()
-            line.sender, line.events = sender, events
+            if queue.callbacks is not None:
+                queue.callbacks.replaced()
+            queue.sender, queue.callbacks = sender, callbacks
             self._changed.notify_all()
-            return Place(line.received, len(line.waiting), self._buffer or 0, line.digest)
+            return Position(queue.received, len(queue.waiting), self._buffer or 0, queue.digest)
 
-    def _check_place(self, index: int, replicas: int) -> None:
+    def _check_replica(self, index: int, replicas: int) -> None:
         if index >= replicas:
             raise ConfigError(f"REPLICA_INDEX={index}: want less than REPLICA_SIZE={replicas}")
         if self._replicas not in (None, replicas):
             raise ConfigError(
                 f"data-compose replica {index} says REPLICA_SIZE={replicas}, this run has {self._replicas} replicas"
             )
-        self._set_replicas(replicas)
-
-    def _set_replicas(self, replicas: int) -> None:
         self._replicas = replicas
 
-    def _line(self, index: int) -> _Line:
-        if index not in self._lines:
+    def _queue(self, index: int) -> _ReplicaQueue:
+        if index not in self._queues:
             known = self._digests[index] if index < len(self._digests) else None
-            self._lines[index] = _Line(received=self._skip, taken=self._skip, digest=known if self._skip else 0)
-        return self._lines[index]
+            self._queues[index] = _ReplicaQueue(received=self._skip, digest=known if self._skip else 0)
+        return self._queues[index]
 
     def put(self, index: int, sender: str, seq: int, number: int, batch: Batch, encoded: bytes) -> None:
-        """Add a replica's batch.
+        """Add a batch of a replica.
 
         Args:
-            index: The replica.
-            sender: Its process.
-            seq: The batch's number among all it sends.
-            number: The batch's number among those it sends to this rank, from 0.
+            index: The index of the replica.
+            sender: The id of its process.
+            seq: The number of the batch among all that the replica sends.
+            number: The number of the batch among those for this rank, from 0.
             batch: The batch.
             encoded: Its bytes, for the digest; they are not kept.
 
         Raises:
-            DataError: Not the next batch, or one more than may wait.
+            DataError: It is not the next batch, or too many batches wait.
         """
         with self._changed:
-            line = self._lines[index]
-            if line.sender != sender or self._stopped is not None:
+            queue = self._queues[index]
+            if queue.sender != sender or self._stopped is not None:
                 return
-            if number != line.received or line.ended:
-                raise DataError(f"data-compose replica {index} sent its batch {number} where {line.received} was due")
-            if len(line.waiting) >= (self._buffer or 0):
+            if number != queue.received or queue.ended:
+                raise DataError(f"data-compose replica {index} sent its batch {number} where {queue.received} was due")
+            if len(queue.waiting) >= (self._buffer or 0):
                 raise DataError(f"data-compose replica {index} sent more than the {self._buffer} batches that may wait")
-            line.received += 1
-            line.digest = follow(line.digest, encoded)
-            line.waiting.append((seq, batch, line.digest))
+            queue.received += 1
+            queue.digest = extend(queue.digest, encoded)
+            queue.waiting.append((seq, batch, queue.digest))
             self._changed.notify_all()
 
     def end(self, index: int, sender: str, batches: int, error: BaseException | None = None) -> None:
-        """Note that a replica has sent everything, or that its script failed.
+        """End a replica's batches: it has sent all of them, or its script failed.
 
         Args:
-            index: The replica.
-            sender: Its process.
-            batches: How many batches it sent to this rank, over all its connections.
-            error: What its script failed with, for the training loop; None if it did not.
+            index: The index of the replica.
+            sender: The id of its process.
+            batches: The number of batches it has sent to this rank, over all its connections.
+            error: The error of its script, for the training loop; None if it did not fail.
 
         Raises:
-            DataError: More or fewer have come.
+            DataError: Another number of batches has arrived.
         """
         with self._changed:
-            line = self._lines[index]
-            if line.sender != sender or line.ended:
+            queue = self._queues[index]
+            if queue.sender != sender or queue.ended:
                 return
-            wrong = error is None and batches != line.received
+            wrong = error is None and batches != queue.received
             if wrong:
                 error = DataError(
-                    f"data-compose replica {index} ended after {batches} batches for this rank, and {line.received} "
-                    "have come; a script must send the same batches whenever it is started"
+                    f"data-compose replica {index} ended after {batches} batches for this rank, but {queue.received} "
+                    "have arrived; a script must send the same batches at every start"
                 )
-            line.ended, line.error = True, error
+            queue.ended, queue.error = True, error
             self._changed.notify_all()
         if wrong and error is not None:
             raise error
 
-    def disconnect(self, index: int, events: Events) -> bool:
-        """Forget a connection; return whether its replica will be missed."""
+    def disconnect(self, index: int, callbacks: SenderCallbacks) -> bool:
+        """Remove a connection; return whether the replica has to come back."""
         with self._changed:
-            line = self._lines[index]
-            if line.events is not events:
+            queue = self._queues[index]
+            if queue.callbacks is not callbacks:
                 return False
-            line.sender = line.events = None
-            return not line.ended and self._stopped is None
+            queue.sender = queue.callbacks = None
+            return not queue.ended and self._stopped is None
 
     def wait_for_room(self, index: int) -> None:
-        """Wait until the replica may put another batch, for a sender inside this process.
+        """Wait until the replica may add another batch; for a sender inside this process.
 
         Raises:
-            Stopped: No batch is wanted any more.
+            Stopped: The rank wants no more batches.
         """
         with self._changed:
-            while self._stopped is None and len(self._lines[index].waiting) >= (self._buffer or 0):
+            while self._stopped is None and len(self._queues[index].waiting) >= (self._buffer or 0):
                 self._changed.wait()
             if self._stopped is not None:
                 raise Stopped(self._stopped)

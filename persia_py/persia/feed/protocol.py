@@ -1,21 +1,18 @@
-"""What both sides of a feed know."""
+"""The part of the feed that trainers and data-compose share."""
 
 PROTOCOL = 1
-"""Number of the protocol; sides with different numbers refuse each other."""
+"""Version of the protocol. A trainer refuses data-compose of another version."""
 
 MAX_BATCH_BYTES = 1 << 30
-"""A batch on the wire; as the limit of a request in ``persia_types::limits``."""
+"""Limit of an encoded batch; as the limit of a request in ``persia_types::limits``."""
 
 MAX_REPLICAS = 256
-"""Data-compose replicas of a job, as many as connections of a server in ``persia_types::limits``."""
+"""Limit of data-compose replicas; as the limit of a server's connections in ``persia_types::limits``."""
 
 
 class Stopped(BaseException):
-    """No batch is wanted any more; ends the ``with DataCtx()`` block, which swallows it."""
+    """The trainers want no more batches. ``DataCtx`` ends its block and suppresses it."""
 
 
 class RunRestarted(BaseException):
-    """The trainers began a new generation of the run: the data script has to start again.
-
-    The launcher catches it and runs the script once more.
-    """
+    """The trainers began a new generation of the run, so the data script has to restart. The launcher restarts it."""

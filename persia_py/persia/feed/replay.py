@@ -1,6 +1,6 @@
-"""Whether a data script that starts again sends what it sent before: digests of batches, in the order they come in.
+"""Check whether a restarted data script sends the same batches: digests of the batches, in their order.
 
-A digest is a CRC over the checksums that encoded batches end with: 0 before the first, None where it is not known.
+A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if it is not known.
 """
 
 import zlib
@@ -16,22 +16,22 @@ _logger = get_logger("feed")
 Digest = int | None
 
 _CHECKSUM_BYTES = 4
-_AHEAD = 3
-"""Digests of a replica that are kept: replicas take turns, so that none is more than two batches ahead of a round."""
+_KEPT = 3
+"""Digests that are kept of a replica. Replicas take turns, so none is more than two batches ahead of a round."""
 
 
-def follow(digest: Digest, encoded: bytes) -> Digest:
-    """Return the digest behind one more encoded batch."""
+def extend(digest: Digest, encoded: bytes) -> Digest:
+    """Return the digest after one more encoded batch."""
     return None if digest is None else zlib.crc32(encoded[-_CHECKSUM_BYTES:], digest)
 
 
-class Replay:
-    """Compares the batches that are not sent to a rank again with those it has had.
+class ReplayCheck:
+    """Compare the batches that are skipped for a rank with those that it received from the same replica before.
 
     Args:
-        index: The replica.
+        index: The data-compose replica.
         rank: The rank.
-        batches: How many of the replica's batches it has had.
+        batches: The number of batches that the rank received.
         digest: Their digest; None if it is not known, and nothing is compared.
     """
 
@@ -43,70 +43,71 @@ class Replay:
         self._found: Digest = 0
         self._left = batches
 
-    def leave_out(self, batch: Batch) -> None:
-        """Look at the next of these batches; behind the last one, warn if they are others."""
+    def skip(self, batch: Batch) -> None:
+        """Add the next of these batches to the digest. After the last one, warn if the digests differ."""
         if self._expected is None:
             return
-        self._found = follow(self._found, batch.to_bytes())
+        self._found = extend(self._found, batch.to_bytes())
         self._left -= 1
         if self._left == 0 and self._found != self._expected:
             _logger.warning(
-                "data-compose replica %d: the %d batches that rank %d has had already, and that are not sent again, "
-                "are others than those it had: samples of these batches were trained on twice or not at all, and "
-                "exactly-once does not hold for them; give the script a fixed seed and a fixed order, or begin a new "
-                "run",
+                "data-compose replica %d: the %d batches that are skipped, because rank %d has received them, differ "
+                "from those it received: samples of these batches were trained on twice or not at all, so their "
+                "results are not exactly-once; give the script a fixed seed and a fixed order, or start a new run",
                 self._index,
                 self.batches,
                 self._rank,
             )
 
 
-class Rounds:
-    """The digests of the replicas behind the same number of batches, as a resumed run will skip them.
+class RoundDigests:
+    """The digests of all replicas after the same number of batches: those that a resumed run will skip.
 
     Args:
-        number: Batches of each replica, to begin with.
+        number: The number of batches of each replica at the start.
         digests: Their digests.
     """
 
     def __init__(self, number: int = 0, digests: list[Digest] | None = None) -> None:
         self._number = number
-        self._lines = [deque([digest]) for digest in digests or []]  # the first behind ``number`` batches
+        self._digests = [
+            deque([digest]) for digest in digests or []
+        ]  # per replica; first, that after ``number`` batches
 
     def take(self, replica: int, digest: Digest, taken: list[int]) -> None:
-        """Note the digest behind a batch that was taken.
+        """Add a batch that was taken from the inbox.
 
         Args:
-            replica: The batch's replica.
-            digest: Of this replica's batches up to this one.
-            taken: How many batches of each replica were taken, with this one.
+            replica: Its replica.
+            digest: The digest of the replica's batches up to this one.
+            taken: The number of batches taken of each replica, including this one.
         """
-        while len(self._lines) <= replica:
-            self._lines.append(deque([0]))
-        if len(self._lines[replica]) < _AHEAD:  # behind the end of another replica there is no further round
-            self._lines[replica].append(digest)
-        while self._number < to_skip(taken):
+        while len(self._digests) <= replica:
+            self._digests.append(deque([0]))
+        if len(self._digests[replica]) < _KEPT:  # after the end of another replica there is no further round
+            self._digests[replica].append(digest)
+        while self._number < batches_to_skip(taken):
             self._number += 1
-            for line in self._lines:
-                line.popleft()
+            for kept in self._digests:
+                kept.popleft()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: numbers, strings and lists."""
-        return {"version": __version__, "batches": self._number, "digests": [line[0] for line in self._lines]}
+        """Return the state for a checkpoint: numbers, strings and lists."""
+        return {"version": __version__, "batches": self._number, "digests": [kept[0] for kept in self._digests]}
 
 
-def to_skip(taken: list[int]) -> int:
-    """Return how many batches of each replica every rank is sure to have had, where one has had these."""
+def batches_to_skip(taken: list[int]) -> int:
+    """Return how many batches of each replica every rank has certainly taken, given those that one rank has taken."""
     return max(0, min(taken, default=0) - 1)
 
 
-def digests_behind(batches: int, replicas: int, state: object) -> list[Digest]:
-    """Return the replicas' digests behind so many batches of each, as :meth:`Rounds.state` has them, if it does.
+def digests_after(batches: int, replicas: int, state: object) -> list[Digest]:
+    """Return the digests of all replicas after this number of batches, from a :meth:`RoundDigests.state`.
 
     Args:
-        batches: Of each replica.
-        replicas: How many there are.
-        state: From a checkpoint, so that it may be anything.
+        batches: The number of batches of each replica.
+        replicas: The number of replicas.
+        state: The state in a checkpoint. It may be of any type; one that does not fit gives None for each digest.
     """
     if batches == 0:
         return [0] * replicas
@@ -115,7 +116,7 @@ def digests_behind(batches: int, replicas: int, state: object) -> list[Digest]:
             same = (version, number, len(digests)) == (__version__, batches, replicas)
             if same and all(map(_is_digest, digests)):
                 return list(digests)
-    return [None] * replicas  # another version may encode batches in another way
+    return [None] * replicas  # another version may encode batches differently
 
 
 def _is_digest(value: object) -> bool:

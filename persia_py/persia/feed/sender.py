@@ -1,4 +1,4 @@
-"""Data-compose's end of the feed: hands batch ``n`` of its replica to rank ``n mod world size``."""
+"""The feed's end in data-compose: send batch ``n`` of the replica to rank ``n mod world size``."""
 
 import threading
 import uuid
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from persia.feed.protocol import MAX_BATCH_BYTES, RunRestarted, Stopped
-from persia.feed.stream import Shared, Stream
+from persia.feed.rank_stream import RankStream, SenderState
 from persia.runtime.errors import DataError
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
@@ -14,41 +14,41 @@ from persia_core.data import Batch
 _logger = get_logger("feed")
 
 Find = Callable[[], Iterable[Mapping[str, Any]]]
-"""Returns the trainer ranks that are announced: each with ``index``, ``replicas`` and ``address``."""
+"""A function that returns the announced ranks: ``index``, ``replicas``, ``address`` and ``started`` of each."""
 
 _PAUSE_S = 1.0
 _LEAVE_S = 5.0
-"""Seconds for streams to end when the sender does."""
+"""Seconds in which the streams have to end when the sender is closed."""
 
 
 class Sender:
-    """Sends batches to every rank of a run. Waits for ever for ranks to come, and logs when that changes.
+    """Send batches to every rank of a run. It waits without limit for ranks to appear, and logs that.
 
     Args:
         job: The job's name.
-        index: This replica's index.
-        size: How many data-compose replicas there are.
-        find: Who is announced.
-        start_timeout: Seconds in which the place of a replica that died has to become free.
+        index: The index of this replica.
+        size: The number of data-compose replicas.
+        find: Returns the announced ranks.
+        start_timeout: Seconds in which the connection of a replica that died has to be closed.
 
     Attributes:
-        world_size: Number of trainer ranks.
-        generation: Of the run the batches are for; 0 if the ranks want none.
+        world_size: The number of ranks.
+        generation: The generation of the run; 0 if the ranks want no batches.
 
     Raises:
         AuthError: A rank refuses the token.
         IncompatibleError: A rank is of another job, version or number of replicas.
         UsageError: Another process is connected as this replica.
-        RunRestarted: The trainers were replaced meanwhile.
+        RunRestarted: A new generation of the run began.
     """
 
     def __init__(self, job: str, index: int, size: int, *, find: Find, start_timeout: float) -> None:
         self._find = find
         self.world_size = self._wait_for_trainers(job)
-        self._shared = Shared(job, index, size, uuid.uuid4().hex, start_timeout, self.world_size)
-        self._streams = [Stream(self._shared, rank, self._locate) for rank in range(self.world_size)]
+        self._state = SenderState(job, index, size, uuid.uuid4().hex, start_timeout, self.world_size)
+        self._streams = [RankStream(self._state, rank, self._locate) for rank in range(self.world_size)]
         try:
-            with self._shared.changed:
+            with self._state.changed:
                 self._wait(lambda: all(stream.welcomed for stream in self._streams))
                 self._check(stopped=False)
         except BaseException:
@@ -57,16 +57,16 @@ class Sender:
 
     @property
     def generation(self) -> int:
-        """The run's generation."""
-        return self._shared.generation or 0
+        """The generation of the run; 0 if the ranks want no batches."""
+        return self._state.generation or 0
 
     @property
     def rank_0(self) -> str:
-        """Where the rank 0 is that gets the batches; every context of a trainer has an address of its own."""
+        """The address of the rank 0 that receives the batches. Every training context has an address of its own."""
         return self._streams[0].address
 
     def _wait_for_trainers(self, job: str) -> int:
-        """Return the world size, once somebody says it."""
+        """Wait until ranks are announced that agree on the world size, and return it."""
         pause = threading.Event()
         waiting = False
         while True:
@@ -79,23 +79,23 @@ class Sender:
             pause.wait(_PAUSE_S)
 
     def _locate(self, rank: int) -> str | None:
-        """Return where the rank is; the process that was started last, if two say that they are it."""
+        """Return the address of a rank; that of the process started last, if several announce this rank."""
         found = [peer for peer in self._find() if int(peer["index"]) == rank]
         return str(max(found, key=lambda peer: str(peer["started"]))["address"]) if found else None
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        self._shared.changed.wait_for(lambda: self._shared.over or self._stopped or ready())
+        self._state.changed.wait_for(lambda: self._state.over or self._stopped or ready())
 
     @property
     def _stopped(self) -> bool:
         return all(stream.stopped is not None for stream in self._streams)
 
     def _check(self, *, stopped: bool = True) -> None:
-        """Raise what is to be raised; the caller holds the lock."""
-        if self._shared.error is not None:
-            raise self._shared.error
-        if self._shared.restarted:
-            raise RunRestarted(self._shared.restarted)
+        """Raise the error that ends the sender, if there is one. The caller holds the lock."""
+        if self._state.error is not None:
+            raise self._state.error
+        if self._state.restarted:
+            raise RunRestarted(self._state.restarted)
         if stopped and self._stopped:
             raise Stopped(self._streams[0].stopped)
 
@@ -103,63 +103,63 @@ class Sender:
         """Send a batch; wait until its rank has room.
 
         Raises:
-            Stopped: No rank wants batches any more.
+            Stopped: The ranks want no more batches.
             RunRestarted: A new generation of the run began.
             DataError: The batch is too large.
-            PersiaError: As when the sender was made.
+            PersiaError: As in the constructor.
         """
-        shared = self._shared
-        number, rank = divmod(shared.batches, self.world_size)
+        state = self._state
+        number, rank = divmod(state.batches, self.world_size)
         stream = self._streams[rank]
-        with shared.changed:
+        with state.changed:
             self._check()
-            seq, shared.batches = shared.batches, shared.batches + 1
+            seq, state.batches = state.batches, state.batches + 1
             if stream.stopped is not None:
                 return
         if number < stream.replay.batches:
-            stream.replay.leave_out(batch)
+            stream.replay.skip(batch)
             return
         data = batch.to_bytes()
         if len(data) > MAX_BATCH_BYTES:
             raise DataError(f"send_data: batch {seq} has {len(data)} bytes, allowed: {MAX_BATCH_BYTES}; split it")
-        with shared.changed:
+        with state.changed:
             self._wait(lambda: not stream.full)
             self._check()
             if stream.stopped is None:
                 stream.add(number, seq, data)
-                shared.changed.notify_all()
+                state.changed.notify_all()
 
     def end(self) -> None:
-        """Say that everything is sent, and wait until every rank has received it.
+        """Report that all batches are sent, and wait until every rank has received them.
 
         Raises:
-            Stopped: No rank wants batches any more.
+            Stopped: The ranks want no more batches.
             RunRestarted: A new generation of the run began.
-            PersiaError: As when the sender was made.
+            PersiaError: As in the constructor.
         """
         self._end("")
-        with self._shared.changed:
+        with self._state.changed:
             self._wait(self._arrived)
             self._check()
 
     def fail(self, error: BaseException) -> None:
-        """Tell every rank that the script failed, as far as they can be reached."""
+        """Report to every rank that can be reached that the script failed."""
         self._end(f"{type(error).__name__}: {error}")
-        with self._shared.changed:
-            self._shared.changed.wait_for(lambda: self._shared.over or self._arrived(), _LEAVE_S)
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.over or self._arrived(), _LEAVE_S)
 
     def _end(self, failure: str) -> None:
-        with self._shared.changed:
-            self._shared.ended, self._shared.failure = True, failure
-            self._shared.changed.notify_all()
+        with self._state.changed:
+            self._state.ended, self._state.failure = True, failure
+            self._state.changed.notify_all()
 
     def _arrived(self) -> bool:
         return all(stream.delivered or stream.stopped is not None for stream in self._streams)
 
     def close(self) -> None:
-        """End all streams."""
-        with self._shared.changed:
-            self._shared.closed = True
-            self._shared.changed.notify_all()
+        """Close all streams."""
+        with self._state.changed:
+            self._state.closed = True
+            self._state.changed.notify_all()
         for stream in self._streams:
             stream.close(_LEAVE_S)

@@ -1,4 +1,4 @@
-"""A rank's end of the feed: a gRPC server that fills the rank's inbox."""
+"""The feed's end in a rank: a gRPC server that fills the rank's inbox."""
 
 import queue
 import threading
@@ -10,7 +10,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from persia import __version__
 from persia.feed import channel
-from persia.feed.inbox import Events, Inbox, TakenPlaceError
+from persia.feed.inbox import Inbox, ReplicaInUseError, SenderCallbacks
 from persia.feed.protocol import MAX_REPLICAS, PROTOCOL, Stopped
 from persia.proto import feed_pb2 as pb
 from persia.proto import feed_pb2_grpc as services
@@ -22,38 +22,38 @@ from persia_core.data import Batch
 _logger = get_logger("feed")
 
 _GRACE_S = 5.0
-"""Seconds that senders have to hear of the end."""
+"""Seconds in which senders can receive the end of the feed."""
 
 
-_Refused = tuple[grpc.StatusCode, str]
-_Reply = pb.FeedReply | _Refused | None
-"""What a stream says next; a refusal is its end, and so is None."""
+_Refusal = tuple[grpc.StatusCode, str]
+_Reply = pb.FeedReply | _Refusal | None
+"""The next reply of a stream. A refusal and None end it."""
 
 
 class FeedServer:
-    """Receives the batches of all data-compose replicas for one rank. See :func:`persia.feed.serve`.
+    """Receive the batches of all data-compose replicas for one rank; made by :func:`serve`.
 
     Attributes:
-        inbox: Where the batches wait.
-        address: Where senders reach it, ``host:port``.
+        inbox: The waiting batches.
+        address: The address for senders, ``host:port``.
     """
 
     def __init__(self, job: str, *, host: str) -> None:
         self.inbox = Inbox()
-        self._place: tuple[int, int, int] | None = None
+        self._run: tuple[int, int, int] | None = None
         self._closed = False
         open_to_network = tokens.token("data") is not None and not host.startswith("127.")
         credentials = channel.server_credentials()
         self._threads = ThreadPoolExecutor(MAX_REPLICAS, thread_name_prefix="persia-feed")
         self._server = grpc.server(
             self._threads,
-            interceptors=[channel.RoleCheck("data")],
+            interceptors=[channel.AuthInterceptor("data")],
             options=channel.SERVER_OPTIONS,
             maximum_concurrent_rpcs=MAX_REPLICAS,
         )
-        services.add_TrainerServicer_to_server(_Feed(self, job), self._server)
+        services.add_TrainerServicer_to_server(_FeedService(self, job), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), self._server)
-        listen = "0.0.0.0:0" if open_to_network else "127.0.0.1:0"  # protected by the token
+        listen = "0.0.0.0:0" if open_to_network else "127.0.0.1:0"  # the token protects it
         try:
             port = (
                 self._server.add_insecure_port(listen)
@@ -66,23 +66,23 @@ class FeedServer:
         self._server.start()
 
     @property
-    def place(self) -> tuple[int, int, int] | None:
+    def run(self) -> tuple[int, int, int] | None:
         """Generation, rank and world size; None before :meth:`welcome`."""
-        return self._place
+        return self._run
 
     def welcome(self, generation: int, rank: int, world_size: int) -> None:
-        """Let senders in: the run's generation has begun."""
-        self._place = generation, rank, world_size
+        """Let senders connect: the generation has begun."""
+        self._run = generation, rank, world_size
 
     def stop(self, reason: str) -> None:
-        """Tell every sender that no batch is wanted any more."""
+        """Report to every sender that the rank wants no more batches."""
         self.inbox.stop(reason)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the server.
+        """Stop the server.
 
         Args:
-            error: What ends this run. Senders wait for the next generation then.
+            error: The error that ends this attempt. With one, senders wait for the next generation.
         """
         if not self._closed:
             self._closed = True
@@ -92,8 +92,8 @@ class FeedServer:
             self._threads.shutdown()
 
 
-class _Feed(services.TrainerServicer):
-    """The service: one call of :meth:`Feed` for each connected sender."""
+class _FeedService(services.TrainerServicer):
+    """The gRPC service. Each connected sender has one call of :meth:`Feed`."""
 
     def __init__(self, server: FeedServer, job: str) -> None:
         self._server = server
@@ -103,7 +103,7 @@ class _Feed(services.TrainerServicer):
     def Feed(  # noqa: N802  # the protocol's name
         self, request_iterator: Iterator[pb.FeedRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.FeedReply]:
-        """Receive one replica's batches."""
+        """Receive the batches of one replica."""
         replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
 
         def gone() -> None:
@@ -117,32 +117,32 @@ class _Feed(services.TrainerServicer):
             return
         hello = self._hello(request_iterator, context)
         index, name = hello.replica_index, f"data-compose replica {hello.replica_index}"
-        events = Events(
+        callbacks = SenderCallbacks(
             taken=lambda seq: replies.put(pb.FeedReply(taken=pb.FeedTaken(seq=seq))),
             stopped=lambda reason: replies.put(_stop(reason)),
             replaced=lambda: replies.put((grpc.StatusCode.CANCELLED, "connected again")),
         )
         try:
-            place = self._inbox.connect(index, hello.replica_size, hello.sender, events, is_gone)
+            position = self._inbox.connect(index, hello.replica_size, hello.sender, callbacks, is_gone)
         except Stopped as stopped:
-            # Said only within a run: to a sender of the next one, an attempt that never began would look finished.
-            generation, rank, world_size = self._begun(context)
+            # Only after the generation has begun: else an attempt that never began would look finished to its senders.
+            generation, rank, world_size = self._current_run(context)
             yield pb.FeedReply(welcome=pb.FeedWelcome(generation=generation, rank=rank, world_size=world_size))
             yield _stop(str(stopped))
             return
-        except TakenPlaceError as error:
+        except ReplicaInUseError as error:
             context.abort(grpc.StatusCode.ALREADY_EXISTS, str(error))
         except ConfigError as error:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        if place is None:
+        if position is None:
             return
         try:
-            generation, rank, world_size = self._begun(context)
+            generation, rank, world_size = self._current_run(context)
             _logger.info("%s of %d connected", name, hello.replica_size)
             yield pb.FeedReply(
                 welcome=pb.FeedWelcome(
                     generation=generation, rank=rank, world_size=world_size,
-                    skip=place.received, buffer=place.buffer, queued=place.queued, digest=place.digest,
+                    skip=position.received, buffer=position.buffer, queued=position.queued, digest=position.digest,
                 )
             )  # fmt: skip
             reading = (request_iterator, hello, rank, world_size, replies)
@@ -154,21 +154,21 @@ class _Feed(services.TrainerServicer):
             if reply is not None:
                 context.abort(*reply)
         finally:
-            if self._inbox.disconnect(index, events):
-                _logger.warning("%s: connection lost before its end; waiting for it to come back", name)
+            if self._inbox.disconnect(index, callbacks):
+                _logger.warning("%s: connection lost before its end; waiting for it to reconnect", name)
 
-    def _begun(self, context: grpc.ServicerContext) -> tuple[int, int, int]:
-        """Return the run's generation and this rank's place in it; without one the sender has to come again."""
-        place = self._server.place
-        if place is None:
+    def _current_run(self, context: grpc.ServicerContext) -> tuple[int, int, int]:
+        """Return generation, rank and world size; if the generation has not begun, make the sender retry."""
+        run = self._server.run
+        if run is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the run has not begun")
-        return place
+        return run
 
     def _hello(self, requests: Iterator[pb.FeedRequest], context: grpc.ServicerContext) -> pb.FeedHello:
-        """Return the first message, if it is one that fits."""
+        """Return the first message; refuse a sender of another job, protocol or version."""
         first = next(requests, None)
         if first is None or first.WhichOneof("part") != "hello":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "want a hello first")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message has to be a hello")
         hello: pb.FeedHello = first.hello
         wrong = [
             f"{what} {theirs!r} (the trainer has {ours!r})"
@@ -197,7 +197,7 @@ class _Feed(services.TrainerServicer):
         world_size: int,
         replies: "queue.SimpleQueue[_Reply]",
     ) -> None:
-        """Fill the inbox until the replica's end, in a thread of its own: the handler's speaks."""
+        """Fill the inbox until the replica's end, in a thread of its own; that of the handler sends the replies."""
         index, sender = hello.replica_index, hello.sender
         try:
             for request in requests:
@@ -222,7 +222,7 @@ class _Feed(services.TrainerServicer):
         except DataError as error:
             replies.put((grpc.StatusCode.INVALID_ARGUMENT, str(error)))
         except grpc.RpcError:
-            replies.put(None)  # the connection is gone; the context's callback says so too
+            replies.put(None)  # the connection is gone
         else:
             replies.put(None)
 
@@ -234,17 +234,16 @@ def _stop(reason: str) -> pb.FeedReply:
 def serve(job: str, *, host: str) -> FeedServer:
     """Listen for the batches of data-compose, on a free port.
 
-    The server is made before the rank is announced, so that its address is known; senders wait until
-    :meth:`FeedServer.welcome` says which generation began, and until the rank's data loader asks for
-    its first batch.
+    The server starts before the rank is announced, so that its address is known. Senders wait until
+    :meth:`FeedServer.welcome` has set the generation and the rank's data loader asks for its first batch.
 
     Args:
-        job: The job's name; senders of another one are refused.
-        host: Where data-compose reaches this process. Without ``PERSIA_TOKEN_FILE`` it is loopback whatever is given.
+        job: The job's name. Senders of another job are refused.
+        host: The host by which data-compose reaches this process. Without ``PERSIA_TOKEN_FILE`` it is loopback.
 
     Raises:
         AuthError: The token file cannot be read.
         ConfigError: A certificate file cannot be read.
-        UnreachableError: It cannot listen there.
+        UnreachableError: No port can be opened.
     """
     return FeedServer(job, host=host)

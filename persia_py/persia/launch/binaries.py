@@ -1,12 +1,14 @@
-"""Embedding servers and middlewares: this process becomes the binary."""
+"""The programs of embedding servers and middlewares: find them, and become one."""
 
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import NoReturn
 
-from persia.launch.entry import check_replica
-from persia.launch.host import resolve_binary_execute_path
 from persia.runtime import tokens
+from persia.runtime.errors import UsageError
+from persia.runtime.settings import settings
 
 SERVER = "persia-embedding-sharded-server"
 MIDDLEWARE = "persia-embedding-sharded-middleware"
@@ -19,22 +21,44 @@ def run(
 
     Args:
         binary: :data:`SERVER` or :data:`MIDDLEWARE`.
-        port: Where it listens; ``PERSIA_LISTEN`` wins. On loopback only while there is no token.
-        embedding_config: None leaves it to the environment.
-        global_config: Alike.
-        index: Its index among its replicas.
-        size: How many replicas there are.
+        port: The port to listen on, unless ``PERSIA_LISTEN`` is set. Without a token it is on loopback only.
+        embedding_config: The slots; None means ``PERSIA_EMBEDDING_CONFIG``.
+        global_config: The limits; None means ``PERSIA_GLOBAL_CONFIG``.
+        index: The index of this replica.
+        size: The number of replicas.
 
     Raises:
-        UsageError: The index is not below the size, or the binary is not there.
+        UsageError: The binary was not found.
     """
-    check_replica(index, size)
     program = resolve_binary_execute_path(binary)
     host = "0.0.0.0" if tokens.token_file() else "127.0.0.1"  # noqa: S104
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
-    if not os.environ.get("PERSIA_LISTEN", "").strip():
+    if settings.listen is None:
         command += ["--listen", f"{host}:{port}"]
     for flag, path in (("--embedding-config", embedding_config), ("--global-config", global_config)):
         if path is not None:
             command += [flag, str(path)]
     os.execv(program, command)  # noqa: S606
+
+
+def resolve_binary_execute_path(binary_name: str) -> str:
+    """Return the path of a program: the one in ``THIRD_PARTY_PATH`` if there is one, else the first on ``PATH``.
+
+    The folder of the running Python counts as the last one of ``PATH``, so that an environment works without being
+    activated.
+
+    Raises:
+        UsageError: The program is in none of these folders.
+    """
+    override = os.environ.get("THIRD_PARTY_PATH", "")
+    if override:
+        candidate = Path(override) / binary_name
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return str(candidate)
+    found = shutil.which(binary_name) or shutil.which(binary_name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise UsageError(
+            f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH "
+            "(in a clone, make setup builds persia's own)"
+        )
+    return found

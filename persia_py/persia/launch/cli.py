@@ -1,26 +1,30 @@
 """The ``persia-launcher`` command, with PersiaML's names for the parts of a job."""
 
+import os
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from persia.launch import binaries
-from persia.launch.entry import entry, number
-from persia.launch.script import report
-from persia.runtime.errors import PersiaError
+from persia.launch.user_script import report
+from persia.runtime.errors import PersiaError, UsageError
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Start one part of a job. Options not given come from the environment.",
+    help="Start one part of a job. An option that is not given is read from the environment.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-_File = Annotated[str | None, typer.Argument(metavar="[FILE]", help="Script, arguments allowed: 'train.py --lr 1'.")]
-_Arguments = Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Of the script.")]
+_File = Annotated[
+    str | None, typer.Argument(metavar="[FILE]", help="A script, with arguments if any: 'train.py --lr 1'.")
+]
+_Arguments = Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the script.")]
 _Index = Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, else 0.")]
 _Size = Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, else 1.")]
 _Slots = Annotated[Path | None, typer.Option(help="Default: PERSIA_EMBEDDING_CONFIG.")]
@@ -32,20 +36,20 @@ def nn_worker(
     file: _File = None,
     arguments: _Arguments = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option(help="Ranks here; default: GPU_NUM, one CPU rank when that is 0.")
+        int | None, typer.Option(help="Ranks on this node. Default: GPU_NUM; one CPU rank if it is 0.")
     ] = None,
     node_rank: Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, else 0.")] = None,
     nnodes: Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, else 1.")] = None,
 ) -> None:
-    """Train: run the ranks of one trainer replica. FILE defaults to PERSIA_NN_WORKER_ENTRY."""
-    from persia.launch import trainer
+    """Run the ranks of one trainer replica. FILE defaults to PERSIA_NN_WORKER_ENTRY."""
+    from persia.launch import nn_worker
 
-    script, given = entry(file, arguments or (), variable="PERSIA_NN_WORKER_ENTRY")
+    script, given = _script(file, arguments or (), variable="PERSIA_NN_WORKER_ENTRY")
     raise typer.Exit(
-        trainer.run(
+        nn_worker.run(
             script,
             given,
-            ranks=max(1, number("GPU_NUM", 1)) if nproc_per_node is None else nproc_per_node,
+            ranks=max(1, _number("GPU_NUM", 1)) if nproc_per_node is None else nproc_per_node,
             node=_or(node_rank, "REPLICA_INDEX", 0),
             nodes=_or(nnodes, "REPLICA_SIZE", 1),
         )
@@ -59,60 +63,97 @@ def data_loader(
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
-    """Send batches: run the script of one data-compose replica. FILE defaults to PERSIA_DATALOADER_ENTRY."""
-    from persia.launch import data_loader as loader
+    """Run the data script of one data-compose replica. FILE defaults to PERSIA_DATALOADER_ENTRY."""
+    from persia.launch import data_loader
 
-    script, given = entry(file, arguments or (), variable="PERSIA_DATALOADER_ENTRY")
-    raise typer.Exit(
-        loader.run(
-            script, given, index=_or(replica_index, "REPLICA_INDEX", 0), size=_or(replica_size, "REPLICA_SIZE", 1)
-        )
-    )
+    script, given = _script(file, arguments or (), variable="PERSIA_DATALOADER_ENTRY")
+    index, size = _replica(replica_index, replica_size)
+    raise typer.Exit(data_loader.run(script, given, index=index, size=size))
 
 
 @app.command()
 def embedding_worker(
-    port: Annotated[int, typer.Option(help="Where it listens; PERSIA_LISTEN wins.")] = 8887,
+    port: Annotated[int, typer.Option(help="Port to listen on, unless PERSIA_LISTEN is set.")] = 8887,
     embedding_config: _Slots = None,
     global_config: _General = None,
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
-    """Become a middleware, which splits requests over the servers."""
+    """Run a middleware, which splits requests over the servers."""
     _become(binaries.MIDDLEWARE, port, embedding_config, global_config, replica_index, replica_size)
 
 
 @app.command()
 def embedding_parameter_server(
-    port: Annotated[int, typer.Option(help="Where it listens; PERSIA_LISTEN wins.")] = 8888,
+    port: Annotated[int, typer.Option(help="Port to listen on, unless PERSIA_LISTEN is set.")] = 8888,
     embedding_config: _Slots = None,
     global_config: _General = None,
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
-    """Become an embedding server, which holds a part of the rows."""
+    """Run an embedding server, which holds some of the shards."""
     _become(binaries.SERVER, port, embedding_config, global_config, replica_index, replica_size)
 
 
 def _become(
     binary: str, port: int, slots: Path | None, general: Path | None, index: int | None, size: int | None
 ) -> NoReturn:
-    binaries.run(
-        binary,
-        port=port,
-        embedding_config=slots,
-        global_config=general,
-        index=_or(index, "REPLICA_INDEX", 0),
-        size=_or(size, "REPLICA_SIZE", 1),
-    )
+    index, size = _replica(index, size)
+    binaries.run(binary, port=port, embedding_config=slots, global_config=general, index=index, size=size)
+
+
+def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]:
+    """Return index and number of replicas: the options, else ``REPLICA_INDEX`` and ``REPLICA_SIZE``."""
+    index, size = _or(given_index, "REPLICA_INDEX", 0), _or(given_size, "REPLICA_SIZE", 1)
+    if size < 1:
+        raise UsageError(f"replica size {size}: want at least 1")
+    if not 0 <= index < size:
+        raise UsageError(f"replica index {index}: want 0 to {size - 1}, because the replica size is {size}")
+    return index, size
 
 
 def _or(given: int | None, variable: str, default: int) -> int:
-    return number(variable, default) if given is None else given
+    return _number(variable, default) if given is None else given
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise UsageError(f"environment variable {variable}={text!r}: want a whole number of at least 0")
+    return int(text)
+
+
+def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tuple[Path, list[str]]:
+    """Return the path of a script and its arguments.
+
+    Args:
+        given: A path, or a path and arguments as in a shell; None means the content of the variable.
+        arguments: More arguments, appended to those.
+        variable: ``PERSIA_NN_WORKER_ENTRY`` or ``PERSIA_DATALOADER_ENTRY``.
+
+    Raises:
+        UsageError: No script is given, or it does not exist.
+    """
+    text = (given or os.environ.get(variable, "")).strip()
+    if not text:
+        raise UsageError(f"no script: give FILE, or set {variable}")
+    if Path(text).is_file():
+        return Path(text).resolve(), list(arguments)
+    origin = "FILE" if given else variable
+    try:
+        name, *own = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{origin}={text!r}: {error}") from error
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"{origin}: {path}: no such file (seen from {Path.cwd()})")
+    return path.resolve(), [*own, *arguments]
 
 
 def main() -> None:
-    """Run the command; an error ends with one message, a hint and the exit code of its class."""
+    """Run the command. An error is one message, the next step and the exit code of its class."""
     try:
         app()
     except PersiaError as error:

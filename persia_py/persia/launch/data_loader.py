@@ -1,4 +1,4 @@
-"""One data-compose replica: its script, run once for each generation of the run."""
+"""One data-compose replica: run its script once for each generation of the run."""
 
 import os
 import sys
@@ -6,38 +6,38 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from persia.launch.entry import check_replica
-from persia.launch.generations import wait_for_new_trainers
 from persia.launch.process import Process
-from persia.launch.watch import Events, stop
-from persia.runtime.errors import UsageError
+from persia.launch.supervision import Events, stop
+from persia.runtime.errors import UnreachableError, UsageError
 from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import SERVED, settings
 
+_PERIOD = 2.0
+"""Seconds between two questions to NATS for new trainers."""
+
 
 def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int:
-    """Run the script, and again for every new generation, until SIGTERM.
+    """Run the script, and restart it for every new generation, until SIGTERM.
 
     Args:
-        script: What sends the batches.
+        script: The data script.
         arguments: Its arguments.
-        index: This replica's index.
-        size: How many replicas there are.
+        index: The index of this replica.
+        size: The number of replicas.
 
     Returns:
         0 after SIGTERM or SIGINT, else the exit code of the script that failed.
 
     Raises:
-        UsageError: The index is not below the size, or PERSIA_NATS_URL is not set.
+        UsageError: ``PERSIA_NATS_URL`` is not set.
     """
-    check_replica(index, size)
     if settings.nats_url is None:
         raise UsageError(
-            "PERSIA_NATS_URL is not set: in the embedded mode the trainer runs the data script itself; "
-            "start only the trainer, or give NATS's address"
+            "PERSIA_NATS_URL is not set: in embedded mode the trainer runs the data script itself; "
+            "start only the trainer, or set PERSIA_NATS_URL"
         )
     events = Events()
-    command = [sys.executable, "-m", "persia.launch.data", str(script), *arguments]
+    command = [sys.executable, "-m", "persia.launch.data_loader_main", str(script), *arguments]
     with tempfile.TemporaryDirectory(prefix="persia-data-") as folder, events.signals():
         served = Path(folder) / "rank-0"
         environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size), SERVED: str(served)}
@@ -53,8 +53,38 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
                 if not wait_for_new_trainers(events, served=served.read_text(encoding="utf-8")):
                     return 0
             elif process.code != AGAIN:
-                _say(f"the script {process.how()}")
+                _say(f"the script {process.outcome()}")
                 return process.code if process.code > 0 else AGAIN
+
+
+def wait_for_new_trainers(events: Events, *, served: str) -> bool:
+    """Wait until a rank 0 is announced at another address than ``served``.
+
+    Every training context has an address of its own, also in the same process. The new one may be announced already.
+
+    Args:
+        events: A signal among them ends the wait.
+        served: The address of the rank 0 that has received all batches.
+
+    Returns:
+        True if there is a new one, False after a signal.
+    """
+    from persia.discovery import services
+
+    discovery = services.connect()
+    try:
+        while True:
+            try:
+                trainers = services.trainers(discovery)
+            except UnreachableError:  # discovery logs that NATS is away
+                trainers = []
+            if any(str(peer["index"]) == "0" and peer["address"] not in {"", served} for peer in trainers):
+                return True
+            event = events.next(_PERIOD)
+            if isinstance(event, int):
+                return False
+    finally:
+        discovery.close()
 
 
 def _say(line: str) -> None:

@@ -1,30 +1,35 @@
-"""The fixed parts of a job on this host: NATS, servers and middlewares, as commands and environments."""
+"""NATS, servers and middlewares of a job on this host: their commands, environments, ports and private folder."""
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import shutil
+import socket
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from persia.launch.binaries import MIDDLEWARE, SERVER
-from persia.launch.host import find_free_port, resolve_binary_execute_path
+from persia.launch.binaries import MIDDLEWARE, SERVER, resolve_binary_execute_path
 from persia.launch.process import Process
 from persia.runtime import tokens
 from persia.runtime.errors import UnreachableError, UsageError
 
 LOOPBACK = "127.0.0.1"
 _NATS_START = 10.0
-"""Seconds NATS has to listen."""
+"""Seconds in which NATS has to listen."""
 _STOP_GRACE = "10"
-"""Seconds a server waits for its connections to close; there is one host, and the trainers end first."""
+"""Seconds a server waits for its connections to close. It is short because the trainers end first."""
 _MAX_PAYLOAD = 65536
 _MAX_CONNECTIONS = 256
-
+_FOLDER_PREFIX = "persia-up-"
+_LOCK_TIME = 60.0
+"""Seconds in which a new private folder is locked by the process that made it."""
 
 Kind = Literal["server", "middleware"]
 BINARIES: dict[Kind, str] = {"server": SERVER, "middleware": MIDDLEWARE}
@@ -45,15 +50,16 @@ class LocalJob:
 
     Attributes:
         name: The job's name.
-        servers: How many servers hold its rows.
-        middlewares: How many middlewares stand in front of them.
+        servers: The number of servers.
+        middlewares: The number of middlewares.
         embedding_config: The slots.
-        global_config: Capacity and more; None for the defaults.
-        private: A folder only its owner can read, with a short path: sockets, the token, NATS's configuration.
-        state: Where servers keep their generations, and checkpoints go.
-        env: More for the environment of every part.
+        global_config: Capacity and other limits; None means the defaults.
+        private_dir: A folder that only its owner can read: sockets, the token, NATS's configuration. The path is short,
+            because that of a socket has at most 107 bytes.
+        state_dir: The data of the servers, and the checkpoints.
+        env: Variables added to the environment of every part.
         ports: The first server's and the first middleware's port on loopback; None means Unix sockets.
-        metrics: Where each of them serves its metrics.
+        metrics: The address at which each server and middleware serves its metrics.
     """
 
     name: str
@@ -61,43 +67,43 @@ class LocalJob:
     middlewares: int
     embedding_config: Path
     global_config: Path | None
-    private: Path
-    state: Path
+    private_dir: Path
+    state_dir: Path
     env: Mapping[str, str] = field(default_factory=dict)
     ports: tuple[int, int] | None = None
     metrics: str = f"{LOOPBACK}:0"
 
     @property
     def token_file(self) -> Path:
-        """The file with the job's secret: the environment's, else one of its own."""
+        """The file with the job's secret: ``PERSIA_TOKEN_FILE`` of :attr:`env`, else a file in the private folder."""
         given = self.env.get("PERSIA_TOKEN_FILE", "")
-        return Path(given) if given else self.private / "token"
+        return Path(given) if given else self.private_dir / "token"
 
     def make_token(self) -> None:
-        """Write a new secret, if the token file is the job's own and not there yet."""
+        """Write a new secret, unless the file exists or ``PERSIA_TOKEN_FILE`` names it."""
         if not self.env.get("PERSIA_TOKEN_FILE") and not self.token_file.exists():
             _write_private(self.token_file, secrets.token_hex(32))
 
     def nats(self, port: int | None = None) -> Command:
-        """Return the command of a NATS server on loopback that asks for the job's password.
+        """Return the command of a NATS server on loopback that requires the job's password.
 
         Args:
-            port: None takes one that is free; :meth:`nats_url` finds it.
+            port: None lets NATS choose a free port; :meth:`nats_url` reads which.
 
         Raises:
-            UsageError: There is no nats-server.
+            UsageError: nats-server was not found.
         """
         program = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
         if program is None:
             raise UsageError("nats-server is not on PATH; install it, on Debian and Ubuntu: apt install nats-server")
-        for stale in self.private.glob("nats-server_*.ports"):
+        for stale in self.private_dir.glob("nats-server_*.ports"):
             stale.unlink()
-        path = self.private / "nats.conf"
+        path = self.private_dir / "nats.conf"
         password = tokens.role_token(tokens.secret(self.token_file), "nats")
         _write_private(
             path,
             f'listen: "{LOOPBACK}:{-1 if port is None else port}"\n'
-            f"ports_file_dir: {json.dumps(str(self.private))}\n"
+            f"ports_file_dir: {json.dumps(str(self.private_dir))}\n"
             f'authorization {{ user: persia, password: "{password}" }}\n'
             f"max_payload: {_MAX_PAYLOAD}\nmax_connections: {_MAX_CONNECTIONS}\n",
         )
@@ -107,34 +113,34 @@ class LocalJob:
         """Wait until the NATS server of this process listens, and return its URL.
 
         Raises:
-            UnreachableError: It ended, or does not listen in time.
+            UnreachableError: It ended, or did not listen in time.
         """
         deadline = time.monotonic() + _NATS_START
         while time.monotonic() < deadline:
-            for path in self.private.glob("nats-server_*.ports"):
+            for path in self.private_dir.glob("nats-server_*.ports"):
                 if text := path.read_text():
                     port = urlsplit(json.loads(text)["nats"][0]).port
                     return f"nats://{LOOPBACK}:{port}"
             if not process.running:
-                raise UnreachableError(f"nats-server {process.how()} before it listened")
+                raise UnreachableError(f"nats-server {process.outcome()} before it listened")
             time.sleep(0.01)
         raise UnreachableError(f"nats-server did not listen within {_NATS_START:.0f} s")
 
     def address(self, kind: Kind, index: int) -> str:
-        """Return where a server or a middleware listens."""
+        """Return the address at which a server or a middleware listens."""
         if self.ports is None:
-            return f"unix:{self.private / f'{kind}-{index}.sock'}"
+            return f"unix:{self.private_dir / f'{kind}-{index}.sock'}"
         return f"{LOOPBACK}:{self.ports[kind == 'middleware'] + index}"
 
     def part(self, kind: Kind, index: int, nats_url: str) -> Command:
         """Return the command of one server or middleware.
 
         Raises:
-            UsageError: Its binary is not there.
+            UsageError: Its binary was not found.
         """
         env = self.client_env(nats_url)
         if kind == "server":
-            data = self.state / "servers" / str(index)
+            data = self.state_dir / "servers" / str(index)
             data.mkdir(parents=True, exist_ok=True)
             env["PERSIA_DATA_DIR"] = str(data)
         size = self.servers if kind == "server" else self.middlewares
@@ -146,7 +152,7 @@ class LocalJob:
 
     def settings(self, nats_url: str) -> dict[str, str]:
         """Return the variables that make a process part of this job."""
-        checkpoints = self.state / "checkpoints"
+        checkpoints = self.state_dir / "checkpoints"
         checkpoints.mkdir(parents=True, exist_ok=True)
         variables = {
             "PERSIA_NATS_URL": nats_url,
@@ -163,19 +169,54 @@ class LocalJob:
     def client_env(self, nats_url: str) -> dict[str, str]:
         """Return the whole environment of a process of this job."""
         local = {"GLOO_SOCKET_IFNAME": "lo", "LOG_FORMAT": "text", "PERSIA_STOP_GRACE": _STOP_GRACE}
-        inherited = {name: value for name, value in os.environ.items() if name not in _PLACES}
+        inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         return local | inherited | self.settings(nats_url)
 
 
-_PLACES = {
+_NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "REPLICA_INDEX", "REPLICA_SIZE"),
     *("PERSIA_LISTEN", "PERSIA_METRICS_LISTEN", "PERSIA_DATA_DIR", "GPU_NUM"),
 }
-"""Variables of another process's place, which no part of this job inherits."""
+"""Variables that describe one process. The parts of this job must not inherit them from the launcher."""
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make the private folder of a job for the length of the block.
+
+    Folders of this user whose process was killed are removed first.
+    """
+    for found in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(found) as status:  # OSError: of another user, in use, or removed
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _LOCK_TIME:
+                shutil.rmtree(found)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[os.stat_result]:
+    """Lock the folder. The kernel releases the lock when this process ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_free_port(port: int | None = None) -> int:
+    """Return ``port`` if it can be bound on loopback, else a port that is free now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((LOOPBACK, port or 0))
+        except OSError:
+            probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def free_ports(preferred: int | None, count: int) -> int:
-    """Return the first of ``count`` neighbouring ports that are free now, ``preferred`` if it can be."""
+    """Return the first of ``count`` consecutive ports that are free now; ``preferred`` if it is such a port."""
     first = find_free_port(preferred)
     while any(find_free_port(first + offset) != first + offset for offset in range(1, count)):
         first = find_free_port()

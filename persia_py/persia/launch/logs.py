@@ -1,4 +1,4 @@
-"""Lines of many processes on one terminal, and each process's in a file of its own."""
+"""Output of several processes: on one terminal, and in one file for each process."""
 
 import sys
 import threading
@@ -14,10 +14,10 @@ _WIDTH = 14
 
 
 class Logs:
-    """Writes ``name | line`` to standard output, in colours on a terminal, and the line to ``folder/name.log``.
+    """Writes each line to ``folder/name.log``, and as ``name | line`` to standard output, in colours on a terminal.
 
     Args:
-        folder: Made if it is not there. Files are appended to.
+        folder: It is made if it does not exist. Existing files are appended to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class Logs:
         self._files = ExitStack()
 
     def __enter__(self) -> Self:
-        """Nothing is open yet."""
+        """Return the object; a file is opened when its writer is first asked for."""
         return self
 
     def __exit__(
@@ -39,16 +39,16 @@ class Logs:
         self.close()
 
     def close(self) -> None:
-        """Close the files; later lines only go to standard output."""
+        """Close the files. Later lines go to standard output only."""
         with self._lock:
             self._files.close()
 
-    def of(self, name: str, *, shown: bool = True) -> Callable[[str], None]:
-        """Return what writes a line of the process called ``name``, from any thread.
+    def writer(self, name: str, *, shown: bool = True) -> Callable[[str], None]:
+        """Return a function that writes a line of the process ``name``. It may be called from any thread.
 
         Args:
-            name: Of the file, and in front of the line.
-            shown: Whether the line goes to standard output, too.
+            name: The name of the file, and the prefix of the line.
+            shown: Whether the line also goes to standard output.
         """
         if name not in self._writers:
             file = self._files.enter_context((self.folder / f"{name}.log").open("a", encoding="utf-8", buffering=1))
@@ -58,7 +58,7 @@ class Logs:
 
             def write(line: str) -> None:
                 with self._lock:
-                    # On a full disk, or with nobody left to read, the job goes on.
+                    # A full disk or a closed pipe must not end the job.
                     with suppress(OSError):
                         if not file.closed:
                             file.write(f"{line}\n")

@@ -1,4 +1,4 @@
-"""One child process: its output, its group, its end."""
+"""One child process: its output, its process group, its end."""
 
 import contextlib
 import os
@@ -10,22 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-_TIED = Path(__file__).with_name("tied.py")
+_DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _OUTPUT_DEADLINE = 2.0
-"""Seconds to read what is left of the output of a process that ended; a stray child of it may keep the pipe open."""
+"""Seconds to read the rest of the output of a process that ended. A child of it may keep the pipe open."""
 
 
 class Process:
-    """A program in a process group of its own, killed by the kernel if this process dies.
+    """A program in a process group of its own, which the kernel kills if this process dies.
 
-    Start it from a thread that lives as long as it does (the main thread): its end is tied to that thread.
+    The kernel ties it to the thread that starts it. Start it from the main thread.
 
     Args:
-        name: What messages call it.
+        name: Its name in messages.
         command: Program and arguments.
         env: The whole environment.
-        line: Called with each line of its output, from a thread; None: it writes where this process does.
-        ended: Called once with this process when it has ended and its output is read, from a thread.
+        line: Called from a thread with each line of output. With None the output goes where this process's goes.
+        ended: Called once from a thread, after the process has ended and its output was read.
         cwd: Its working directory.
     """
 
@@ -45,7 +45,7 @@ class Process:
         self._done = threading.Event()
         environment = dict(env) if line is None else {"PYTHONUNBUFFERED": "1", **env}
         self._popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), *command],
+            [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *command],
             env=environment,
             cwd=cwd,
             stdin=None if line is None else subprocess.DEVNULL,
@@ -53,38 +53,38 @@ class Process:
             stderr=None if line is None else subprocess.STDOUT,
             start_new_session=True,
         )
-        threading.Thread(target=self._watch, name=f"watch {name}", daemon=True).start()
+        threading.Thread(target=self._wait, name=f"wait for {name}", daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """The process id, also that of its group."""
+        """The id of the process and of its group."""
         return self._popen.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended, or its last output is not read yet."""
+        """Whether the process runs, or its last output was not read yet."""
         return not self._done.is_set()
 
     @property
     def code(self) -> int:
-        """The exit code, or minus the signal that ended it."""
+        """The exit code, or minus the number of the signal that killed the process."""
         code = self._popen.poll()
         if code is None:
             raise RuntimeError(f"{self.name} is still running")
         return code
 
-    def how(self) -> str:
-        """Return how it ended, for a message."""
+    def outcome(self) -> str:
+        """Return how the process ended, for a message."""
         return f"ended with exit code {self.code}" if self.code >= 0 else f"was killed by {signal_name(-self.code)}"
 
     def signal(self, number: int) -> None:
-        """Send a signal to its group."""
+        """Send a signal to the process group."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
             return
 
-    def _watch(self) -> None:
+    def _wait(self) -> None:
         reader = None
         if self._popen.stdout is not None and self._line is not None:
             reader = threading.Thread(
@@ -92,7 +92,7 @@ class Process:
             )
             reader.start()
         self._popen.wait()
-        self.signal(signal.SIGKILL)  # what it left behind in its group
+        self.signal(signal.SIGKILL)  # children that it left in its group
         if reader is not None:
             reader.join(_OUTPUT_DEADLINE)
         self._done.set()
@@ -102,7 +102,7 @@ class Process:
 def _read(stream: IO[bytes], write: Callable[[str], None]) -> None:
     with stream:
         for line in stream:
-            # No place to write it (a full disk, a closed pipe) is no reason to let the program wait or fail for it.
+            # A full disk or a closed pipe here must neither block nor end the program.
             with contextlib.suppress(OSError, ValueError):
                 write(line.decode(errors="replace").rstrip("\r\n"))
 
@@ -113,3 +113,12 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    """Run ``cmd`` to its end, with ``env`` added to the environment of this process.
+
+    Raises:
+        subprocess.CalledProcessError: The exit status is not 0.
+    """
+    return subprocess.run([str(part) for part in cmd], env={**os.environ, **(env or {})}, check=True)

@@ -1,4 +1,4 @@
-"""A whole job on this host for the length of a ``with`` block, for tests and notebooks."""
+"""Run a whole job on this host inside a ``with`` block, for tests and notebooks."""
 
 import os
 import shutil
@@ -15,16 +15,16 @@ import cloudpickle
 from typing_extensions import Self
 
 from persia.discovery import nats
-from persia.launch.host import dump_yaml, find_free_port
-from persia.launch.local_job import Command, LocalJob, free_ports
+from persia.launch.local_job import Command, LocalJob, find_free_port, free_ports
 from persia.launch.logs import Logs
 from persia.launch.process import Process
-from persia.launch.watch import Events, stop
+from persia.launch.supervision import Events, stop
+from persia.launch.yaml_files import dump_yaml
 from persia.runtime.errors import ConfigError, PersiaError, UnreachableError
 from persia.runtime.settings import settings
 
-_AGAIN = 0.1
-"""Seconds until the next look whether everything has announced itself."""
+_POLL = 0.1
+"""Seconds between two questions to NATS for servers and middlewares."""
 _SCRIPT = """\
 import pathlib
 import cloudpickle
@@ -33,28 +33,29 @@ cloudpickle.loads(pathlib.Path({path!r}).read_bytes())()
 
 
 class PersiaServiceCtx:
-    """Runs NATS, servers and middlewares while its block runs, and functions of the caller beside them.
+    """Run NATS, servers and middlewares for the length of a ``with`` block, and functions in processes of their own.
 
-    Inside the block this process is part of the job: a ``TrainCtx`` in it trains through the servers. Leaving the
-    block without an exception waits for ``nn_worker_func`` to return; then everything is ended.
+    Inside the block this process is part of the job: its ``TrainCtx`` uses the servers. At the end of the block it
+    waits until ``nn_worker_func`` has returned, unless an exception leaves the block. Then it stops all processes.
 
     Args:
-        data_loader_func: Runs in a process of its own for each replica, and sends batches.
-        nn_worker_func: Runs in a process of its own for each rank.
-        embedding_config: The slots, as the YAML file would have them.
-        embedding_config_path: The YAML file instead.
-        global_config: Alike; None for defaults.
-        global_config_path: Alike.
-        data_loader_replica_num: Number of data-compose replicas.
-        nproc_per_node: Number of trainer ranks.
-        embedding_worker_replica_num: Number of middlewares.
-        embedding_parameter_replica_num: Number of servers.
-        embedding_worker_port: Port of the first middleware; another one if it or its neighbours are taken.
-        embedding_parameter_server_port: Port of the first server; alike.
-        nats_server_port: NATS's port; alike.
+        data_loader_func: A function that sends batches. It runs in one process for each replica.
+        nn_worker_func: A function that trains. It runs in one process for each rank.
+        embedding_config: The content of ``embedding_config.yml``.
+        embedding_config_path: The path of that file, instead of its content.
+        global_config: The content of ``global_config.yml``; None means the defaults.
+        global_config_path: The path of that file, instead of its content.
+        data_loader_replica_num: The number of data-compose replicas.
+        nproc_per_node: The number of ranks.
+        embedding_worker_replica_num: The number of middlewares.
+        embedding_parameter_replica_num: The number of servers.
+        embedding_worker_port: The port of the first middleware. The others have the next ports; if one of these is
+            taken, free ones are used.
+        embedding_parameter_server_port: The port of the first server, in the same way.
+        nats_server_port: The port of NATS; if it is taken, a free one is used.
 
     Raises:
-        ConfigError: Neither or both forms of the embedding configuration are given.
+        ConfigError: The embedding configuration is given neither or both ways, or the global one both ways.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class PersiaServiceCtx:
         self._logs: Logs | None = None
 
     def __enter__(self) -> Self:
-        """Start everything, and wait until servers and middlewares have announced themselves.
+        """Start all processes, and wait until servers and middlewares have announced themselves.
 
         Raises:
-            UnreachableError: They have not in ``PERSIA_START_TIMEOUT`` seconds.
-            PersiaError: A part ended.
+            UnreachableError: Some have not within ``PERSIA_START_TIMEOUT`` seconds.
+            PersiaError: A process ended.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="persia-"))
         self._logs = Logs(self._folder / "logs")
@@ -111,10 +112,10 @@ class PersiaServiceCtx:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End everything.
+        """Wait for ``nn_worker_func``, unless an exception left the block, and stop all processes.
 
         Raises:
-            PersiaError: ``nn_worker_func`` failed, or a part that it needs ended.
+            PersiaError: ``nn_worker_func`` failed, or a process that it needs ended.
         """
         try:
             if value is None:
@@ -124,15 +125,15 @@ class PersiaServiceCtx:
 
     def _start(self, folder: Path) -> None:
         embedding, general = (self._config(folder, name) for name in self._configs)
-        assert embedding is not None  # noqa: S101  # __init__ wants one
+        assert embedding is not None  # noqa: S101  # __init__ requires it
         local = LocalJob(
             name="local",
             servers=self._servers,
             middlewares=self._middlewares,
             embedding_config=embedding,
             global_config=general,
-            private=folder,
-            state=folder,
+            private_dir=folder,
+            state_dir=folder,
             env={"PERSIA_RUN_DIR": str(folder / "run")},
             ports=(free_ports(self._ports[0], self._servers), free_ports(self._ports[1], self._middlewares)),
         )
@@ -162,7 +163,7 @@ class PersiaServiceCtx:
             self._check()
             if time.monotonic() > deadline:
                 raise UnreachableError(f"{' and '.join(absent)} did not announce themselves in time")
-            time.sleep(_AGAIN)
+            time.sleep(_POLL)
 
     def _config(self, folder: Path, name: str) -> Path | None:
         content, given = self._configs[name]
@@ -180,13 +181,13 @@ class PersiaServiceCtx:
         pickled, script = folder / f"{verb}.pickle", folder / f"{verb}.py"
         pickled.write_bytes(cloudpickle.dumps(function))
         script.write_text(_SCRIPT.format(path=str(pickled)))
-        paths = os.pathsep.join(path for path in sys.path if path)  # the function's module is found as it is here
+        paths = os.pathsep.join(path for path in sys.path if path)  # so that the function's module is found
         words = [sys.executable, "-m", "persia.launch.cli", verb, *options, str(script)]
         self._run(Command(name, words, {**variables, "PYTHONPATH": paths}))
 
     def _run(self, command: Command) -> Process:
         assert self._logs is not None  # noqa: S101  # set on entry
-        line = self._logs.of(command.name)
+        line = self._logs.writer(command.name)
         process = Process(command.name, command.words, env=command.env, line=line, ended=self._events.ended)
         self._processes.append(process)
         return process
@@ -201,7 +202,7 @@ class PersiaServiceCtx:
     def _check(self) -> None:
         for process in self._processes:
             if not process.running and (process.name != "trainer" or process.code != 0):
-                raise PersiaError(f"{process.name} {process.how()}; its output says why")
+                raise PersiaError(f"{process.name} {process.outcome()}; its output says why")
 
     def _close(self) -> None:
         for process in reversed(self._processes):
@@ -220,5 +221,5 @@ class PersiaServiceCtx:
 
 
 def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:
-    """Return a :class:`PersiaServiceCtx` of these arguments."""
+    """Return a :class:`PersiaServiceCtx` with these arguments."""
     return PersiaServiceCtx(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``persia up``: a whole job on this host, started, watched and ended together."""
+"""``persia up``: start, supervise and stop a whole job on this host."""
 
 import shlex
 import signal
@@ -6,44 +6,43 @@ import sys
 import time
 from pathlib import Path
 
-from persia.launch import trainer
-from persia.launch.local_job import Command, LocalJob
+from persia.launch import nn_worker
+from persia.launch.job_config import JobConfig, makes_token, read_job_config
+from persia.launch.local_job import Command, LocalJob, private_folder
 from persia.launch.logs import Logs
-from persia.launch.private import private_folder
 from persia.launch.process import Process
-from persia.launch.stack import StackConfig, makes_token, read_stack
-from persia.launch.watch import SAVING_GRACE, Events, stop
+from persia.launch.supervision import SAVING_GRACE, Events, stop
 from persia.runtime import job as jobs
-from persia.runtime.exit_codes import AGAIN
+from persia.runtime.exit_codes import AGAIN, ExitCode
 
 _NATS = "nats"
-_PERMANENT = {1, 2, 3, 4, 5}
-"""Exit codes that another start would give again."""
-_LAST_WORDS = 15.0
-"""Seconds the trainer has to end by itself after a part failed for good, and to say what that means for it."""
+_PERMANENT = {ExitCode.FAILED, ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED}
+"""Exit codes that a restart would not change."""
+_TRAINER_GRACE = 15.0
+"""Seconds in which the trainer may end by itself, and report why, after a part failed for good."""
 _BACK_OFF = 1.0
-"""Seconds between the end of a part and its next start."""
+"""Seconds between the end of a part and its restart."""
 
 
 def up(path: Path) -> int:
-    """Run the job that a file describes until its trainer ends, or a signal.
+    """Run the job that a file describes until its trainer ends, or until a signal.
 
     Args:
-        path: See :class:`persia.launch.stack.StackConfig`.
+        path: A YAML file with the keys of :class:`persia.launch.job_config.JobConfig`.
 
     Returns:
-        The trainer's exit code; 0 after a signal when there is none.
+        The trainer's exit code; 0 after a signal if the job has no trainer.
 
     Raises:
-        ConfigError: The file, or one it names, is not right.
-        UsageError: A program is missing.
+        ConfigError: The file, or one that it names, is wrong.
+        UsageError: A program was not found.
     """
-    config = read_stack(path)
+    config = read_job_config(path)
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
-        trainer.say_finished(folder, summary)
+        nn_worker.report_finished(folder, summary)
         return 0
-    with private_folder() as private, Logs(folder / "logs") as logs:
+    with private_folder() as private_dir, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
         local = LocalJob(
             name=config.job,
@@ -51,8 +50,8 @@ def up(path: Path) -> int:
             middlewares=config.middlewares,
             embedding_config=Path(config.embedding_config),
             global_config=Path(config.global_config) if config.global_config else None,
-            private=private,
-            state=folder,
+            private_dir=private_dir,
+            state_dir=folder,
             env=own | config.env,
         )
         local.make_token()
@@ -68,10 +67,10 @@ def up(path: Path) -> int:
 class _Run:
     """The processes of the job, in the order of their start."""
 
-    def __init__(self, config: StackConfig, local: LocalJob, folder: Path, events: Events, logs: Logs) -> None:
+    def __init__(self, config: JobConfig, local: LocalJob, folder: Path, events: Events, logs: Logs) -> None:
         self._config, self._local, self._folder = config, local, folder
         self._events, self._logs = events, logs
-        self._say = logs.of("up")
+        self._say = logs.writer("up")
         self._processes: dict[str, Process] = {}
         self._commands: dict[str, Command] = {}
         self._restarts: dict[str, int] = {}
@@ -79,12 +78,12 @@ class _Run:
         self._url = ""
 
     def run(self) -> int:
-        """Start everything and return the exit code when it is over."""
+        """Start all processes, supervise them, and return the exit code of the job."""
         self._start_all()
         if self._config.trainer is None:
             self._say_environment()
         while True:
-            event = self._events.next(self._patience())
+            event = self._events.next(self._timeout())
             if event is None and self._failed is not None:
                 return self._failed[0]
             if isinstance(event, int):
@@ -96,7 +95,7 @@ class _Run:
                     return code
 
     def stop(self) -> None:
-        """End what still runs: trainer and data-compose first, NATS last."""
+        """Stop what still runs: trainer and data-compose first, NATS last."""
         for kind in ("trainer", "data-compose", "middleware", "server", _NATS):
             group = [process for name, process in self._processes.items() if name.startswith(kind)]
             stop(group, self._events, say=self._say)
@@ -127,25 +126,25 @@ class _Run:
             command.name,
             command.words,
             env=command.env,
-            line=self._logs.of(command.name, shown=command.name != _NATS),  # it says much, and little of interest
+            line=self._logs.writer(command.name, shown=command.name != _NATS),  # NATS logs much of little interest
             ended=self._events.ended,
         )
 
     def _ended(self, process: Process) -> int | None:
-        """Start a process that ended again, or return the exit code of the job."""
+        """Restart a process that ended, or return the exit code of the job."""
         code = process.code
         if process.name == "trainer" and (code == 0 or self._failed is not None):
             return code if code >= 0 else AGAIN
-        self._say(f"{process.name} {process.how()}, see {self._logs.folder / process.name}.log")
+        self._say(f"{process.name} {process.outcome()}, see {self._logs.folder / process.name}.log")
         restarts = self._restarts.get(process.name, 0)
         if code in _PERMANENT or restarts >= self._config.restarts:
             final = code if code > 0 else AGAIN
             if process.name == "trainer" or "trainer" not in self._processes:
                 return final
-            self._failed = self._failed or (final, time.monotonic() + _LAST_WORDS)
+            self._failed = self._failed or (final, time.monotonic() + _TRAINER_GRACE)
             return None
         self._restarts[process.name] = restarts + 1
-        self._say(f"starting {process.name} again ({restarts + 1} of {self._config.restarts})")
+        self._say(f"restarting {process.name} ({restarts + 1} of {self._config.restarts})")
         time.sleep(_BACK_OFF)
         if process.name == _NATS:
             self._start(self._local.nats(int(self._url.rsplit(":", 1)[1])))
@@ -153,7 +152,7 @@ class _Run:
             self._start(self._commands[process.name])
         return None
 
-    def _patience(self) -> float | None:
+    def _timeout(self) -> float | None:
         return None if self._failed is None else max(0.0, self._failed[1] - time.monotonic())
 
     def _interrupted(self) -> int:
@@ -163,6 +162,6 @@ class _Run:
         return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else AGAIN
 
     def _say_environment(self) -> None:
-        self._say("the servers run until Ctrl-C; to join them, in another shell:")
+        self._say("the servers run until Ctrl-C; to use them, run in another shell:")
         for name, value in sorted(self._local.settings(self._url).items()):
             self._say(f"export {name}={shlex.quote(value)}")

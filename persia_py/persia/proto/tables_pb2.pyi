@@ -54,18 +54,18 @@ class TablePart(_message.Message):
     def __init__(self, table: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., shard_counts: _Optional[_Iterable[int]] = ..., samples: _Optional[_Union[Samples, _Mapping]] = ...) -> None: ...
 
 class Samples(_message.Message):
-    __slots__ = ("samples", "uses", "weights", "factors", "scale")
+    __slots__ = ("samples", "indices", "per_sample_weights", "factors", "scale")
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    USES_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    PER_SAMPLE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     FACTORS_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     samples: int
-    uses: int
-    weights: bool
+    indices: int
+    per_sample_weights: bool
     factors: bool
     scale: float
-    def __init__(self, samples: _Optional[int] = ..., uses: _Optional[int] = ..., weights: _Optional[bool] = ..., factors: _Optional[bool] = ..., scale: _Optional[float] = ...) -> None: ...
+    def __init__(self, samples: _Optional[int] = ..., indices: _Optional[int] = ..., per_sample_weights: _Optional[bool] = ..., factors: _Optional[bool] = ..., scale: _Optional[float] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("part", "first", "data", "crc32c")
@@ -92,14 +92,14 @@ class LookupHead(_message.Message):
     def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., step: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., parts: _Optional[_Iterable[_Union[TablePart, _Mapping]]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("head", "ids", "uses")
+    __slots__ = ("head", "ids", "csr")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
-    USES_FIELD_NUMBER: _ClassVar[int]
+    CSR_FIELD_NUMBER: _ClassVar[int]
     head: LookupHead
     ids: Chunk
-    uses: Chunk
-    def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., uses: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    csr: Chunk
+    def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., csr: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class LookupReport(_message.Message):
     __slots__ = ("hits", "inserted", "missing", "evicted", "expired")
@@ -138,16 +138,16 @@ class PushHead(_message.Message):
     def __init__(self, token: _Optional[_Union[Token, _Mapping]] = ..., step: _Optional[int] = ..., lr_factor: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[TablePart, _Mapping]]] = ..., only: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("head", "ids", "gradients", "uses")
+    __slots__ = ("head", "ids", "gradients", "csr")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     GRADIENTS_FIELD_NUMBER: _ClassVar[int]
-    USES_FIELD_NUMBER: _ClassVar[int]
+    CSR_FIELD_NUMBER: _ClassVar[int]
     head: PushHead
     ids: Chunk
     gradients: Chunk
-    uses: Chunk
-    def __init__(self, head: _Optional[_Union[PushHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., gradients: _Optional[_Union[Chunk, _Mapping]] = ..., uses: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    csr: Chunk
+    def __init__(self, head: _Optional[_Union[PushHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., gradients: _Optional[_Union[Chunk, _Mapping]] = ..., csr: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class PushReport(_message.Message):
     __slots__ = ("rows_pushed", "rows_applied", "rows_missing", "rows_nonfinite", "rows_duplicate", "first_nonfinite")

@@ -1,4 +1,4 @@
-//! `persia_core.backward`: what a training loop gives back.
+//! `persia_core.backward`: gradients of a training loop.
 
 use parking_lot::Mutex;
 use persia_engine::device::DeviceGradients;
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack::{Tensor, borrow_f32};
 
-/// Gradients of one step that its device sums, on their way to the rows. `TrainingBatch.push_sums` takes them.
+/// Gradients of a step that its device sums. `TrainingBatch.push_sums` pushes them.
 #[pyclass(module = "persia_core.backward", frozen)]
 pub(crate) struct Sums {
     flag: Py<Tensor>,
@@ -19,7 +19,7 @@ impl Sums {
         Self { flag, gradients: Mutex::new(Some(gradients)) }
     }
 
-    /// Once.
+    /// The gradients; None once they were taken.
     pub(crate) fn take(&self) -> Option<Box<dyn DeviceGradients>> {
         self.gradients.lock().take()
     }
@@ -27,7 +27,7 @@ impl Sums {
 
 #[pymethods]
 impl Sums {
-    /// One int32 on the device: not 0 if the sum of an id is not finite. To read it is to wait for the device.
+    /// One int32 on the device, not 0 if the sum of any id is not finite. Reading it waits for the device.
     #[getter]
     fn nonfinite(&self, py: Python<'_>) -> Py<Tensor> {
         self.flag.clone_ref(py)
@@ -36,13 +36,13 @@ impl Sums {
 
 impl Drop for Sums {
     fn drop(&mut self) {
-        // It waits for the device.
+        // Dropping them waits for the device.
         let gradients = self.gradients.lock().take();
         Python::attach(|py| py.detach(|| drop(gradients)));
     }
 }
 
-/// Position of the first NaN or infinity of a contiguous float32 CPU tensor, flattened; None if all is finite.
+/// Flat position of the first NaN or infinity of a contiguous float32 CPU tensor; None if all values are finite.
 #[pyfunction]
 pub(crate) fn first_nonfinite(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     let shape: Vec<usize> = tensor.getattr("shape")?.extract()?;
@@ -50,7 +50,7 @@ pub(crate) fn first_nonfinite(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyRe
     Ok(py.detach(|| find(values.as_ref())))
 }
 
-/// One pass without branches decides for a block; the place is looked for only where there is something to find.
+/// Test block by block without branches, and search only the block that fails.
 fn find(values: &[f32]) -> Option<usize> {
     const BLOCK: usize = 1024;
     let wrong = |value: &f32| !value.is_finite();

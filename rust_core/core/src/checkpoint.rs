@@ -1,4 +1,4 @@
-//! `persia_core.checkpoint`: saving, loading, inspecting.
+//! `persia_core.checkpoint`: save, load and inspect checkpoints.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -20,12 +20,12 @@ use crate::errors;
 
 const CURSOR: &str = "loader";
 
-/// One save under way, of the rows as they were when it was made.
+/// A save in progress, of the rows as they were when it was created.
 #[pyclass(module = "persia_core.checkpoint")]
 pub(crate) struct Saver {
     saver: Option<files::Saver>,
     tables: Arc<dyn Tables>,
-    /// The snapshot's.
+    /// Number of the snapshot.
     number: u64,
     /// Whether servers hold the rows of the snapshot.
     held: bool,
@@ -73,14 +73,14 @@ impl Saver {
         let (tables, number) = (&self.tables, self.number);
         let written = py.detach(|| -> Result<_, TablesError> {
             let snapshot = match tables.write_snapshot(saver.staging(), Some(number)) {
-                // Servers that the answer did not come from may still be writing.
+                // Servers without a reply may still be writing.
                 Err(
                     error @ (TablesError::Unreachable { .. }
                     | TablesError::Lost { .. }
                     | TablesError::Timeout { .. }),
                 ) => {
                     let _ = tables.abort_snapshot(number);
-                    saver.leave();
+                    saver.abandon();
                     return Err(error);
                 }
                 other => other?,
@@ -97,24 +97,24 @@ impl Saver {
         Ok(())
     }
 
-    /// Where to write the file `name` before it is added.
+    /// The path where the file `name` is written before `add_file`.
     fn staged(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
         let saver = self.saver.as_ref().ok_or_else(|| ended(py))?;
         saver.staged(name).map_err(|error| raise(py, &error))
     }
 
-    /// Make the staged file `name` durable and part of the checkpoint.
+    /// Make the staged file `name` durable, and add it to the checkpoint.
     fn add_file(&mut self, py: Python<'_>, name: &str) -> PyResult<()> {
         let Some(saver) = self.saver.as_mut() else { return Err(ended(py)) };
         py.detach(|| saver.add_file(name)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest: from now on `directory` holds this checkpoint. Returns why servers were not told so, if they
-    /// were not: their logs then go on from the checkpoint before.
+    /// Publish the manifest: from now on, `directory` is this checkpoint. Returns an error of the servers that follows it:
+    /// their logs then still start at the previous checkpoint.
     fn commit(&mut self, py: Python<'_>, cursor: String, created_at: String) -> PyResult<Option<String>> {
         let saver = self.saver.take().ok_or_else(|| ended(py))?;
         let raw = RawValue::from_string(cursor)
-            .map_err(|error| errors::raise(py, "UsageError", format!("the cursor is no JSON: {error}")))?;
+            .map_err(|error| errors::raise(py, "UsageError", format!("the cursor is not JSON: {error}")))?;
         let mut head = self.head.clone();
         head.cursors.insert(CURSOR.into(), raw);
         head.created_at = created_at;
@@ -123,7 +123,9 @@ impl Saver {
             let shards = saver.commit(head)?.shards();
             Ok(tables.commit_snapshot(number, directory, &shards).err())
         });
-        committed.map(|told| told.map(|error| error.to_string())).map_err(|error| raise(py, &error))
+        committed
+            .map(|of_servers| of_servers.map(|error| error.to_string()))
+            .map_err(|error| raise(py, &error))
     }
 
     /// Remove the staged files and release the held rows.
@@ -146,11 +148,11 @@ fn next_number() -> u64 {
 }
 
 fn ended(py: Python<'_>) -> PyErr {
-    errors::raise(py, "UsageError", "this save has ended; make a new one")
+    errors::raise(py, "UsageError", "this save has ended; start a new one")
 }
 
 impl Checkpoint {
-    /// Refuse rows whose ids mean something else in this run: buckets of another hash stack, or no buckets.
+    /// Refuse rows whose ids have another meaning in this run: buckets of another hash stack, or no buckets.
     fn check_hash_stacks(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
         let saved = &self.manifest.head.run.schema.slots;
         let pairs = now.schema.slots.iter().filter_map(|slot| {
@@ -164,7 +166,7 @@ impl Checkpoint {
             .map(|(saved, slot)| {
                 format!(
                     "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: \
-                     the rows would be other ids'; use the same hash_stack_config",
+                     its rows would belong to other ids; use the same hash_stack_config",
                     self.directory.display(),
                     slot.name,
                     described(saved.hash_stack),
@@ -185,14 +187,14 @@ pub(crate) struct Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
-    /// Read the manifest of `directory`; the files are checked by `verify`.
+    /// Read the manifest of `directory`. `verify` checks the files.
     #[new]
     fn new(py: Python<'_>, directory: PathBuf) -> PyResult<Self> {
         let manifest = Manifest::open(&directory).map_err(|error| raise(py, &error))?;
         Ok(Self { directory, manifest })
     }
 
-    /// Check size and hash of every file; all that are wrong are named.
+    /// Check size and hash of every file. The error names all that differ.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.manifest.verify(&self.directory)).map_err(|problems| {
             let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
@@ -200,12 +202,12 @@ impl Checkpoint {
         })
     }
 
-    /// Where the file `name` is.
+    /// The path of the file `name`.
     fn path_of(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
         self.manifest.locate(&self.directory, name).map_err(|error| raise(py, &error))
     }
 
-    /// Replace the engine's rows by the checkpoint's. Not inside a training loop.
+    /// Replace the engine's rows by those of the checkpoint. Not within a training loop.
     fn restore(&self, py: Python<'_>, engine: &Engine) -> PyResult<()> {
         engine.settle(py)?;
         let run = &self.manifest.head.run;
@@ -254,7 +256,7 @@ impl Checkpoint {
         self.manifest.head.run.seed
     }
 
-    /// Where the data loader stood, as JSON.
+    /// The position of the data loader, as JSON.
     #[getter]
     fn cursor(&self) -> &str {
         self.manifest.head.cursors.get(CURSOR).map_or("null", |raw| raw.get())
@@ -282,7 +284,7 @@ impl Checkpoint {
     }
 }
 
-/// What kind of state an optimizer keeps in a row.
+/// The kind of an optimizer's state in a row.
 fn kind(optimizer: &Optimizer) -> &'static str {
     match optimizer {
         Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => "SGD",
@@ -293,7 +295,7 @@ fn kind(optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// The checkpoints below a folder, or the folder itself if it is one; broken ones with their problem.
+/// The checkpoints below a folder, or the folder itself if it is one. A broken one has a `problem`.
 #[pyfunction]
 pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
@@ -307,7 +309,7 @@ pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'
     Ok(list)
 }
 
-/// The newest checkpoint below a folder; None when there is none. One that cannot be used is never passed over.
+/// The newest checkpoint below a folder, or None. Raises if the newest is unusable: it is never passed over.
 #[pyfunction]
 pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<PathBuf>> {
     match py.detach(|| files::latest(&parent)) {
@@ -318,13 +320,14 @@ pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<PathBuf
     }
 }
 
-/// Let `LATEST`, beside the checkpoint in `directory`, name it.
+/// Write the name of the checkpoint in `directory` to `LATEST` beside it.
 #[pyfunction]
 pub(crate) fn publish_latest(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
     py.detach(|| files::publish_latest(&directory)).map_err(|error| raise(py, &error))
 }
 
-/// Delete all but the newest checkpoints below a folder, never the newest whole one; what was deleted.
+/// Delete all but the newest `keep_last` checkpoints below a folder, never the newest complete one. Returns the deleted
+/// ones.
 #[pyfunction]
 pub(crate) fn prune(py: Python<'_>, parent: PathBuf, keep_last: NonZeroUsize) -> PyResult<Vec<PathBuf>> {
     py.detach(|| files::prune(&parent, keep_last)).map_err(|error| raise(py, &error))

@@ -10,7 +10,7 @@ use crate::errors;
 #[pyclass(module = "persia_core.config", frozen)]
 pub(crate) struct EmbeddingConfig {
     pub(crate) parsed: config::EmbeddingConfig,
-    /// Keys that are accepted and have no effect.
+    /// Accepted keys without effect.
     #[pyo3(get)]
     warnings: Vec<String>,
 }
@@ -29,7 +29,7 @@ impl EmbeddingConfig {
         self.parsed.schema.tables.iter().map(|table| (table.name.clone(), table.dim)).collect()
     }
 
-    /// What each table has in place of the run's settings, in words.
+    /// The settings of each table that replace the run's, as text.
     #[getter]
     fn settings(&self) -> Vec<Vec<String>> {
         self.parsed.schema.tables.iter().map(|table| table.settings.describe()).collect()
@@ -40,20 +40,20 @@ impl EmbeddingConfig {
 #[pyclass(module = "persia_core.config", frozen)]
 pub(crate) struct GlobalConfig {
     pub(crate) parsed: config::GlobalConfig,
-    /// Keys that are accepted and have no effect.
+    /// Accepted keys without effect.
     #[pyo3(get)]
     warnings: Vec<String>,
 }
 
 #[pymethods]
 impl GlobalConfig {
-    /// What holds where there is no file.
+    /// The defaults.
     #[new]
     fn new() -> Self {
         Self { parsed: config::GlobalConfig::default(), warnings: Vec::new() }
     }
 
-    /// Rows the store holds before it evicts.
+    /// Rows of the job before it evicts.
     #[getter]
     fn capacity(&self) -> u64 {
         self.parsed.capacity
@@ -65,7 +65,7 @@ impl GlobalConfig {
         &self.parsed.job_name
     }
 
-    /// What rows and gradients travel as: `f32`, `f16` or `bf16`.
+    /// Format of rows and gradients on the wire: `f32`, `f16` or `bf16`.
     #[getter]
     fn wire_dtype(&self) -> &'static str {
         match self.parsed.wire_dtype {
@@ -98,4 +98,14 @@ fn split<T>(
     let parsed = parsed.map_err(|errors| errors::raise(py, "ConfigError", errors.to_string()))?;
     let place = |finding: &Finding| format!("{file}: {finding}");
     Ok((parsed.config, parsed.warnings.iter().map(place).collect()))
+}
+
+/// The type of this name.
+pub(crate) fn dtype_of(py: Python<'_>, dtype: &str) -> PyResult<Dtype> {
+    match dtype {
+        "f32" => Ok(Dtype::F32),
+        "f16" => Ok(Dtype::F16),
+        "bf16" => Ok(Dtype::Bf16),
+        other => Err(errors::raise(py, "UsageError", format!("dtype={other:?}: want f32, f16 or bf16"))),
+    }
 }

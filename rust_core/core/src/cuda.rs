@@ -1,16 +1,15 @@
-//! CUDA devices, in a build with them: between PyTorch's streams and the engine's.
+//! CUDA devices, between the streams of PyTorch and of the engine.
 
 use std::sync::Arc;
 
-use persia_cuda::{Cuda, CudaDevice, Gradient, Part, Step};
+use persia_cuda::{Cuda, CudaDevice, DeviceTensor, Gradient, Step};
 use persia_engine::device::{Device, OnDevice};
 use persia_types::Dtype;
 use pyo3::prelude::*;
 
 use crate::backward::Sums;
-use crate::dlpack::{BF16, CUDA, ElementType, F16, OnStream, Tensor, borrow_from};
+use crate::dlpack::{BF16, CUDA, ElementType, F16, OnStream, Tensor, TensorKind, borrow_from};
 use crate::errors;
-use crate::forward::Which;
 
 fn failed(py: Python<'_>, error: &persia_cuda::CudaError) -> PyErr {
     errors::raise(py, "DeviceError", error.to_string())
@@ -20,20 +19,20 @@ fn cuda(py: Python<'_>, ordinal: i32) -> PyResult<Arc<Cuda>> {
     py.detach(|| Cuda::device(ordinal)).map_err(|error| failed(py, &error))
 }
 
-/// Refuse a CUDA device that this build or machine does not have.
+/// Raise for a CUDA device that this build or machine does not have.
 #[pyfunction]
 pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
     cuda(py, device_id).map(drop)
 }
 
-/// Bytes of a CUDA device that steps hold, and those that are taken from it.
+/// Bytes of a CUDA device that steps use, and bytes that are reserved for them.
 #[pyfunction]
 pub(crate) fn device_memory(py: Python<'_>, device_id: i32) -> PyResult<(u64, u64)> {
     let used = cuda(py, device_id)?.memory().map_err(|error| failed(py, &error))?;
     Ok((used.held, used.reserved))
 }
 
-/// The device, as an engine uses it.
+/// The device of an engine.
 pub(crate) fn open(py: Python<'_>, ordinal: i32, vectors: Dtype, wire: Dtype) -> PyResult<Arc<dyn Device>> {
     Ok(Arc::new(CudaDevice::new(cuda(py, ordinal)?, vectors, wire)))
 }
@@ -42,12 +41,12 @@ fn step(on_device: &OnDevice) -> Option<Arc<Step>> {
     Arc::clone(on_device).downcast().ok()
 }
 
-/// The number of the device that has a step.
+/// The number of a step's device.
 pub(crate) fn ordinal(on_device: &OnDevice) -> Option<i32> {
     step(on_device).map(|step| step.device().cuda().ordinal())
 }
 
-/// What the vectors of a step are.
+/// The type of a step's vectors.
 pub(crate) fn vectors(on_device: &OnDevice) -> ElementType {
     match step(on_device).map(|step| step.device().vectors()) {
         Some(Dtype::F16) => F16,
@@ -58,7 +57,7 @@ pub(crate) fn vectors(on_device: &OnDevice) -> ElementType {
 
 /// A tensor of a step, or of its sums.
 struct OnCuda {
-    part: Part,
+    part: DeviceTensor,
     ordinal: i32,
 }
 
@@ -79,21 +78,21 @@ impl OnStream for OnCuda {
 /// A tensor of a step.
 pub(crate) fn tensor(
     on_device: &OnDevice,
-    which: Which,
+    kind: TensorKind,
     dtype: ElementType,
     shape: &[usize],
 ) -> Option<Tensor> {
     let step = step(on_device)?;
-    let part = match which {
-        Which::Vectors(feature) => step.vectors(feature),
-        Which::Mask(feature) => step.mask(feature),
-        Which::Given(index) => step.tensor(index),
+    let part = match kind {
+        TensorKind::Vectors(feature) => step.vectors(feature),
+        TensorKind::Mask(feature) => step.mask(feature),
+        TensorKind::Given(index) => step.tensor(index),
     }?;
     let (address, ordinal) = (part.address(), step.device().cuda().ordinal());
     Some(Tensor::on_device(Arc::new(OnCuda { part, ordinal }), address, dtype, shape))
 }
 
-/// Sum gradients where they are: each with the shape it has to have, in the order of the features.
+/// Sum gradients on their device: each with its required shape, in the order of the features.
 pub(crate) fn sum(
     py: Python<'_>,
     number: u64,
@@ -109,7 +108,7 @@ pub(crate) fn sum(
     let (mut taken, mut owners) = (Vec::new(), Vec::new());
     for (index, (gradient, shape)) in gradients.iter().enumerate() {
         let what = format!("step {number}, gradient {index}");
-        // PyTorch lets this stream wait until its own has made the gradient.
+        // PyTorch makes this stream wait for its own.
         let borrowed = borrow_from(gradient, &what, shape, place, Some(cuda.sums_stream()))?;
         let dtype = match borrowed.dtype {
             ElementType::F32 => Dtype::F32,

@@ -1,4 +1,4 @@
-//! `persia_core.data`: batches as the engine takes them.
+//! `persia_core.data`: batches of the engine.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use pyo3::types::PyBytes;
 
 use crate::errors;
 
-/// A batch, deduplicated and checked. It can be looked up any number of times.
+/// A checked batch with unique ids. It can be looked up any number of times.
 #[pyclass(module = "persia_core.data", frozen)]
 pub(crate) struct Batch(pub(crate) Arc<EngineBatch>);
 
 #[pymethods]
 impl Batch {
-    /// Read what `to_bytes` wrote.
+    /// Read the result of `to_bytes`.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         let batch =
@@ -41,13 +41,13 @@ impl Batch {
         self.0.id_features().iter().map(|feature| feature.name().to_owned()).collect()
     }
 
-    /// Whether the batch is trained on.
+    /// Whether it is a training batch.
     #[getter]
     fn requires_grad(&self) -> bool {
         self.0.requires_grad()
     }
 
-    /// The user's own bytes.
+    /// The user's metadata.
     #[getter]
     fn meta(&self) -> Option<&[u8]> {
         self.0.meta()
@@ -87,7 +87,7 @@ impl BatchBuilder {
         let (values, offsets) = (values.as_slice()?, offsets.as_slice()?);
         let weights = weights.as_ref().map(|weights| weights.as_slice()).transpose()?;
         let feature = py.detach(|| {
-            // A negative offset becomes one beyond every limit, which the engine refuses.
+            // A negative offset becomes one above every limit, which the engine refuses.
             let offsets: Vec<usize> =
                 offsets.iter().map(|&at| usize::try_from(at).unwrap_or(usize::MAX)).collect();
             let feature = IdFeature::lists(name, values, &offsets)?;
@@ -112,7 +112,7 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Check the parts against each other and make the batch; the builder is empty afterwards.
+    /// Check the parts and make the batch. The builder is empty afterwards.
     fn build(&mut self, py: Python<'_>) -> PyResult<Batch> {
         let parts = std::mem::take(&mut self.0);
         let batch = py.detach(|| EngineBatch::new(parts)).map_err(|error| errors::engine(py, &error))?;

@@ -1,4 +1,4 @@
-//! Devices, in a build without them: each is refused, with what to do.
+//! Devices in a build without CUDA: each is refused, with instructions.
 
 use std::sync::Arc;
 
@@ -7,51 +7,50 @@ use persia_types::Dtype;
 use pyo3::prelude::*;
 
 use crate::backward::Sums;
-use crate::dlpack::{ElementType, Tensor};
+use crate::dlpack::{ElementType, Tensor, TensorKind};
 use crate::errors;
-use crate::forward::Which;
 
-/// Refuse a CUDA device that this build or machine does not have.
+/// Raise for a CUDA device that this build or machine does not have.
 #[pyfunction]
 pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
     open(py, device_id, Dtype::F32, Dtype::F32).map(drop)
 }
 
-/// Bytes of a CUDA device that steps hold, and those that are taken from it.
+/// Bytes of a CUDA device that steps use, and bytes that are reserved for them.
 #[pyfunction]
 pub(crate) fn device_memory(py: Python<'_>, device_id: i32) -> PyResult<(u64, u64)> {
     check_device(py, device_id).map(|()| (0, 0))
 }
 
-/// The device, as an engine uses it.
+/// The device of an engine.
 pub(crate) fn open(py: Python<'_>, ordinal: i32, _vectors: Dtype, _wire: Dtype) -> PyResult<Arc<dyn Device>> {
     let file = py.import("persia_core")?.getattr("__file__").and_then(|file| file.extract::<String>());
     let file = file.unwrap_or_else(|_| "persia_core".into());
     let text = format!(
-        "CUDA device {ordinal} was asked for, but {file} was built with no features; build it with CUDA: cargo build \
+        "CUDA device {ordinal} is requested, but {file} was built with no features; build it with CUDA: cargo build \
          --release --package persia-core --features cuda --manifest-path rust_core/Cargo.toml, then copy \
-         rust_core/target/release/libpersia_core.so to persia_core.so in a folder on PYTHONPATH; or leave device_id out \
-         to train on the CPU"
+         rust_core/target/release/libpersia_core.so to persia_core.so in a folder on PYTHONPATH; or omit device_id to \
+         train on the CPU"
     );
     Err(errors::raise(py, "DeviceError", text))
 }
 
-/// The number of the device that has a step.
+/// The number of a step's device.
 pub(crate) fn ordinal(_step: &OnDevice) -> Option<i32> {
     None
 }
 
-/// What the vectors of a step are.
+/// The type of a step's vectors.
 pub(crate) fn vectors(_step: &OnDevice) -> ElementType {
     ElementType::F32
 }
 
 /// A tensor of a step.
-pub(crate) fn tensor(_: &OnDevice, _: Which, _: ElementType, _: &[usize]) -> Option<Tensor> {
+pub(crate) fn tensor(_: &OnDevice, _: TensorKind, _: ElementType, _: &[usize]) -> Option<Tensor> {
     None
 }
 
-/// Sum gradients where they are.
+/// Sum gradients on their device.
 pub(crate) fn sum(
     py: Python<'_>,
     step: u64,

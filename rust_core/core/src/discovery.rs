@@ -8,24 +8,23 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use persia_wire::auth::{Role, Secret};
 use persia_wire::discovery::{
-    self as wire, Announced, Announcement as Said, BlockingDiscovery, DiscoveryError, DiscoveryOptions, Peer,
-    Service,
+    self as wire, Announced, BlockingDiscovery, DiscoveryError, DiscoveryOptions, Peer, Service,
 };
 use pyo3::prelude::*;
 
 use crate::{errors, logs, wait};
 
-/// A connection to NATS that comes back by itself.
+/// A connection to NATS that reconnects by itself.
 #[pyclass(module = "persia_core.discovery", frozen)]
 pub(crate) struct Discovery {
     job: String,
-    /// Some until it is closed.
+    /// None once it is closed.
     connection: Mutex<Option<Arc<BlockingDiscovery>>>,
 }
 
 #[pymethods]
 impl Discovery {
-    /// Connect in the background to NATS at `url`; only processes of `job` are seen.
+    /// Connect in the background to NATS at `url`. Only processes of `job` are found.
     #[new]
     #[pyo3(signature = (url, job, token_file=None))]
     fn new(py: Python<'_>, url: String, job: String, token_file: Option<PathBuf>) -> PyResult<Self> {
@@ -38,13 +37,13 @@ impl Discovery {
         Ok(Self { job, connection: Mutex::new(Some(Arc::new(connection))) })
     }
 
-    /// Whether NATS answers now.
+    /// Whether the connection is up.
     #[getter]
     fn connected(&self) -> bool {
         self.connection.lock().as_ref().is_some_and(|connection| connection.discovery().is_connected())
     }
 
-    /// Wait until NATS answers.
+    /// Wait until the connection is up.
     pub(crate) fn wait_connected(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let connection = self.open(py)?;
         let end = end(timeout_s);
@@ -60,7 +59,7 @@ impl Discovery {
         })
     }
 
-    /// Answer for this process until the announcement is closed, also after NATS was away.
+    /// Announce this process until the announcement is closed, over restarts of NATS as well.
     fn announce(
         &self,
         py: Python<'_>,
@@ -75,24 +74,30 @@ impl Discovery {
         let address = address
             .transpose()
             .map_err(|error| errors::raise(py, "UsageError", format!("announce: {error}")))?;
-        let said =
-            Said { service: known(py, service)?, index, replicas, address, metrics: None, more: extra };
-        let announced = py.detach(|| connection.announce(said)).map_err(|error| raise(py, &error))?;
+        let announcement = wire::Announcement {
+            service: service_of(py, service)?,
+            index,
+            replicas,
+            address,
+            metrics: None,
+            more: extra,
+        };
+        let announced = py.detach(|| connection.announce(announcement)).map_err(|error| raise(py, &error))?;
         Ok(Announcement { announced: Mutex::new(Some(announced)) })
     }
 
-    /// The processes of the job that offer `service`, by index; waits for NATS and for answers, at most `timeout_s`.
+    /// The job's processes of `service`, by index. Waits for NATS and for answers, at most `timeout_s`.
     fn find(&self, py: Python<'_>, service: &str, timeout_s: f64) -> PyResult<Vec<BTreeMap<String, String>>> {
-        let service = known(py, service)?;
+        let service = service_of(py, service)?;
         let start = Instant::now();
         self.wait_connected(py, timeout_s)?;
         let connection = self.open(py)?;
         let left = duration(timeout_s).saturating_sub(start.elapsed()).max(Duration::from_millis(200));
         let found = py.detach(|| connection.find(service, left)).map_err(|error| raise(py, &error))?;
-        Ok(found.into_iter().map(described).collect())
+        Ok(found.into_iter().map(metadata_of).collect())
     }
 
-    /// End the connection; what was announced over it is withdrawn.
+    /// Close the connection, and withdraw its announcements.
     fn close(&self, py: Python<'_>) {
         let connection = self.connection.lock().take();
         py.detach(|| drop(connection));
@@ -104,14 +109,14 @@ impl Discovery {
         &self.job
     }
 
-    /// The connection, for a client that looks for its peers.
+    /// The connection, for a client that searches for its peers.
     pub(crate) fn open(&self, py: Python<'_>) -> PyResult<Arc<BlockingDiscovery>> {
         let connection = self.connection.lock().clone();
-        connection.ok_or_else(|| errors::raise(py, "UsageError", "this Discovery was closed"))
+        connection.ok_or_else(|| errors::raise(py, "UsageError", "this Discovery is closed"))
     }
 }
 
-/// Says where this process is, until it is closed.
+/// The announcement of this process, until it is closed.
 #[pyclass(module = "persia_core.discovery", frozen)]
 pub(crate) struct Announcement {
     announced: Mutex<Option<Announced>>,
@@ -125,8 +130,8 @@ impl Announcement {
     }
 }
 
-/// The address at which others reach this process: `PERSIA_ADVERTISE`, else that of the interface
-/// `PERSIA_SOCKET_IFNAME`, else the one this host uses towards NATS.
+/// The address of this process for others: `PERSIA_ADVERTISE`, else that of the interface `PERSIA_SOCKET_IFNAME`, else
+/// the one that this host uses towards NATS.
 #[pyfunction]
 pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str) -> PyResult<String> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
@@ -137,7 +142,7 @@ pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str) -> PyResult<String
     py.detach(|| wire::advertised_host(nats_url, interface.as_deref())).map_err(|error| raise(py, &error))
 }
 
-/// The secret in the token file, if one is given.
+/// The secret of the token file, if one is given.
 pub(crate) fn secret(py: Python<'_>, token_file: Option<PathBuf>) -> PyResult<Option<Secret>> {
     Secret::read_if_given(token_file.as_deref())
         .map_err(|error| errors::raise(py, "AuthError", error.to_string()))
@@ -151,12 +156,12 @@ fn end(timeout_s: f64) -> Instant {
     Instant::now() + duration(timeout_s)
 }
 
-fn known(py: Python<'_>, service: &str) -> PyResult<Service> {
+fn service_of(py: Python<'_>, service: &str) -> PyResult<Service> {
     Service::from_name(service)
-        .ok_or_else(|| errors::raise(py, "UsageError", format!("{service:?} is no service of persia")))
+        .ok_or_else(|| errors::raise(py, "UsageError", format!("{service:?} is not a service of persia")))
 }
 
-fn described(peer: Peer) -> BTreeMap<String, String> {
+fn metadata_of(peer: Peer) -> BTreeMap<String, String> {
     let mut all = peer.metadata;
     all.insert("id".into(), peer.id);
     all

@@ -1,5 +1,4 @@
-//! Tensors to and from Python without a copy, by the DLPack protocol (the struct layout of its version 0.8, which
-//! every consumer still accepts as an unversioned capsule).
+//! Tensors to and from Python without a copy, by DLPack 0.8, which every consumer accepts as an unversioned capsule.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -20,7 +19,7 @@ const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 /// CUDA's default stream, as DLPack numbers it.
 const DEFAULT_STREAM: i64 = 1;
-/// A consumer that sees to the order itself.
+/// The consumer orders the uses itself.
 const NO_ORDER: i64 = -1;
 
 #[repr(C)]
@@ -54,13 +53,25 @@ pub(crate) const F16: ElementType = ElementType::new(2, 16);
 #[cfg(feature = "cuda")]
 pub(crate) const BF16: ElementType = ElementType::new(4, 16);
 
-/// Memory of a device, whose order of uses is that of streams.
+/// A tensor of a step on a device.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build without CUDA has no device to ask"))]
+pub(crate) enum TensorKind {
+    /// Vectors of an id feature.
+    Vectors(usize),
+    /// Mask of a raw feature.
+    Mask(usize),
+    /// A dense input or label.
+    Given(usize),
+}
+
+/// Memory of a device, whose uses are ordered by streams.
 pub(crate) trait OnStream: Send + Sync {
-    /// Kind and number, as DLPack has them.
+    /// Kind and number of DLPack.
     fn device(&self) -> (i32, i32);
-    /// Let what is queued on `stream` from now on wait until the memory is written.
+    /// Make later work on `stream` wait until the memory is written.
     fn hand_to(&self, stream: usize) -> Result<(), String>;
-    /// Note that what is queued on `stream` so far uses the memory.
+    /// Record that the work on `stream` so far uses the memory.
     fn used_on(&self, stream: usize);
 }
 
@@ -86,15 +97,15 @@ struct Managed {
 struct Exported {
     managed: Managed,
     shape: Vec<i64>,
-    /// Where a device's tensor was handed over.
+    /// Device and stream of the consumer.
     stream: Option<(Arc<dyn OnStream>, usize)>,
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
-/// A tensor that Python takes over by `torch.from_dlpack(tensor)`.
+/// A tensor for `torch.from_dlpack(tensor)`.
 #[pyclass(module = "persia_core.forward", frozen)]
 pub(crate) struct Tensor {
-    /// None where a device has it.
+    /// None for a tensor on a device.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     device: Option<Arc<dyn OnStream>>,
     data: *mut c_void,
@@ -124,7 +135,7 @@ impl Tensor {
         Self { owner: Some(owner), device: None, data: bytes.as_ptr().cast_mut().cast(), dtype, shape }
     }
 
-    /// A row-major tensor at an address of a device, which `device` keeps.
+    /// A row-major tensor at an address of a device. `device` keeps it alive.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(
         device: Arc<dyn OnStream>,
@@ -140,7 +151,7 @@ impl Tensor {
         self.device.as_ref().map_or((CPU, 0), |device| device.device())
     }
 
-    /// Let the consumer's stream wait for the tensor; returns where its uses are queued.
+    /// Make the consumer's stream wait for the tensor. Returns the device and the stream of its uses.
     fn hand_over(
         &self,
         py: Python<'_>,
@@ -173,7 +184,7 @@ impl Tensor {
         let (kind, id) = self.place();
         if dl_device.is_some_and(|device| device != (kind, id)) || copy == Some(true) {
             return Err(PyBufferError::new_err(
-                "persia tensors are handed over where they are, without a copy",
+                "persia tensors are exported without a copy, on their own device",
             ));
         }
         let stream = self.hand_over(py, stream)?;
@@ -240,11 +251,10 @@ unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// A float32 tensor of somebody else's, kept alive and readable from any thread.
+/// A float32 tensor of a consumer, kept alive and readable from any thread.
 ///
-/// The capsule stays its owner. A thread that is done with it must not call the tensor's deleter itself: PyTorch's waits for
-/// the GIL, and ends the process where the interpreter is on its way out. Dropping a [`Py`] leaves that to the next
-/// thread which has the GIL.
+/// The capsule stays its owner. A thread without the GIL must not call the tensor's deleter: PyTorch's waits for the GIL,
+/// and ends the process while the interpreter shuts down. Dropping a [`Py`] defers it to a thread with the GIL.
 pub(crate) struct Borrowed {
     start: *const f32,
     len: usize,
@@ -266,17 +276,17 @@ impl AsRef<[f32]> for Borrowed {
     }
 }
 
-/// A tensor of somebody else's, as it was handed over.
-pub(crate) struct Taken {
+/// A tensor of a consumer.
+pub(crate) struct Imported {
     pub(crate) data: *const c_void,
     pub(crate) dtype: ElementType,
-    /// Its owner.
+    /// The owner.
     pub(crate) capsule: Py<PyAny>,
 }
 
-/// Take a contiguous float32 CPU tensor of shape `want` from any object with `__dlpack__`.
+/// Import a contiguous float32 CPU tensor of shape `want` from an object with `__dlpack__`.
 pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) -> PyResult<Borrowed> {
-    let Taken { data, dtype, capsule } = borrow_from(object, what, want, (CPU, 0), None)?;
+    let Imported { data, dtype, capsule } = borrow_from(object, what, want, (CPU, 0), None)?;
     let refuse = |text: String| Err(errors::feature_type(object.py(), format!("{what}: {text}")));
     if dtype != ElementType::F32 {
         return refuse(format!("want float32, got DLPack type {} of {} bits", dtype.code, dtype.bits));
@@ -288,15 +298,15 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
     Ok(Borrowed { start, len, _capsule: capsule })
 }
 
-/// Take a contiguous tensor of shape `want` at `place` from any object with `__dlpack__`; on a device it is ready for what
-/// is queued on `stream` from now on.
+/// Import a contiguous tensor of shape `want` at `place` from an object with `__dlpack__`. On a device, it is ready for
+/// later work on `stream`.
 pub(crate) fn borrow_from(
     object: &Bound<'_, PyAny>,
     what: &str,
     want: &[usize],
     place: (i32, i32),
     stream: Option<usize>,
-) -> PyResult<Taken> {
+) -> PyResult<Imported> {
     let py = object.py();
     let refuse = |text: String| Err(errors::feature_type(py, format!("{what}: {text}")));
     let capsule = match stream {
@@ -338,5 +348,5 @@ pub(crate) fn borrow_from(
             expected *= size;
         }
     }
-    Ok(Taken { data, dtype, capsule: capsule.unbind() })
+    Ok(Imported { data, dtype, capsule: capsule.unbind() })
 }

@@ -1,4 +1,4 @@
-//! `persia_core.engine`: one rank's engine, over rows in this process or on embedding servers.
+//! `persia_core.engine`: the engine of a rank, over rows in this process or on embedding servers.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -13,48 +13,44 @@ use persia_types::{Dtype, Schema, Tables};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::config::{EmbeddingConfig, GlobalConfig};
+use crate::backend::Backend;
+use crate::config::{EmbeddingConfig, GlobalConfig, dtype_of};
 use crate::data::Batch;
 use crate::discovery::Discovery;
-use crate::forward::{Open, Pipeline, TrainingBatch};
 use crate::optim::{InitializerSpec, OptimizerSpec};
+use crate::pipeline::{OpenPipeline, Pipeline};
 use crate::remote::{Remote, RemoteOptions};
+use crate::training_batch::TrainingBatch;
 use crate::{device, errors, logs, stats, wait};
 
-/// The run in force, and the rank engine that works on it.
+/// A generation, and the engine that works in it.
 struct Current {
     generation: u64,
-    /// `None` where another process began it.
+    /// None if another process began it.
     run: Option<Run>,
     engine: RankEngine,
-}
-
-/// Where the rows are.
-enum Rows {
-    Here(Arc<Store>),
-    There(Remote),
 }
 
 /// Embedding rows in this process or on servers, and the look-ups and pushes on them.
 #[pyclass(module = "persia_core.engine", frozen)]
 pub(crate) struct Engine {
-    rows: Rows,
+    backend: Backend,
     schema: Schema,
     job: String,
     rank: u32,
     world_size: u32,
     current: Mutex<Option<Current>>,
     /// The pipeline opened last.
-    open: Mutex<Weak<Open>>,
-    /// What gradients travel as.
+    open: Mutex<Weak<OpenPipeline>>,
+    /// Format of gradients on the wire.
     wire: Dtype,
-    /// Where look-ups are pooled; None is the CPU.
+    /// Device of the pooling; None is the CPU.
     device: Mutex<Option<Arc<dyn Device>>>,
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Its threads may need the GIL: an error of a data set is Python's.
+        // Its threads may need the GIL, because a data set's error is a Python object.
         let current = self.current.lock().take();
         Python::attach(|py| py.detach(|| drop(current)));
     }
@@ -62,7 +58,7 @@ impl Drop for Engine {
 
 #[pymethods]
 impl Engine {
-    /// Rows in this process: an empty store of the configured tables and capacity.
+    /// Embedded mode: rows in this process, in an empty store of the configured tables and capacity.
     #[new]
     fn new(py: Python<'_>, embedding: &EmbeddingConfig, general: &GlobalConfig) -> PyResult<Self> {
         logs::begin(py)?;
@@ -75,10 +71,10 @@ impl Engine {
         };
         let store = Store::new(schema.clone(), options).map_err(|error| errors::tables(py, &error))?;
         let job = general.parsed.job_name.clone();
-        Ok(Self::over(Rows::Here(Arc::new(store)), schema, job, (0, 1), Dtype::F32))
+        Ok(Self::over(Backend::Embedded(Arc::new(store)), schema, job, (0, 1), Dtype::F32))
     }
 
-    /// Rows on the job's servers, reached through its middlewares; both are found by `discovery`, now or later.
+    /// Rows on the job's servers, reached through its middlewares. `discovery` finds them when they are needed.
     #[staticmethod]
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
@@ -91,8 +87,8 @@ impl Engine {
         discovery: &Discovery,
         rank: u32,
         world_size: u32,
-        token_file: Option<std::path::PathBuf>,
-        checkpoint_root: Option<std::path::PathBuf>,
+        token_file: Option<PathBuf>,
+        checkpoint_root: Option<PathBuf>,
         rpc_timeout_s: f64,
     ) -> PyResult<Self> {
         let wire_dtype = general.parsed.wire_dtype;
@@ -100,18 +96,18 @@ impl Engine {
         let remote = Remote::connect(py, discovery, options)?;
         let schema = embedding.parsed.schema.clone();
         let job = discovery.job().to_owned();
-        Ok(Self::over(Rows::There(remote), schema, job, (rank, world_size), wire_dtype))
+        Ok(Self::over(Backend::Remote(remote), schema, job, (rank, world_size), wire_dtype))
     }
 
-    /// Pool look-ups on a CUDA device from the next generation or loop on, and sum gradients there; vectors are `dtype`.
+    /// Pool look-ups and sum gradients on a CUDA device, from the next generation or loop on. Vectors are `dtype`.
     #[pyo3(signature = (device_id, dtype="f32"))]
     fn use_device(&self, py: Python<'_>, device_id: i32, dtype: &str) -> PyResult<()> {
-        *self.device.lock() = Some(device::open(py, device_id, vectors(py, dtype)?, self.wire)?);
+        *self.device.lock() = Some(device::open(py, device_id, dtype_of(py, dtype)?, self.wire)?);
         Ok(())
     }
 
-    /// Start a generation after `after_generation` and every one before it; the next step is `step` + 1. `fresh` drops the rows
-    /// that are held. Returns the generation.
+    /// Begin a generation above `after_generation` and all known ones, and return it. The next step is `step` + 1. `fresh`
+    /// drops all rows.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
         *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_generation, step, fresh=false
@@ -147,72 +143,63 @@ impl Engine {
         self.next_generation(py, run, step)
     }
 
-    /// Start another generation of the same run, so that no token of look-ups that were left unused is met again. Returns it.
+    /// Begin another generation of the same run, and return it: tokens of unused look-ups are not used twice.
     fn renew(&self, py: Python<'_>, reproducible: bool) -> PyResult<u64> {
         self.settle(py)?;
         let (run, step) = self.running(py)?;
         self.next_generation(py, Run { fresh: false, reproducible, ..run }, step)
     }
 
-    /// Take part in a generation that another process began; the next step is `step` + 1.
+    /// Take part in a generation that another process began. The next step is `step` + 1.
     fn join(&self, py: Python<'_>, generation: u64, step: u64) -> PyResult<()> {
         self.settle(py)?;
-        self.remote(py)?.join(&self.job, generation);
+        self.backend.remote(py)?.join(&self.job, generation);
         self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Look up rows of a generation that another process trains; the next step is `step` + 1.
+    /// Look up rows of a generation that another process trains. The next step is `step` + 1.
     fn observe(&self, py: Python<'_>, generation: u64, step: u64) -> PyResult<()> {
         self.settle(py)?;
-        self.remote(py)?.observe(&self.job, generation);
+        self.backend.remote(py)?.observe(&self.job, generation);
         self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Wait until every server of the job answers, at most `timeout_s`; what is missing is named.
+    /// Wait at most `timeout_s` until every server of the job answers. The error names those that do not.
     fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
-        match &self.rows {
-            Rows::Here(_) => Ok(()),
-            Rows::There(remote) => remote.wait_ready(py, timeout_s),
-        }
+        self.backend.wait_ready(py, timeout_s)
     }
 
-    /// Find out whether this process and every holder of rows can write into `directory`.
+    /// Check that this process and every server can write into `directory`.
     fn check_storage(&self, py: Python<'_>, directory: PathBuf) -> PyResult<()> {
-        let others = |inside: &Path| match &self.rows {
-            Rows::Here(_) => Ok(()),
-            Rows::There(remote) => remote.check_storage(inside),
-        };
-        py.detach(|| probe(&directory, others)).map_err(|error| errors::tables(py, &error))
+        let on_servers = |inside: &Path| self.backend.check_storage(inside);
+        py.detach(|| probe(&directory, on_servers)).map_err(|error| errors::tables(py, &error))
     }
 
-    /// The highest generation that any holder of rows knows; 0 before the first.
+    /// The highest generation of any server, or in embedded mode this engine's; 0 before the first.
     fn highest_generation(&self, py: Python<'_>) -> PyResult<u64> {
-        match &self.rows {
-            Rows::Here(_) => Ok(self.generation()),
-            Rows::There(remote) => remote.highest_generation(py),
-        }
+        Ok(self.backend.highest_generation(py)?.unwrap_or_else(|| self.generation()))
     }
 
-    /// The generation this engine works in; 0 before any.
+    /// The engine's generation; 0 before the first.
     #[getter]
     fn generation(&self) -> u64 {
         self.current.lock().as_ref().map_or(0, |current| current.generation)
     }
 
-    /// Whether a data loader's training loop is under way.
+    /// Whether a data loader's training loop is running.
     #[getter]
     fn iterating(&self) -> bool {
         self.open.lock().upgrade().is_some_and(|open| open.is_open())
     }
 
-    /// The step of the last batch handed out for training; 0 before the first.
+    /// The step of the last batch taken for training; 0 before the first.
     #[getter]
     fn step(&self) -> u64 {
         self.current.lock().as_ref().map_or(0, |current| current.engine.step())
     }
 
-    /// Open a pipeline in the current generation, its first since that began: batches fed to it are looked up ahead, at most
-    /// `buffer` of them waiting. Every summed gradient is multiplied by `gradient_scale`.
+    /// Open the pipeline of the current generation: it looks batches up ahead, and keeps at most `buffer` of them. Every
+    /// summed gradient is multiplied by `gradient_scale`.
     fn open(
         &self,
         py: Python<'_>,
@@ -242,8 +229,8 @@ impl Engine {
         Ok(pipeline)
     }
 
-    /// Look a batch up now, for evaluation: nothing is changed, missing rows are zeros. Pushes in flight are waited for.
-    /// The tensors are on the engine's device, or on that of `device_id`.
+    /// Look a batch up for evaluation, after all pushes in flight. No row changes; missing rows are zeros. The tensors are
+    /// on CUDA device `device_id`, by default on the engine's device.
     #[pyo3(signature = (batch, device_id=None))]
     fn lookup(&self, py: Python<'_>, batch: &Batch, device_id: Option<i32>) -> PyResult<TrainingBatch> {
         self.drain(py)?;
@@ -268,17 +255,17 @@ impl Engine {
         })
     }
 
-    /// Begin no look-up until `resume`, and wait until nothing is under way: the rows are of one step, and stay so.
+    /// Start no look-up until `resume`, and wait for pushes in flight: then all rows are of one step.
     fn pause(&self, py: Python<'_>) -> PyResult<()> {
         self.rank_engine(py)?.pause();
-        let held = self.drain(py);
-        if held.is_err() {
+        let drained = self.drain(py);
+        if drained.is_err() {
             self.resume(py)?;
         }
-        held
+        drained
     }
 
-    /// End what `pause` began.
+    /// Start look-ups again after `pause`.
     fn resume(&self, py: Python<'_>) -> PyResult<()> {
         self.rank_engine(py)?.resume();
         Ok(())
@@ -293,7 +280,7 @@ impl Engine {
         py.detach(|| tables.clear()).map_err(|error| errors::tables(py, &error))
     }
 
-    /// Counters, gauges and times: rows and bytes held, look-ups, pushes, seconds per stage.
+    /// Counters, gauges and times: rows and bytes, look-ups, pushes, seconds of each stage.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tables = self.tables();
         let held = py.detach(|| tables.stats()).map_err(|error| errors::tables(py, &error))?;
@@ -301,19 +288,13 @@ impl Engine {
         stats::describe(py, &self.schema, &held, &engine.unwrap_or_default())
     }
 
-    /// Rows that each server holds; one number where they are in this process.
+    /// Rows of each server; in embedded mode one number.
     fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        match &self.rows {
-            Rows::Here(store) => {
-                let stats = py.detach(|| store.stats()).map_err(|error| errors::tables(py, &error))?;
-                Ok(vec![stats.rows.iter().sum()])
-            }
-            Rows::There(remote) => remote.server_rows(py),
-        }
+        self.backend.server_rows(py)
     }
 
-    /// End the engine's threads. Rows in this process give their memory back; those on servers stay. With `abandon`
-    /// nothing is waited for: gradients that are on their way may be lost.
+    /// End the engine's threads, and in embedded mode free the rows. With `abandon` it does not wait: gradients in flight
+    /// may be lost.
     #[pyo3(signature = (abandon=false))]
     fn close(&self, py: Python<'_>, abandon: bool) -> PyResult<()> {
         let current = self.current.lock().take();
@@ -325,45 +306,38 @@ impl Engine {
             drop(current);
         };
         if abandon {
-            // A thread that waits for a server ends with its time-out, or with the process.
+            // A thread that waits for a server ends with its timeout, or with the process.
             let _ = std::thread::Builder::new().name("persia-abandon".into()).spawn(end);
             return Ok(());
         }
         py.detach(end);
-        match &self.rows {
-            Rows::Here(store) => py.detach(|| store.clear()).map_err(|error| errors::tables(py, &error)),
-            Rows::There(_) => Ok(()),
-        }
+        self.backend.release(py)
     }
 }
 
 impl Engine {
-    fn over(rows: Rows, schema: Schema, job: String, (rank, world_size): (u32, u32), wire: Dtype) -> Self {
+    fn over(
+        backend: Backend,
+        schema: Schema,
+        job: String,
+        (rank, world_size): (u32, u32),
+        wire: Dtype,
+    ) -> Self {
         let (current, open, device) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { rows, schema, job, rank, world_size, current, open, wire, device }
+        Self { backend, schema, job, rank, world_size, current, open, wire, device }
     }
 
     pub(crate) fn tables(&self) -> Arc<dyn Tables> {
-        match &self.rows {
-            Rows::Here(store) => Arc::clone(store) as Arc<dyn Tables>,
-            Rows::There(remote) => remote.tables(),
-        }
+        self.backend.tables()
     }
 
-    fn remote(&self, py: Python<'_>) -> PyResult<&Remote> {
-        match &self.rows {
-            Rows::There(remote) => Ok(remote),
-            Rows::Here(_) => Err(errors::raise(py, "UsageError", "rows in this process belong to one rank")),
-        }
-    }
-
-    /// The run, and the step of the last batch handed out.
+    /// The run, and the step of the last batch taken.
     pub(crate) fn running(&self, py: Python<'_>) -> PyResult<(Run, u64)> {
         let current = self.current.lock();
         let current = current.as_ref().ok_or_else(|| not_begun(py))?;
         let run = current.run.clone().ok_or_else(|| {
             let text = format!(
-                "generation {} was begun by rank 0 of the training: do this there",
+                "generation {} was begun by rank 0 of the training: call this on rank 0",
                 current.generation
             );
             errors::raise(py, "UsageError", text)
@@ -371,7 +345,7 @@ impl Engine {
         Ok((run, current.engine.step()))
     }
 
-    /// Wait for pushes in flight, and refuse to go on inside a training loop: what follows changes the generation.
+    /// Wait for pushes in flight. Raises within a training loop, because the caller changes the generation.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
         if self.iterating() {
             let text = "a data loader is being iterated for training: leave its loop first";
@@ -386,7 +360,7 @@ impl Engine {
         engine.ok_or_else(|| not_begun(py))
     }
 
-    /// Begin `run` as the generation after its own and every one that is known.
+    /// Begin `run` in a generation above its own and all known ones.
     fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
         run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
         let tables = self.tables();
@@ -397,7 +371,7 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Work in `generation` from now on; the engine before ends its threads without the GIL.
+    /// Work in `generation` from now on. The threads of the previous engine end without the GIL.
     fn adopt(
         &self,
         py: Python<'_>,
@@ -415,19 +389,9 @@ impl Engine {
         let device = self.device.lock().clone();
         let engine = RankEngine::with_device(self.tables(), self.schema.clone(), options, device);
         let engine = engine.map_err(|error| errors::engine(py, &error))?;
-        let before = self.current.lock().replace(Current { generation, run, engine });
-        py.detach(move || drop(before));
+        let previous = self.current.lock().replace(Current { generation, run, engine });
+        py.detach(move || drop(previous));
         Ok(())
-    }
-}
-
-/// What the model gets.
-fn vectors(py: Python<'_>, dtype: &str) -> PyResult<Dtype> {
-    match dtype {
-        "f32" => Ok(Dtype::F32),
-        "f16" => Ok(Dtype::F16),
-        "bf16" => Ok(Dtype::Bf16),
-        other => Err(errors::raise(py, "UsageError", format!("dtype={other:?}: want f32, f16 or bf16"))),
     }
 }
 

@@ -1,8 +1,8 @@
-"""What persia raises on purpose. Each class has an exit code, and a hint at the next step."""
+"""The exceptions of persia. Each class has an exit code, and a hint at the next step."""
 
 
 class PersiaError(Exception):
-    """Base of everything persia raises on purpose.
+    """Base of all exceptions of persia.
 
     Attributes:
         exit_code: The exit code of a process that ends by it.
@@ -16,30 +16,30 @@ class PersiaError(Exception):
 
 
 class UsageError(PersiaError, RuntimeError):
-    """A call that cannot be made here, or not in this order."""
+    """A call that is not allowed here, or not in this order."""
 
     exit_code = 2
 
 
 class ConfigError(PersiaError, ValueError):
-    """Something is wrong in a configuration file; the message lists every mistake with its place."""
+    """An invalid configuration file. The message lists every mistake with its place."""
 
     exit_code = 2
     hint = "correct the file, then run: persia config check"
 
 
 class DataError(PersiaError, ValueError):
-    """A batch that cannot be trained on: the message names the feature, and where it can the row."""
+    """A batch that cannot be trained on. The message names the feature, and the row if it is known."""
 
     exit_code = 2
 
 
 class BatchSizeError(DataError, AssertionError):
-    """Features, labels and dense inputs of one batch have different numbers of samples, or none."""
+    """Features, labels and dense inputs of a batch have different numbers of samples, or no samples."""
 
 
 class FeatureTypeError(DataError, TypeError):
-    """A feature of the wrong class or dtype."""
+    """A feature of a wrong class or dtype."""
 
 
 class MissingLabelError(DataError, RuntimeError):
@@ -49,65 +49,65 @@ class MissingLabelError(DataError, RuntimeError):
 class NonFiniteError(PersiaError, ArithmeticError):
     """NaN or infinity where training needs a number."""
 
-    hint = "lower the learning rate, or look at the batch named above"
+    hint = "lower the learning rate, or inspect the batch named above"
 
 
 class CheckpointError(PersiaError):
-    """A checkpoint that is not there, damaged, or of another configuration."""
+    """A checkpoint that is missing, damaged, or of another configuration."""
 
     exit_code = 4
     hint = "run: persia ckpt list DIR, then: persia ckpt verify DIR"
 
 
 class StorageError(PersiaError, OSError):
-    """The operating system refused to read or write; the message names the path."""
+    """The operating system refused to read or write. The message names the path."""
 
     hint = "check the path, its owner and the free space"
 
 
 class UnreachableError(PersiaError, ConnectionError):
-    """A part of the system that does not answer."""
+    """A part of the job that does not answer."""
 
     exit_code = 3
-    hint = "look at what runs: persia status"
+    hint = "see which parts run: persia status"
 
 
 class IncompatibleError(PersiaError, RuntimeError):
-    """A peer of another version, protocol or configuration; the message has both values."""
+    """A peer of another version, protocol or configuration. The message has both values."""
 
     exit_code = 2
     hint = "start every part of the job from the same build and the same configuration files"
 
 
 class AuthError(PersiaError, PermissionError):
-    """Credentials or certificates that are missing or not accepted."""
+    """Credentials or certificates that are missing or rejected."""
 
     exit_code = 5
     hint = "give every part of the job the same PERSIA_TOKEN_FILE (and PERSIA_TLS_CA)"
 
 
 class RunLostError(PersiaError):
-    """The run in progress cannot go on: a server lost its rows, a part stayed away, or a rank is gone."""
+    """The run cannot continue: a server lost its rows, a part is unreachable, or a rank ended."""
 
     exit_code = 75
-    hint = "start the trainer again; it goes on from the last checkpoint that its script loads"
+    hint = "restart the trainer; it resumes after the last checkpoint that its script loads"
 
 
 class StaleGenerationError(PersiaError):
-    """This process belongs to a run that was replaced by a newer one."""
+    """This process belongs to a generation that a newer one has replaced."""
 
     exit_code = 75
-    hint = "start the trainer again"
+    hint = "restart the trainer"
 
 
 class WaitTimeoutError(PersiaError, TimeoutError):
-    """A wait that took longer than allowed; the message names what was waited for."""
+    """A wait that exceeded its time limit. The message names what was waited for."""
 
     exit_code = 70
 
 
 class DeviceError(PersiaError, RuntimeError):
-    """A device this build or this machine does not have."""
+    """A device that this build or this machine does not have."""
 
     exit_code = 2
 

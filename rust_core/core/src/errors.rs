@@ -1,4 +1,4 @@
-//! The engine's and the store's errors as Python exceptions. The classes themselves are `errors.py`.
+//! Errors as Python exceptions. Their classes are in `errors.py`.
 
 use persia_engine::Error;
 use persia_types::TablesError;
@@ -28,12 +28,12 @@ pub(crate) fn raise(py: Python<'_>, name: &str, message: impl Into<String>) -> P
     }
 }
 
-/// A feature, gradient or label of the wrong type.
+/// A feature, gradient or label of a wrong type.
 pub(crate) fn feature_type(py: Python<'_>, message: String) -> PyErr {
     raise(py, "FeatureTypeError", message)
 }
 
-/// What a look-up, push, snapshot or restore can fail with.
+/// An error of a look-up, push, snapshot or restore.
 pub(crate) fn tables(py: Python<'_>, error: &TablesError) -> PyErr {
     raise(py, tables_class(error), error.to_string())
 }
@@ -55,7 +55,7 @@ pub(crate) fn tables_class(error: &TablesError) -> &'static str {
     }
 }
 
-/// What a batch, a pipeline or the engine can fail with.
+/// An error of a batch, a pipeline or the engine.
 pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
     let class = match error {
         Error::Source(source) => {

@@ -2,15 +2,16 @@
 //!
 //! * `config`: the two YAML files
 //! * `data`: batches
-//! * `optim`: how rows start and are updated
-//! * `engine`: one rank's engine, over rows in this process or on servers
+//! * `optim`: how rows are initialised and updated
+//! * `engine`: a rank's engine, over rows in this process or on servers
 //! * `discovery`: where the processes of a job are
-//! * `forward`, `backward`: what a training loop takes from it and gives back
-//! * `checkpoint`: saving, loading, inspecting
-//! * `errors`: everything raised on purpose
+//! * `forward`, `backward`: the batches of a training loop, and their gradients
+//! * `checkpoint`: save, load and inspect checkpoints
+//! * `errors`: the exceptions
 //!
-//! The extension may be a lone `persia_core.so`, which is no package: it registers its sub-modules itself.
+//! The extension may be a single `persia_core.so`, which is not a package, so it registers its sub-modules itself.
 
+mod backend;
 mod backward;
 mod checkpoint;
 mod config;
@@ -24,24 +25,25 @@ mod discovery;
 mod dlpack;
 mod engine;
 mod errors;
-mod forward;
 mod logs;
 mod optim;
+mod pipeline;
 mod remote;
 mod stats;
+mod training_batch;
 mod wait;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyModule};
 
-/// Kept as one text, so that the file can be searched for it.
+/// One text, so that it can be found in the binary.
 const VERSION_TEXT: &str = concat!("persia_core version ", env!("CARGO_PKG_VERSION"));
 
 fn version() -> &'static str {
     std::hint::black_box(VERSION_TEXT).rsplit(' ').next().unwrap_or_default()
 }
 
-/// Optional features this build has.
+/// The optional features of this build.
 fn features() -> Vec<&'static str> {
     if cfg!(feature = "cuda") { vec!["cuda"] } else { vec![] }
 }
@@ -96,8 +98,8 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     discovery.add_function(wrap_pyfunction!(discovery::advertised_host, &discovery)?)?;
 
     let forward = submodule(m, "forward")?;
-    forward.add_class::<forward::Pipeline>()?;
-    forward.add_class::<forward::TrainingBatch>()?;
+    forward.add_class::<pipeline::Pipeline>()?;
+    forward.add_class::<training_batch::TrainingBatch>()?;
     forward.add_class::<dlpack::Tensor>()?;
     forward.add_function(wrap_pyfunction!(device::check_device, &forward)?)?;
     forward.add_function(wrap_pyfunction!(device::device_memory, &forward)?)?;

@@ -1,4 +1,4 @@
-//! What the Rust side logs, as lines on standard error like those of `persia.logger`.
+//! Log lines of the Rust side, on standard error like those of `persia.logger`.
 
 use std::sync::Once;
 
@@ -9,7 +9,7 @@ use crate::errors;
 
 static BEGUN: Once = Once::new();
 
-/// Begin to log, at `LOG_LEVEL`; once per process.
+/// Start logging at `LOG_LEVEL`, once per process.
 pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
     let level = std::env::var("LOG_LEVEL").unwrap_or_default().trim().to_lowercase();
     let level = match level.as_str() {
@@ -26,7 +26,7 @@ pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
             .with_writer(std::io::stderr)
             .with_ansi(false)
             .finish();
-        // Another extension of this process may have been first; its lines are as good.
+        // Another extension of this process may have set a subscriber already.
         let _ = tracing::subscriber::set_global_default(lines);
     });
     Ok(())

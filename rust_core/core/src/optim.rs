@@ -1,9 +1,9 @@
-//! `persia_core.optim`: how embedding rows start and how they are updated.
+//! `persia_core.optim`: initialisers and optimizers of embedding rows.
 
 use persia_types::{Initializer, Optimizer};
 use pyo3::prelude::*;
 
-/// One embedding optimizer, as the store takes it. Built by `persia.embedding.optim`.
+/// An embedding optimizer. Built by `persia.embedding.optim`.
 #[pyclass(module = "persia_core.optim", frozen)]
 #[derive(Clone, Copy)]
 pub(crate) struct OptimizerSpec(pub(crate) Optimizer);
@@ -47,7 +47,7 @@ impl OptimizerSpec {
     }
 }
 
-/// What new rows start as. Built by `persia.embedding`.
+/// The weights of new rows. Built by `persia.embedding`.
 #[pyclass(module = "persia_core.optim", frozen)]
 #[derive(Clone, Copy)]
 pub(crate) struct InitializerSpec(pub(crate) Initializer);

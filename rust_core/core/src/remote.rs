@@ -13,10 +13,10 @@ use pyo3::prelude::*;
 use crate::discovery::{Discovery, duration, secret};
 use crate::{errors, wait};
 
-/// How long a signal may have to wait while servers are asked whether they are ready.
-const ASK: Duration = Duration::from_secs(1);
+/// Longest delay of a signal while `wait_ready` asks the servers.
+const WAIT_SLICE: Duration = Duration::from_secs(1);
 
-/// What differs between the ranks of a job, and between jobs.
+/// Options of a rank's client.
 pub(crate) struct RemoteOptions {
     pub(crate) rank: u32,
     pub(crate) token_file: Option<PathBuf>,
@@ -25,14 +25,14 @@ pub(crate) struct RemoteOptions {
     pub(crate) wire_dtype: Dtype,
 }
 
-/// A client, and the connection by which it finds its peers.
+/// A client, and the connection that finds its peers.
 pub(crate) struct Remote {
     tables: Arc<WireTables>,
     _discovery: Arc<BlockingDiscovery>,
 }
 
 impl Remote {
-    /// Nothing is connected yet.
+    /// A client that connects with its first call.
     pub(crate) fn connect(py: Python<'_>, discovery: &Discovery, options: RemoteOptions) -> PyResult<Self> {
         let discovery = discovery.open(py)?;
         let tls = TlsFiles::from_env()
@@ -56,7 +56,7 @@ impl Remote {
         Arc::clone(&self.tables) as Arc<dyn Tables>
     }
 
-    /// Use the generation that rank 0 began.
+    /// Take part in the generation that rank 0 began.
     pub(crate) fn join(&self, job: &str, generation: u64) {
         self.tables.join(job, generation);
     }
@@ -68,7 +68,7 @@ impl Remote {
 
     pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let end = Instant::now() + duration(timeout_s);
-        wait::until(py, |_| match self.tables.wait_ready(ASK) {
+        wait::until(py, |_| match self.tables.wait_ready(WAIT_SLICE) {
             Ok(()) => Ok(Some(())),
             Err(TablesError::Unreachable { .. } | TablesError::Lost { .. }) if Instant::now() < end => {
                 Ok(None)
@@ -89,7 +89,7 @@ impl Remote {
         self.tables.check_storage(directory)
     }
 
-    /// Rows that each server holds, in the order of their indexes.
+    /// Rows of each server, by index.
     pub(crate) fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         let servers =
             py.detach(|| self.tables.stats_by_server()).map_err(|error| errors::tables(py, &error))?;

@@ -1,4 +1,4 @@
-//! Counters, gauges and times as a dictionary.
+//! Statistics as a dictionary.
 
 use persia_engine::{EngineStats, StageTime};
 use persia_types::Schema;
@@ -16,27 +16,6 @@ pub(crate) fn describe<'py>(
     for (table, count) in schema.tables.iter().zip(&stats.rows) {
         rows.set_item(&table.name, count)?;
     }
-    let (found, pushed) = (&stats.lookups, &stats.pushes);
-    let lookups = PyDict::new(py);
-    for (name, value) in [
-        ("hits", found.hits),
-        ("inserted", found.inserted),
-        ("missing", found.missing),
-        ("evicted", found.evicted),
-        ("expired", found.expired),
-    ] {
-        lookups.set_item(name, value)?;
-    }
-    let pushes = PyDict::new(py);
-    for (name, value) in [
-        ("rows_pushed", pushed.rows_pushed),
-        ("rows_applied", pushed.rows_applied),
-        ("rows_missing", pushed.rows_missing),
-        ("rows_nonfinite", pushed.rows_nonfinite),
-        ("rows_duplicate", pushed.rows_duplicate),
-    ] {
-        pushes.set_item(name, value)?;
-    }
     let seconds = PyDict::new(py);
     for (name, stage) in stages(engine) {
         seconds.set_item(name, stage.total.as_secs_f64())?;
@@ -46,15 +25,15 @@ pub(crate) fn describe<'py>(
         let ids = PyDict::new(py);
         ids.set_item("occurrences", counts.occurrences)?;
         ids.set_item("unique", counts.unique)?;
-        ids.set_item("truncated", counts.cut)?;
+        ids.set_item("truncated", counts.truncated)?;
         slots.set_item(&slot.name, ids)?;
     }
     let all = PyDict::new(py);
     all.set_item("rows", rows)?;
     all.set_item("payload_bytes", stats.payload_bytes)?;
     all.set_item("memory_bytes", stats.memory_bytes)?;
-    all.set_item("lookups", lookups)?;
-    all.set_item("pushes", pushes)?;
+    all.set_item("lookups", counters(py, stats.lookups.counters())?)?;
+    all.set_item("pushes", counters(py, stats.pushes.counters())?)?;
     all.set_item("staleness", engine.staleness)?;
     all.set_item("max_staleness", engine.max_staleness)?;
     all.set_item("slots", slots)?;
@@ -62,11 +41,22 @@ pub(crate) fn describe<'py>(
     Ok(all)
 }
 
+fn counters<'py>(
+    py: Python<'py>,
+    counters: impl Iterator<Item = (&'static str, u64)>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    for (name, value) in counters {
+        all.set_item(name, value)?;
+    }
+    Ok(all)
+}
+
 fn stages(engine: &EngineStats) -> [(&'static str, StageTime); 7] {
     [
         ("deduplicate", engine.deduplicate),
         ("plan", engine.plan),
-        ("permit_wait", engine.permit_wait),
+        ("permit_wait", engine.staleness_wait),
         ("lookup", engine.lookup),
         ("pool", engine.pool),
         ("segment_sum", engine.segment_sum),

@@ -1,13 +1,13 @@
-//! Waiting without the GIL, in slices, so that Ctrl-C ends the wait and not the process.
+//! Waits without the GIL, in slices, so that Ctrl-C ends the wait and not the process.
 
 use std::time::Duration;
 
 use pyo3::prelude::*;
 
-/// How long Python's signals may have to wait.
+/// Longest delay of a Python signal.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Call `attempt` with the GIL released until it gives a value; signals are looked at after every slice.
+/// Call `attempt` without the GIL until it returns a value. Signals are handled after every slice.
 pub(crate) fn until<T: Send>(
     py: Python<'_>,
     mut attempt: impl FnMut(Duration) -> PyResult<Option<T>> + Send,

@@ -43,7 +43,7 @@ impl Cuda {
         staging.bytes_mut().copy_from_slice(bytes);
         let block = self.pool.take(bytes.len(), "a copy", &self.sums)?;
         staging.upload(block.address(), &self.sums)?;
-        staging.give_back_behind(self.sums.record()?);
+        staging.give_back_after(self.sums.record()?);
         Ok(Buffer { block, bytes: bytes.len() })
     }
 

@@ -1,5 +1,5 @@
-//! The driver's context, streams and events. Every call of the driver is made with [`Context::enter`] in force, which puts
-//! back what was current: PyTorch shares the thread and the device's primary context.
+//! The driver's context, streams and events. Every call of the driver is made with [`Context::enter`] in force, which then
+//! restores the current context: PyTorch shares the thread and the device's primary context.
 
 use std::ffi::{CStr, c_int};
 use std::marker::PhantomData;
@@ -161,29 +161,29 @@ impl Stream {
         self.handle
     }
 
-    /// Let what is queued from now on wait for `event`.
+    /// Let work that is queued later wait for `event`.
     pub(crate) fn wait(&self, event: &Event) -> Result<(), CudaError> {
         event.let_wait(self.handle)
     }
 
-    /// An event behind what is queued so far.
+    /// An event after all work queued so far.
     pub(crate) fn record(&self) -> Result<Event, CudaError> {
         let event = Event::new(&self.context)?;
         event.record(self.handle)?;
         Ok(event)
     }
 
-    /// What begins to queue here, and may fail halfway: to be declared behind the memory that it uses.
+    /// Start to queue work that may fail halfway. Declare it after the memory that it uses, so that it is dropped first.
     pub(crate) fn queue(&self) -> Queue<'_> {
         Queue(self)
     }
 }
 
-/// Waits for the device when it is dropped: what was queued may still use memory that is dropped after this.
+/// Waits for the device when it is dropped, because queued work may still use memory that is dropped next.
 pub(crate) struct Queue<'a>(&'a Stream);
 
 impl Queue<'_> {
-    /// All is queued, and events tell of its end.
+    /// All work is queued, and events mark its end.
     pub(crate) fn finish(self) {
         std::mem::forget(self);
     }
@@ -191,7 +191,7 @@ impl Queue<'_> {
 
 impl Drop for Queue<'_> {
     fn drop(&mut self) {
-        // SAFETY: the stream is alive. Of a driver that fails here as well nothing more can be known.
+        // SAFETY: the stream is alive. A failure here is ignored: the first one is reported.
         let _ = unsafe { sys::cuStreamSynchronize(self.0.handle) };
     }
 }
@@ -219,27 +219,27 @@ impl Event {
         Ok(Self { handle, context: Arc::clone(context) })
     }
 
-    /// Move it behind what is queued on `stream` so far.
+    /// Record it after all work queued on `stream` so far.
     pub(crate) fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         // SAFETY: the event is alive; the stream is ours or the one that DLPack's consumer has named.
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.handle, stream) })
     }
 
-    /// Let what is queued on `stream` from now on wait for it.
+    /// Let work that is queued on `stream` later wait for it.
     pub(crate) fn let_wait(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         // SAFETY: as in `record`.
         self.context.check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, self.handle, 0) })
     }
 
-    /// Whether the device has come to it. After an error nothing is known to be.
+    /// Whether the device has reached it. False after an error.
     pub(crate) fn is_done(&self) -> bool {
         let Ok(_current) = self.context.enter() else { return false };
         // SAFETY: the event is alive.
         unsafe { sys::cuEventQuery(self.handle) == CUresult::CUDA_SUCCESS }
     }
 
-    /// Wait until the device has come to it.
+    /// Wait until the device has reached it.
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         // SAFETY: the event is alive.

@@ -27,7 +27,7 @@ pub enum CudaError {
     },
     /// A number without a device.
     #[error(
-        "CUDA device {ordinal} was asked for, and there {} (CUDA_VISIBLE_DEVICES={visible}); look at: nvidia-smi -L",
+        "CUDA device {ordinal} was asked for, but {} (CUDA_VISIBLE_DEVICES={visible}); look at: nvidia-smi -L",
         describe_count(*.count)
     )]
     NoDevice {
@@ -114,9 +114,9 @@ pub enum CudaError {
 
 fn describe_count(count: i32) -> String {
     match count {
-        0 => "is none".into(),
-        1 => "is one, number 0".into(),
-        _ => format!("are {count}, numbers 0 to {}", count - 1),
+        0 => "no device is visible".into(),
+        1 => "one device is visible, number 0".into(),
+        _ => format!("{count} devices are visible, numbers 0 to {}", count - 1),
     }
 }
 
@@ -134,7 +134,10 @@ mod tests {
                 CudaError::DriverTooOld { ordinal, found: 11_080, needed: 12_000 },
                 ["CUDA 11.8", "12.0 (driver 525"],
             ),
-            (CudaError::NoDevice { ordinal, count: 2, visible }, ["are 2, numbers 0 to 1", "nvidia-smi -L"]),
+            (
+                CudaError::NoDevice { ordinal, count: 2, visible },
+                ["2 devices are visible, numbers 0 to 1", "nvidia-smi -L"],
+            ),
             (
                 CudaError::DeviceTooOld { ordinal, found: (7, 5), needed: (8, 0) },
                 ["capability 7.5", "need 8.0"],

@@ -34,7 +34,7 @@ pub struct Jobs {
     pub blocks: u32,
 }
 
-/// Places of one feature's lists in the block of inputs; `None` is what the feature does not have.
+/// Places of one feature's lists in the block of inputs; `None` is a list that the feature does not have.
 #[derive(Debug, Default)]
 struct FeaturePlaces {
     table: usize,
@@ -49,21 +49,21 @@ struct FeaturePlaces {
     offsets: Option<Place>,
     weights: Option<Place>,
     divisors: Option<Place>,
-    use_starts: Option<Place>,
-    use_samples: Option<Place>,
-    use_weights: Option<Place>,
+    csr_offsets: Option<Place>,
+    csr_indices: Option<Place>,
+    csr_weights: Option<Place>,
     /// In the block of outputs.
     vectors: Place,
     mask: Place,
 }
 
-/// Hands out parts of a block.
+/// Lays a block out.
 #[derive(Default)]
-struct Parts {
+struct BlockBuilder {
     bytes: usize,
 }
 
-impl Parts {
+impl BlockBuilder {
     fn add(&mut self, bytes: usize) -> Place {
         let place = self.bytes;
         self.bytes = (place + bytes).next_multiple_of(ALIGNMENT);
@@ -91,7 +91,7 @@ pub struct StepLayout {
 impl StepLayout {
     /// For `work`, whose vectors become `vectors`.
     pub fn new(work: &DeviceWork<'_>, vectors: Dtype) -> Self {
-        let (mut inputs, mut outputs) = (Parts::default(), Parts::default());
+        let (mut inputs, mut outputs) = (BlockBuilder::default(), BlockBuilder::default());
         let table = |table: &DeviceTable| {
             let bytes = table.vectors * table.dim * size_of::<f32>();
             let place = inputs.add(bytes);
@@ -123,7 +123,7 @@ impl StepLayout {
 
     /// Whether gradients can be summed.
     pub fn trains(&self) -> bool {
-        self.features.iter().all(|feature| feature.use_starts.is_some())
+        self.features.iter().all(|feature| feature.csr_offsets.is_some())
     }
 
     /// Where a feature's vectors lie in the outputs.
@@ -148,9 +148,9 @@ impl StepLayout {
         let mut rows = Vec::with_capacity(self.rows.len());
         for range in &self.rows {
             let (_, from) = rest.split_at_mut(range.start - at);
-            let (own, behind) = from.split_at_mut(range.len());
+            let (own, after) = from.split_at_mut(range.len());
             rows.push(bytemuck::cast_slice_mut(own));
-            (rest, at) = (behind, range.end);
+            (rest, at) = (after, range.end);
         }
         rows
     }
@@ -198,25 +198,25 @@ fn place_feature(
     work: &DeviceWork<'_>,
     vectors: Dtype,
     feature: &DeviceFeature<'_>,
-    inputs: &mut Parts,
-    outputs: &mut Parts,
+    inputs: &mut BlockBuilder,
+    outputs: &mut BlockBuilder,
 ) -> FeaturePlaces {
     let dim = work.tables[feature.table].dim;
     let bags = feature.bags;
     FeaturePlaces {
         table: feature.table,
         samples: feature.samples,
-        unique: feature.uses.map_or(0, |uses| uses.starts.len().saturating_sub(1)),
+        unique: feature.csr.map_or(0, |csr| csr.offsets.len().saturating_sub(1)),
         by_samples: bags.is_none(),
         raw: feature.raw,
-        places: inputs.add_list(bags.map(|bags| bags.places)),
+        places: inputs.add_list(bags.map(|bags| bags.indices)),
         map: inputs.add_list(feature.map),
         offsets: inputs.add_list(bags.and_then(|bags| bags.offsets)),
-        weights: inputs.add_list(bags.and_then(|bags| bags.weights)),
+        weights: inputs.add_list(bags.and_then(|bags| bags.per_sample_weights)),
         divisors: inputs.add_list(bags.and_then(|bags| bags.divisors)),
-        use_starts: inputs.add_list(feature.uses.map(|uses| uses.starts)),
-        use_samples: inputs.add_list(feature.uses.map(|uses| uses.samples)),
-        use_weights: inputs.add_list(feature.uses.and(feature.use_weights)),
+        csr_offsets: inputs.add_list(feature.csr.map(|csr| csr.offsets)),
+        csr_indices: inputs.add_list(feature.csr.map(|csr| csr.indices)),
+        csr_weights: inputs.add_list(feature.csr.and(feature.csr_weights)),
         vectors: outputs.add(feature.samples * dim * element_bytes(vectors)),
         mask: outputs.add(if feature.raw { feature.samples } else { 0 }),
     }
@@ -224,14 +224,14 @@ fn place_feature(
 
 fn copy_feature(memory: &mut [u8], feature: &DeviceFeature<'_>, places: &FeaturePlaces) {
     let bags = feature.bags;
-    put(memory, places.places, bags.map(|bags| bags.places));
+    put(memory, places.places, bags.map(|bags| bags.indices));
     put(memory, places.map, feature.map);
     put(memory, places.offsets, bags.and_then(|bags| bags.offsets));
-    put(memory, places.weights, bags.and_then(|bags| bags.weights));
+    put(memory, places.weights, bags.and_then(|bags| bags.per_sample_weights));
     put(memory, places.divisors, bags.and_then(|bags| bags.divisors));
-    put(memory, places.use_starts, feature.uses.map(|uses| uses.starts));
-    put(memory, places.use_samples, feature.uses.map(|uses| uses.samples));
-    put(memory, places.use_weights, feature.use_weights);
+    put(memory, places.csr_offsets, feature.csr.map(|csr| csr.offsets));
+    put(memory, places.csr_indices, feature.csr.map(|csr| csr.indices));
+    put(memory, places.csr_weights, feature.csr_weights);
 }
 
 fn put<T: Pod>(memory: &mut [u8], place: Option<Place>, list: Option<&[T]>) {
@@ -263,7 +263,7 @@ impl SumsLayout {
 
     /// For the step laid out by `step`, whose sums travel as `wire`.
     pub fn new(step: &StepLayout, wire: Dtype) -> Self {
-        let mut parts = Parts::default();
+        let mut parts = BlockBuilder::default();
         parts.add(size_of::<u32>());
         let jobs = parts.add((step.features.len() + step.tables.len()) * size_of::<Job>());
         let mut take = |floats: usize, bytes: usize| {
@@ -327,7 +327,7 @@ impl SumsLayout {
     }
 
     /// Jobs that may run at the same time, one round after the other. Features that share a table add to the same rows: in
-    /// the order of their slots, so each has a round; what they have added up is scaled in the round behind.
+    /// the order of their slots, so each has a round; their sums are scaled in the next round.
     fn rounds(
         &self,
         step: &StepLayout,
@@ -369,10 +369,10 @@ fn segment_sum(feature: &FeaturePlaces, gradient: Gradient, dim: u32, inputs: u6
     Job {
         rows: gradient.address,
         from: element(gradient.dtype),
-        places: address(inputs, feature.use_samples),
+        places: address(inputs, feature.csr_indices),
         map: address(inputs, feature.map),
-        starts: address(inputs, feature.use_starts),
-        weights: address(inputs, feature.use_weights),
+        starts: address(inputs, feature.csr_offsets),
+        weights: address(inputs, feature.csr_weights),
         divisors: address(inputs, feature.divisors),
         sums: feature.unique as u32,
         dim,

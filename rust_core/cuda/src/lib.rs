@@ -5,20 +5,22 @@
 //! * [`Step`]: the tensors of one look-up, and the sums of their gradients
 //! * [`kernels`]: the three kernels and their arguments
 //! * [`layout`]: where a step's lists, vectors and sums lie
-//! * [`by_hand`]: memory and launches for tests and measurements
+//! * `by_hand`: memory and launches for tests and measurements, in the feature of that name
 //!
-//! Neither building nor loading needs anything of CUDA: the driver's library is opened when a device is asked for.
+//! Neither building nor loading needs CUDA: the driver's library is opened with the first device.
 //!
-//! A look-up is copied and pooled on a stream of its own, beside what the model computes on PyTorch's. Order between the
-//! streams is by events; no call here waits for a device, except [`Sums`](Step::sum) for its copy, in the push thread.
+//! A look-up is copied and pooled on a stream of its own, concurrently with the model on PyTorch's. Order between the
+//! streams is by events; no call waits for a device, except [`Sums`](Step::sum) for its copy, in the push thread.
 #![allow(unsafe_code)] // the driver is a C library
 
+#[cfg(feature = "by_hand")]
 pub mod by_hand;
 mod driver;
 mod error;
 pub mod kernels;
 pub mod layout;
 mod memory;
+mod pinned;
 mod step;
 mod sums;
 
@@ -32,12 +34,13 @@ pub use driver::is_driver_present;
 pub use error::CudaError;
 pub use layout::Gradient;
 pub use memory::PoolUse;
-pub use step::{CudaDevice, Part, Step};
+pub use step::{CudaDevice, DeviceTensor, Step};
 pub use sums::Sums;
 
 use driver::{Context, Stream};
 use kernels::Kernels;
-use memory::{DevicePool, PinnedPool};
+use memory::DevicePool;
+use pinned::PinnedPool;
 
 /// One device: everything that steps share.
 #[derive(Debug)]
@@ -58,9 +61,9 @@ impl Cuda {
     /// # Errors
     /// [`CudaError`]: no driver, no such device, or one that the kernels do not run on.
     pub fn device(ordinal: i32) -> Result<Arc<Self>, CudaError> {
-        static OPEN: Mutex<BTreeMap<i32, Arc<Cuda>>> = Mutex::new(BTreeMap::new());
-        let mut open = OPEN.lock();
-        if let Some(cuda) = open.get(&ordinal) {
+        static DEVICES: Mutex<BTreeMap<i32, Arc<Cuda>>> = Mutex::new(BTreeMap::new());
+        let mut devices = DEVICES.lock();
+        if let Some(cuda) = devices.get(&ordinal) {
             return Ok(Arc::clone(cuda));
         }
         // The bindings panic where the driver's library lacks a function.
@@ -70,7 +73,7 @@ impl Cuda {
             Err(CudaError::BrokenDriver { ordinal, what })
         });
         let cuda = Arc::new(opened?);
-        open.insert(ordinal, Arc::clone(&cuda));
+        devices.insert(ordinal, Arc::clone(&cuda));
         Ok(cuda)
     }
 
@@ -106,7 +109,7 @@ impl Cuda {
         self.pool.used()
     }
 
-    /// Give memory back that no step holds: to the device, and what is page-locked to the system.
+    /// Return memory that no step holds to the device, and page-locked memory to the system.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.

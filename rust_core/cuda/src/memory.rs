@@ -1,4 +1,4 @@
-//! Memory that is used again: of the device, by the driver's own pool, and page-locked, by a list of free blocks.
+//! Device memory, from the driver's own pool.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -7,20 +7,16 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute, CUresult};
 use parking_lot::Mutex;
 
-use crate::driver::{Context, Event, Stream, describe};
+use crate::driver::{Context, Event, Stream};
 use crate::error::CudaError;
 
 /// Parts of a block start at multiples of this many bytes.
 pub(crate) const ALIGNMENT: usize = 256;
 
-/// Page-locked blocks are made in multiples of this many bytes.
-const PINNED_STEP: usize = 1 << 16;
-/// Free page-locked blocks that are kept; a look-up and a push of each of a few steps hold one.
-const MAX_FREE: usize = 16;
-/// Blocks of device memory after which a pool may keep less.
+/// Blocks after which a pool may keep less memory.
 const WINDOW: u32 = 1024;
-/// Free device memory is kept up to this many times what blocks took at most: freed pieces leave gaps, and one that the
-/// device still works on cannot be used again yet.
+/// Free memory is kept up to this many times the most in use: freed blocks leave gaps, and a block that the device still
+/// uses cannot be reused yet.
 const SLACK: u64 = 2;
 
 /// Bytes of device memory.
@@ -41,33 +37,33 @@ pub(crate) struct DevicePool {
 #[derive(Debug)]
 struct Inner {
     handle: sys::CUmemoryPool,
-    /// Where blocks are given back, behind everything that used them. Nothing else waits there.
+    /// The stream on which blocks are freed, after everything that used them.
     releases: Stream,
     /// Streams of ours that a block may be in use on.
     ours: [sys::CUstream; 2],
     /// For the order between two streams; used under its lock.
     order: Mutex<Event>,
-    kept: Mutex<Kept>,
+    threshold: Mutex<Threshold>,
     context: Arc<Context>,
 }
 
-/// How much memory a pool keeps when blocks are free.
+/// How much free memory a pool keeps.
 ///
-/// At each synchronisation the driver gives back to the device what a pool has above its threshold, and taking it again
-/// is slow. So the threshold is above what the steps in flight need together: what was in use at most, in this window or the
-/// one before. It grows at once; what a few large batches took goes back after two windows without.
+/// At each synchronisation the driver returns memory above the threshold to the device, and taking it again is slow. So
+/// the threshold is above what the steps in flight need together: the most in use in this window or the previous one. It
+/// grows at once, and shrinks after two windows without large batches.
 #[derive(Debug, Default)]
-struct Kept {
-    threshold: u64,
-    /// In use at most, in the window before.
+struct Threshold {
+    bytes: u64,
+    /// In use at most, in the previous window.
     before: u64,
     /// Blocks of this window.
     blocks: u32,
 }
 
-impl Kept {
+impl Threshold {
     /// Count a block. `used` is what was in use at most since the window began. Returns the new threshold, if there is one,
-    /// and whether a window begins.
+    /// and whether a window starts.
     fn count(&mut self, used: u64) -> (Option<u64>, bool) {
         let needed = used.max(self.before).saturating_mul(SLACK);
         self.blocks += 1;
@@ -75,9 +71,9 @@ impl Kept {
         if ends {
             (self.blocks, self.before) = (0, used);
         }
-        let changes = needed > self.threshold || (ends && needed < self.threshold);
+        let changes = needed > self.bytes || (ends && needed < self.bytes);
         if changes {
-            self.threshold = needed;
+            self.bytes = needed;
         }
         (changes.then_some(needed), ends)
     }
@@ -104,7 +100,7 @@ impl DevicePool {
             releases: Stream::new(context)?,
             ours,
             order: Mutex::new(Event::new(context)?),
-            kept: Mutex::default(),
+            threshold: Mutex::default(),
             context: Arc::clone(context),
         };
         // A look-up must not wait for the model: memory that is still in use elsewhere is not given to it.
@@ -127,7 +123,7 @@ impl DevicePool {
         }
         inner.context.check("cuMemAllocFromPoolAsync", code)?;
         let block = Block { address, pool: Arc::clone(inner) };
-        inner.keep()?;
+        inner.adjust()?;
         Ok(block)
     }
 
@@ -142,7 +138,7 @@ impl DevicePool {
     pub(crate) fn trim(&self) -> Result<(), CudaError> {
         let inner = &self.inner;
         let _current = inner.context.enter()?;
-        *inner.kept.lock() = Kept::default();
+        *inner.threshold.lock() = Threshold::default();
         inner.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, &mut 0u64)?;
         // SAFETY: the pool and the stream are alive.
         unsafe {
@@ -169,28 +165,28 @@ impl Inner {
         Ok(value)
     }
 
-    /// Keep as much as is needed, now that another block was taken.
-    fn keep(&self) -> Result<(), CudaError> {
-        let mut kept = self.kept.lock();
-        let (threshold, begins) = kept.count(self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?);
-        if let Some(mut threshold) = threshold {
-            self.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &mut threshold)?;
+    /// Adjust the threshold after a block was taken.
+    fn adjust(&self) -> Result<(), CudaError> {
+        let mut threshold = self.threshold.lock();
+        let (changed, starts) = threshold.count(self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?);
+        if let Some(mut bytes) = changed {
+            self.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &mut bytes)?;
         }
-        if begins {
+        if starts {
             self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, &mut 0u64)?;
         }
         Ok(())
     }
 
-    /// Let blocks be given back only behind what is queued on `stream` so far.
-    fn release_behind(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+    /// Let blocks be freed only after all work queued on `stream` so far.
+    fn release_after(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let event = self.order.lock();
         event.record(stream)?;
         self.releases.wait(&event)
     }
 }
 
-/// A piece of device memory. Dropped, it goes back to the pool behind everything that may use it.
+/// Device memory. Dropped, it returns to the pool after everything that may use it.
 #[derive(Debug)]
 pub(crate) struct Block {
     address: u64,
@@ -220,11 +216,11 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Note that what is queued on `stream` so far uses the block: somebody else's, at its last use.
+    /// Note that work queued on `stream`, which is not ours, uses the block; called at its last use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
-        if self.pool.release_behind(stream as sys::CUstream).is_err() {
-            // The stream is gone: wait for whatever it had.
+        if self.pool.release_after(stream as sys::CUstream).is_err() {
+            // The stream was destroyed: wait for all work.
             // SAFETY: a context is current.
             let _ = unsafe { sys::cuCtxSynchronize() };
         }
@@ -234,169 +230,10 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         let Ok(_current) = self.pool.context.enter() else { return };
-        let ordered = self.pool.ours.iter().try_for_each(|stream| self.pool.release_behind(*stream));
+        let ordered = self.pool.ours.iter().try_for_each(|stream| self.pool.release_after(*stream));
         if ordered.is_ok() {
-            // SAFETY: made by `take`, given back once, behind all its uses. On failure it is lost, with the context.
+            // SAFETY: made by `take`, freed once, after all its uses. On failure it is leaked, with the context.
             let _ = unsafe { sys::cuMemFreeAsync(self.address, self.pool.releases.handle()) };
-        }
-    }
-}
-
-/// Page-locked memory, which the device copies from and to by itself.
-#[derive(Debug)]
-pub(crate) struct PinnedPool {
-    state: Mutex<PinnedState>,
-    context: Arc<Context>,
-}
-
-#[derive(Debug, Default)]
-struct PinnedState {
-    free: Vec<Pages>,
-    /// Those that a copy may still read, in the order of their copies.
-    busy: Vec<(Event, Pages)>,
-}
-
-#[derive(Debug)]
-struct Pages {
-    start: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: plain memory with one owner.
-unsafe impl Send for Pages {}
-
-impl PinnedPool {
-    pub(crate) fn new(context: &Arc<Context>) -> Arc<Self> {
-        Arc::new(Self { state: Mutex::default(), context: Arc::clone(context) })
-    }
-
-    /// `bytes` of page-locked memory with whatever was in it: the smallest free block that fits.
-    pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CudaError> {
-        let mut state = self.state.lock();
-        state.reclaim();
-        let fits = state.free.iter().enumerate().filter(|(_, pages)| pages.bytes >= bytes);
-        let place = fits.min_by_key(|(_, pages)| pages.bytes).map(|(place, _)| place);
-        let pages = match place {
-            Some(place) => state.free.swap_remove(place),
-            None => self.make(bytes.max(1).next_multiple_of(PINNED_STEP))?,
-        };
-        Ok(Pinned { pages: Some(pages), len: bytes, behind: None, home: Arc::clone(self) })
-    }
-
-    fn make(&self, bytes: usize) -> Result<Pages, CudaError> {
-        let mut start = std::ptr::null_mut();
-        // SAFETY: the driver gives bytes or an error.
-        let code = unsafe { sys::cuMemHostAlloc(&mut start, bytes, 0) };
-        if code != CUresult::CUDA_SUCCESS {
-            let ordinal = self.context.ordinal();
-            return Err(CudaError::NoPinnedMemory { ordinal, bytes, code: describe(code) });
-        }
-        // SAFETY: as many bytes are there; written once, so that they may be read.
-        unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
-        Ok(Pages { start: start.cast(), bytes })
-    }
-
-    /// Keep the largest of what is free.
-    fn put(&self, pages: Pages, behind: Option<Event>) {
-        let mut state = self.state.lock();
-        match behind {
-            Some(event) => state.busy.push((event, pages)),
-            None => state.free.push(pages),
-        }
-        state.reclaim();
-        while state.free.len() > MAX_FREE {
-            let smallest = state.free.iter().enumerate().min_by_key(|(_, pages)| pages.bytes);
-            let Some((place, _)) = smallest else { return };
-            let pages = state.free.swap_remove(place);
-            self.unmake(&pages);
-        }
-    }
-
-    fn unmake(&self, pages: &Pages) {
-        if let Ok(_current) = self.context.enter() {
-            // SAFETY: made by `make`; no copy uses it any more.
-            let _ = unsafe { sys::cuMemFreeHost(pages.start.cast()) };
-        }
-    }
-
-    pub(crate) fn trim(&self) -> Result<(), CudaError> {
-        let _current = self.context.enter()?;
-        let mut state = self.state.lock();
-        state.reclaim();
-        state.free.drain(..).for_each(|pages| self.unmake(&pages));
-        Ok(())
-    }
-}
-
-impl PinnedState {
-    fn reclaim(&mut self) {
-        for (event, pages) in std::mem::take(&mut self.busy) {
-            if event.is_done() {
-                self.free.push(pages);
-            } else {
-                self.busy.push((event, pages));
-            }
-        }
-    }
-}
-
-/// A page-locked block. Dropped, it goes back to its pool.
-#[derive(Debug)]
-pub(crate) struct Pinned {
-    pages: Option<Pages>,
-    len: usize,
-    behind: Option<Event>,
-    home: Arc<PinnedPool>,
-}
-
-// SAFETY: plain memory with one owner; shared, it is only read.
-unsafe impl Sync for Pinned {}
-
-impl Pinned {
-    fn start(&self) -> *mut u8 {
-        self.pages.as_ref().map_or(std::ptr::null_mut(), |pages| pages.start)
-    }
-
-    pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: as many bytes are there, initialised, until this is dropped; a copy to it was waited for.
-        unsafe { std::slice::from_raw_parts(self.start(), self.len) }
-    }
-
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; no copy from it is under way before `give_back_behind`.
-        unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
-    }
-
-    /// Queue a copy of all to the device.
-    pub(crate) fn upload(&self, to: u64, stream: &Stream) -> Result<(), CudaError> {
-        if self.len == 0 {
-            return Ok(());
-        }
-        // SAFETY: both blocks have as many bytes, and outlive the copy: they go back behind it.
-        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, self.start().cast(), self.len, stream.handle()) };
-        self.home.context.check("cuMemcpyHtoDAsync", code)
-    }
-
-    /// Queue a copy from the device over all of it.
-    pub(crate) fn download(&mut self, from: u64, stream: &Stream) -> Result<(), CudaError> {
-        if self.len == 0 {
-            return Ok(());
-        }
-        // SAFETY: as above.
-        let code = unsafe { sys::cuMemcpyDtoHAsync_v2(self.start().cast(), from, self.len, stream.handle()) };
-        self.home.context.check("cuMemcpyDtoHAsync", code)
-    }
-
-    /// Give it back, to be used again once the device has come to `event`.
-    pub(crate) fn give_back_behind(mut self, event: Event) {
-        self.behind = Some(event);
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        if let Some(pages) = self.pages.take() {
-            self.home.put(pages, self.behind.take());
         }
     }
 }
@@ -406,26 +243,26 @@ mod tests {
     use super::*;
 
     /// The thresholds while so many blocks are taken, with `used` in use at most.
-    fn thresholds(kept: &mut Kept, blocks: u32, used: u64) -> Vec<u64> {
-        (0..blocks).filter_map(|_| kept.count(used).0).collect()
+    fn thresholds(threshold: &mut Threshold, blocks: u32, used: u64) -> Vec<u64> {
+        (0..blocks).filter_map(|_| threshold.count(used).0).collect()
     }
 
     #[test]
-    fn what_is_in_use_at_most_is_kept_and_twice_that() {
-        let mut kept = Kept::default();
-        assert_eq!(thresholds(&mut kept, 1, 10), [20]);
-        assert_eq!(thresholds(&mut kept, 1, 35), [70], "it grows at once");
-        assert_eq!(thresholds(&mut kept, 10 * WINDOW, 35), [], "a threshold that fits is left alone");
+    fn twice_the_most_in_use_is_kept() {
+        let mut threshold = Threshold::default();
+        assert_eq!(thresholds(&mut threshold, 1, 10), [20]);
+        assert_eq!(thresholds(&mut threshold, 1, 35), [70], "it grows at once");
+        assert_eq!(thresholds(&mut threshold, 10 * WINDOW, 35), [], "a threshold that fits is left alone");
     }
 
     #[test]
     fn what_a_large_batch_took_goes_back_after_two_windows() {
-        let mut kept = Kept::default();
-        assert_eq!(thresholds(&mut kept, WINDOW - 1, 10), [20]);
-        // It ends a window, and the next one begins with it in use.
-        assert_eq!(kept.count(500), (Some(1000), true));
-        assert_eq!(thresholds(&mut kept, WINDOW, 10), []);
-        assert_eq!(thresholds(&mut kept, WINDOW - 1, 10), []);
-        assert_eq!(kept.count(10), (Some(20), true));
+        let mut threshold = Threshold::default();
+        assert_eq!(thresholds(&mut threshold, WINDOW - 1, 10), [20]);
+        // It ends a window, and is in use when the next one starts.
+        assert_eq!(threshold.count(500), (Some(1000), true));
+        assert_eq!(thresholds(&mut threshold, WINDOW, 10), []);
+        assert_eq!(thresholds(&mut threshold, WINDOW - 1, 10), []);
+        assert_eq!(threshold.count(10), (Some(20), true));
     }
 }

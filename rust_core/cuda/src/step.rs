@@ -9,7 +9,8 @@ use crate::Cuda;
 use crate::driver::Event;
 use crate::error::CudaError;
 use crate::layout::{Jobs, StepLayout};
-use crate::memory::{Block, Pinned};
+use crate::memory::Block;
+use crate::pinned::Pinned;
 
 /// A device, as one engine uses it.
 #[derive(Debug, Clone)]
@@ -44,12 +45,12 @@ impl CudaDevice {
 
 impl Device for CudaDevice {
     fn begin<'a>(&'a self, work: &DeviceWork<'_>) -> Result<Box<dyn DeviceLookup + 'a>, DeviceError> {
-        Ok(Box::new(Lookup::begin(self, work).map_err(|error| Arc::new(error) as DeviceError)?))
+        Ok(Box::new(StagedLookup::begin(self, work).map_err(|error| Arc::new(error) as DeviceError)?))
     }
 }
 
 /// Staging memory of a look-up that waits for its rows.
-struct Lookup<'a> {
+struct StagedLookup<'a> {
     device: &'a CudaDevice,
     layout: StepLayout,
     staging: Pinned,
@@ -58,7 +59,7 @@ struct Lookup<'a> {
     launches: [Jobs; 2],
 }
 
-impl<'a> Lookup<'a> {
+impl<'a> StagedLookup<'a> {
     fn begin(device: &'a CudaDevice, work: &DeviceWork<'_>) -> Result<Self, CudaError> {
         let cuda = &device.cuda;
         let _current = cuda.context.enter()?;
@@ -76,9 +77,9 @@ impl<'a> Lookup<'a> {
         let stream = &cuda.lookups;
         let queue = stream.queue();
         self.staging.upload(self.inputs.address(), stream)?;
-        self.staging.give_back_behind(stream.record()?);
+        self.staging.give_back_after(stream.record()?);
         for jobs in self.launches {
-            // SAFETY: both blocks are laid out for these jobs, and `Step` keeps them; they are given back behind this stream.
+            // SAFETY: both blocks are laid out for these jobs, and `Step` keeps them; they are freed after this stream.
             unsafe { cuda.kernels.launch(jobs, self.inputs.address(), 0, stream)? };
         }
         let ready = Arc::new(stream.record()?);
@@ -93,7 +94,7 @@ impl<'a> Lookup<'a> {
     }
 }
 
-impl DeviceLookup for Lookup<'_> {
+impl DeviceLookup for StagedLookup<'_> {
     fn rows(&mut self) -> Vec<&mut [f32]> {
         self.layout.rows(self.staging.bytes_mut())
     }
@@ -103,7 +104,7 @@ impl DeviceLookup for Lookup<'_> {
     }
 }
 
-/// A look-up on its way to the device, or there.
+/// A look-up that is copied and pooled on the device.
 #[derive(Debug)]
 pub struct Step {
     pub(crate) device: CudaDevice,
@@ -115,19 +116,19 @@ pub struct Step {
 
 /// A tensor of a step, or of its sums. It keeps the block that it lies in, and nothing else of the step.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct DeviceTensor {
     pub(crate) block: Arc<Block>,
     pub(crate) place: usize,
     pub(crate) ready: Arc<Event>,
 }
 
-impl Part {
+impl DeviceTensor {
     /// Where it starts.
     pub fn address(&self) -> u64 {
         self.block.address() + self.place as u64
     }
 
-    /// Let what is queued on `stream` from now on wait until it is there.
+    /// Let work that is queued on `stream` later wait until it is computed.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -135,7 +136,7 @@ impl Part {
         self.ready.let_wait(stream as _)
     }
 
-    /// Note that what is queued on `stream` so far uses it; called when its user drops it.
+    /// Note that work queued on `stream` so far uses it; called when its user drops it.
     pub fn used_on(&self, stream: usize) {
         self.block.used_on(stream);
     }
@@ -148,22 +149,22 @@ impl Step {
     }
 
     /// Vectors of an id feature: `[samples, dim]`.
-    pub fn vectors(&self, feature: usize) -> Option<Part> {
-        Some(self.part(&self.outputs, self.layout.vectors(feature)?))
+    pub fn vectors(&self, feature: usize) -> Option<DeviceTensor> {
+        Some(self.of_block(&self.outputs, self.layout.vectors(feature)?))
     }
 
     /// Mask of a raw feature: a byte for each place.
-    pub fn mask(&self, feature: usize) -> Option<Part> {
-        Some(self.part(&self.outputs, self.layout.mask(feature)?))
+    pub fn mask(&self, feature: usize) -> Option<DeviceTensor> {
+        Some(self.of_block(&self.outputs, self.layout.mask(feature)?))
     }
 
-    /// A dense input or label, in the order of [`DeviceWork::tensors`]. It lies among the rows and lists of the batch:
-    /// whoever keeps it keeps them all.
-    pub fn tensor(&self, index: usize) -> Option<Part> {
-        Some(self.part(&self.inputs, self.layout.tensor(index)?))
+    /// A dense input or label, in the order of [`DeviceWork::tensors`]. It shares its block with the rows and
+    /// lists of the batch, and keeps them all.
+    pub fn tensor(&self, index: usize) -> Option<DeviceTensor> {
+        Some(self.of_block(&self.inputs, self.layout.tensor(index)?))
     }
 
-    fn part(&self, block: &Arc<Block>, place: usize) -> Part {
-        Part { block: Arc::clone(block), place, ready: Arc::clone(&self.ready) }
+    fn of_block(&self, block: &Arc<Block>, place: usize) -> DeviceTensor {
+        DeviceTensor { block: Arc::clone(block), place, ready: Arc::clone(&self.ready) }
     }
 }

@@ -1,24 +1,25 @@
-//! Backward on a device: gradients of samples summed per unique id, on their way to the tables.
+//! Backward on a device: gradients of samples are summed per unique id, and copied to the host.
 
 use std::any::Any;
 use std::borrow::Cow;
 use std::sync::Arc;
 
 use persia_engine::device::{DeviceError, DeviceGradients};
+use persia_kernels::half::{Bf16, F16, widen};
+use persia_kernels::simd::{Lanes, Level, Work};
 use persia_types::Dtype;
-use persia_types::half::{Bf16, F16, widen};
-use persia_types::simd::{Lanes, Level, Work};
 
 use crate::driver::Event;
 use crate::error::CudaError;
 use crate::layout::{Gradient, SumsLayout};
-use crate::memory::{Block, Pinned};
-use crate::step::{Part, Step};
+use crate::memory::Block;
+use crate::pinned::Pinned;
+use crate::step::{DeviceTensor, Step};
 
-/// Summed gradients of a step, on their way back.
+/// Summed gradients of a step, while they are copied to the host.
 pub struct Sums {
     wire: Dtype,
-    /// Behind the copy to `host`.
+    /// Recorded after the copy to `host`.
     copied: Event,
     host: Pinned,
     /// Per table where its vectors lie in `host`, in bytes, and what they became where they had 16 bits.
@@ -40,8 +41,8 @@ impl Step {
     /// Sum gradients, one for each id feature, which are ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream); each sum
     /// is multiplied by `scale`. Also returns a word of the device: 1 if a sum is not finite, else 0.
     ///
-    /// It returns before anything is done. `owners`, this step and the memory of the sums are let go by
-    /// [`Sums::wait`](DeviceGradients::wait), as soon as the sums are copied: not only when a server has taken them.
+    /// It returns at once. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of the sums as soon
+    /// as the sums are copied, before the push.
     ///
     /// # Errors
     /// [`CudaError`]: no memory, gradients that do not fit, or from the driver.
@@ -50,7 +51,7 @@ impl Step {
         gradients: &[Gradient],
         scale: f32,
         owners: Box<dyn Any + Send>,
-    ) -> Result<(Sums, Part), CudaError> {
+    ) -> Result<(Sums, DeviceTensor), CudaError> {
         if gradients.len() != self.layout.features() {
             let what = format!("{} gradients for {} id features", gradients.len(), self.layout.features());
             return Err(CudaError::BadGradient { what });
@@ -76,7 +77,7 @@ impl Step {
         staging.bytes_mut().copy_from_slice(bytemuck::cast_slice(&jobs));
         let queue = stream.queue();
         staging.upload(address + layout.jobs_place() as u64, stream)?;
-        staging.give_back_behind(stream.record()?);
+        staging.give_back_after(stream.record()?);
         for jobs in launches {
             let flag = address + SumsLayout::FLAG as u64;
             // SAFETY: jobs are laid out for `memory` and the step's inputs, which `Sums` keeps, and for gradients of the
@@ -85,7 +86,7 @@ impl Step {
         }
         let memory = Arc::new(memory);
         let ready = Arc::new(stream.record()?);
-        let flag = Part { block: Arc::clone(&memory), place: SumsLayout::FLAG, ready };
+        let flag = DeviceTensor { block: Arc::clone(&memory), place: SumsLayout::FLAG, ready };
         host.download(address + back.start as u64, stream)?;
         let copied = stream.record()?;
         queue.finish();
@@ -104,7 +105,7 @@ impl Step {
 impl DeviceGradients for Sums {
     fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError> {
         self.copied.synchronize().map_err(|error| Arc::new(error) as DeviceError)?;
-        // The push itself may take long.
+        // Not after the push, which may take long.
         self.held = None;
         let (bytes, wire) = (self.host.bytes(), self.wire);
         if wire == Dtype::F32 {
@@ -127,7 +128,7 @@ impl DeviceGradients for Sums {
 
 impl Drop for Sums {
     fn drop(&mut self) {
-        // Gradients are PyTorch's, and it uses their memory again at once; nothing of ours may be on its way then.
+        // PyTorch reuses the memory of the gradients at once, so no kernel may still read it.
         let _ = self.copied.synchronize();
     }
 }

@@ -18,12 +18,12 @@ use persia_engine::{
     Batch, BatchParts, Drained, Dtype as Element, Engine, EngineOptions, Gradient as Floats, IdFeature, Next,
     PushOptions, Tensor,
 };
+use persia_kernels::{Pool, pool};
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::kernels::{Pool, pool};
 use persia_types::schema::{HashStack, Initializer, Optimizer, Pooling, Slot};
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, SampleUses, Snapshot, Stats,
+    FileEntry, LookupReport, LookupRequest, PerSample, PushReport, PushRequest, Run, Snapshot, Stats,
     TableIds,
 };
 use persia_types::{Dtype, Schema, Table, Tables, TablesError};
@@ -148,7 +148,7 @@ impl Tables for Pools {
         self.0.begin(run)
     }
 
-    fn pools(&self, dim: usize, _: usize, _: &persia_types::kernels::Bags<'_>) -> bool {
+    fn pools(&self, dim: usize, _: usize, _: &persia_kernels::Bags<'_>) -> bool {
         dim == self.1
     }
 
@@ -161,8 +161,8 @@ impl Tables for Pools {
         let plain: Vec<TableIds<'_>> = request
             .tables
             .iter()
-            .map(|ids| match ids.uses {
-                Some(SampleUses::Pooled(_)) => TableIds { uses: None, ..*ids },
+            .map(|ids| match ids.per_sample {
+                Some(PerSample::Pooled(_)) => TableIds { per_sample: None, ..*ids },
                 _ => *ids,
             })
             .collect();
@@ -175,8 +175,8 @@ impl Tables for Pools {
         let report = self.0.lookup(&LookupRequest { tables: &plain, ..*request }, &mut targets)?;
         for ((ids, own), out) in request.tables.iter().zip(&own).zip(rows) {
             let dim = dim(ids, out);
-            match ids.uses {
-                Some(SampleUses::Pooled(bags)) => pool(&Pool { rows: own, dim, bags }, out),
+            match ids.per_sample {
+                Some(PerSample::Pooled(bags)) => pool(&Pool { rows: own, dim, bags }, out),
                 _ => out.copy_from_slice(own),
             }
         }

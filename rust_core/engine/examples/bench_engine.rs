@@ -5,7 +5,7 @@
 #![allow(
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "a benchmark prints and has nobody to report to"
+    reason = "a benchmark prints its result and stops at the first error"
 )]
 
 use std::hint::black_box;
@@ -15,9 +15,9 @@ use std::time::Duration;
 use persia_engine::{
     Batch, BatchParts, Drained, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, PushOptions, StageTime,
 };
+use persia_kernels::{Bags, Pool, SegmentSum};
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::kernels::{self, Bags, Pool, SegmentSum};
 use persia_types::schema::{Initializer, Optimizer, Schema, Slot, Table};
 use persia_types::tables::{Run, Tables};
 use rustix::time::{ClockId, clock_gettime};
@@ -120,17 +120,23 @@ fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], re
 
         let start = now();
         for ((feature, rows), out) in batch.id_features().iter().zip(&rows).zip(&mut outputs) {
-            let (places, offsets) = (feature.inverse(), feature.offsets());
-            let bags = Bags { places, offsets, weights: None, divisors: None };
-            kernels::pool(&Pool { rows, dim, bags }, out);
+            let (indices, offsets) = (feature.inverse(), feature.offsets());
+            let bags = Bags { indices, offsets, per_sample_weights: None, divisors: None };
+            persia_kernels::pool(&Pool { rows, dim, bags }, out);
         }
         pool.push((now() - start) / ids);
 
         let start = now();
         for ((feature, gradients), sum) in batch.id_features().iter().zip(&outputs).zip(&mut sums) {
-            let input =
-                SegmentSum { gradients, dim, uses: feature.uses(), factors: None, weights: None, scale: 1.0 };
-            kernels::segment_sum(&input, 0, &mut sum[..feature.unique().len() * dim]);
+            let input = SegmentSum {
+                gradients,
+                dim,
+                csr: feature.csr(),
+                factors: None,
+                per_sample_weights: None,
+                scale: 1.0,
+            };
+            persia_kernels::segment_sum(&input, 0, &mut sum[..feature.unique().len() * dim]);
         }
         segment.push((now() - start) / ids);
         unique = batch.id_features().iter().map(|feature| feature.unique().len()).sum();

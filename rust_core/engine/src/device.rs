@@ -1,17 +1,17 @@
-//! Devices that pool rows and sum gradients in the place of the CPU. The engine itself knows none: whoever makes it brings one.
+//! Devices that pool rows and sum gradients in place of the CPU. The engine is given one and knows no kind of device.
 //!
-//! A device gives what [`kernels`](persia_types::kernels) give, element by element and in the same order of sums.
+//! A device gives the bits of [`persia_kernels`]: the same sums in the same order.
 
 use std::any::Any;
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use persia_types::kernels::{Bags, Uses};
+use persia_kernels::{Bags, Csr};
 
-/// What went wrong: where, why, and what to do next.
+/// A failure of a device: where, why, and what to do next.
 pub type DeviceError = Arc<dyn std::error::Error + Send + Sync>;
 
-/// What a look-up has on a device. Only who made the device can read it.
+/// What a look-up has on a device. Only the device's own crate can read it.
 pub type OnDevice = Arc<dyn Any + Send + Sync>;
 
 /// Where look-ups are pooled.
@@ -19,19 +19,19 @@ pub trait Device: Send + Sync {
     /// Make room for a look-up.
     ///
     /// # Errors
-    /// No memory, or a device that is gone.
+    /// No memory, or a device that failed.
     fn begin<'a>(&'a self, work: &DeviceWork<'_>) -> Result<Box<dyn DeviceLookup + 'a>, DeviceError>;
 }
 
 /// A look-up that waits for its rows.
 pub trait DeviceLookup {
-    /// Memory for the vectors of each table, in their order: `[vectors, dim]`, with whatever was in it.
+    /// Memory for the vectors of each table, in their order: `[vectors, dim]`, of unspecified value.
     fn rows(&mut self) -> Vec<&mut [f32]>;
 
-    /// Start to copy and to pool; returns before that is done.
+    /// Start to copy and to pool, and return without waiting.
     ///
     /// # Errors
-    /// A device that is gone.
+    /// A device that failed.
     fn launch(self: Box<Self>) -> Result<OnDevice, DeviceError>;
 }
 
@@ -64,23 +64,23 @@ pub struct DeviceFeature<'a> {
     pub table: usize,
     /// Samples, or places of a raw feature.
     pub samples: usize,
-    /// What each sample adds up; `None` where the table's vectors are those of samples.
+    /// The rows of each sample; `None` where the table's vectors are those of samples.
     pub bags: Option<Bags<'a>>,
     /// From its own unique ids to the table's; `None` where they are the same.
     pub map: Option<&'a [u32]>,
-    /// Of a training batch: which samples use each of its unique ids.
-    pub uses: Option<Uses<'a>>,
-    /// The weights in the order of `uses`.
-    pub use_weights: Option<&'a [f32]>,
+    /// Of a training batch: the samples of each of its unique ids.
+    pub csr: Option<Csr<'a>>,
+    /// The weights in the order of `csr`.
+    pub csr_weights: Option<&'a [f32]>,
     /// Whether a mask says which places have an id.
     pub raw: bool,
 }
 
-/// Gradients that a device has summed, on their way back.
+/// Gradients that a device sums.
 pub trait DeviceGradients: Send {
     /// Wait for them: for each table of the look-up its `[vectors, dim]`, multiplied by the push's whole scale.
     ///
     /// # Errors
-    /// A device that is gone.
+    /// A device that failed.
     fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError>;
 }

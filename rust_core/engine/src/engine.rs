@@ -1,95 +1,29 @@
 //! The engine: one rank's access to the tables, over all its pipelines.
 
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
-use persia_types::limits::MAX_STALENESS;
 use persia_types::schema::Schema;
 use persia_types::tables::{LookupReport, Mode, Tables};
-use persia_types::token::JobId;
 
 use crate::batch::Batch;
+use crate::context::Context;
 use crate::device::{Device, OnDevice};
 use crate::error::Error;
-use crate::pipeline::push;
-use crate::pipeline::shared::{Context, Shared, deadline, guarded, join, spawn};
-use crate::pipeline::{Pipeline, Wait};
+use crate::options::EngineOptions;
+use crate::pipeline::Pipeline;
+use crate::pipeline::push::PushThread;
+use crate::pipeline::scheduler::{Scheduler, deadline};
+use crate::pipeline::wait::Wait;
+use crate::pipeline::worker::guarded;
 use crate::stats::EngineStats;
-use crate::step::buffer::BufferPool;
-use crate::step::forward::{Output, forward};
-use crate::step::plan::Plan;
-
-/// How an engine runs. Every field has a range, checked by [`Engine::new`].
-#[derive(Debug, Clone, PartialEq)]
-pub struct EngineOptions {
-    /// The job's name, part of every token.
-    pub job: String,
-    /// The run's generation, part of every token.
-    pub generation: u64,
-    /// This trainer's rank, below `world_size`.
-    pub rank: u32,
-    /// Trainer ranks of the run.
-    pub world_size: u32,
-    /// K, 1 to 64: at most K - 1 own pushes are unacknowledged when a look-up is served. 1 when `reproducible`.
-    pub staleness: usize,
-    /// Look up a batch only when it is asked for and every push before it is acknowledged.
-    pub reproducible: bool,
-    /// Batches a pipeline holds before `feed` waits, at least 1.
-    pub forward_buffer: usize,
-    /// The first step, from 1; a resumed run goes on with the step after its checkpoint's.
-    pub first_seq: u64,
-    /// Multiplies every summed gradient: 1 / world size, or 1 for a sum over ranks.
-    pub gradient_scale: f32,
-}
-
-impl Default for EngineOptions {
-    fn default() -> Self {
-        Self {
-            job: "persia".into(),
-            generation: 1,
-            rank: 0,
-            world_size: 1,
-            staleness: 8,
-            reproducible: false,
-            forward_buffer: 10,
-            first_seq: 1,
-            gradient_scale: 1.0,
-        }
-    }
-}
-
-impl EngineOptions {
-    /// Whether every rank's look-up and push of every step is waited for by those of the ranks behind it.
-    pub fn takes_turns(&self) -> bool {
-        self.reproducible && self.world_size > 1
-    }
-
-    fn check(&self) -> Result<(), Error> {
-        let bad = |option, what: String| Err(Error::BadOption { option, what });
-        if !(1..=MAX_STALENESS).contains(&self.staleness) {
-            return bad("staleness", format!("{} is outside 1..={MAX_STALENESS}", self.staleness));
-        }
-        if self.rank >= self.world_size {
-            return bad("rank", format!("{} is not below the world size {}", self.rank, self.world_size));
-        }
-        if self.forward_buffer == 0 {
-            return bad("forward_buffer", "0 batches; at least 1 is needed".into());
-        }
-        if self.first_seq == 0 {
-            return bad("first_seq", "0; steps count from 1".into());
-        }
-        if !(self.gradient_scale.is_finite() && self.gradient_scale > 0.0) {
-            return bad("gradient_scale", format!("{} is not a positive number", self.gradient_scale));
-        }
-        Ok(())
-    }
-}
+use crate::step::output::Output;
+use crate::step::{forward, plan};
 
 /// Whether all pushes are acknowledged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drained {
-    /// None is queued or on its way: the tables hold every gradient that was pushed.
+    /// The tables hold every gradient that was pushed.
     Done,
     /// The timeout passed first.
     Pending(Wait),
@@ -97,26 +31,20 @@ pub enum Drained {
 
 /// Result of [`Engine::lookup_now`].
 #[derive(Debug)]
-pub struct Evaluated {
+pub struct EvalResult {
     /// One per id feature, in the batch's order.
     pub outputs: Vec<Output>,
     /// The vectors, where the engine has a device; those of `outputs` are empty then.
     pub on_device: Option<OnDevice>,
-    /// What was found.
+    /// What the look-up found.
     pub report: LookupReport,
 }
 
-/// One rank's engine. Clones are the same engine; its push thread ends, after what is queued, with the last of
-/// them and their pipelines.
+/// One rank's engine. Clones are the same engine. When the last clone and pipeline are dropped, the push thread pushes
+/// what is queued and ends.
 #[derive(Clone)]
 pub struct Engine {
-    pub(crate) inner: Arc<Inner>,
-}
-
-/// Owns the push thread.
-pub(crate) struct Inner {
-    pub(crate) shared: Arc<Shared>,
-    pusher: Option<JoinHandle<()>>,
+    pusher: Arc<PushThread>,
 }
 
 impl Engine {
@@ -142,39 +70,26 @@ impl Engine {
         if options.reproducible {
             options.staleness = 1;
         }
-        let buffers = (options.staleness + 2) * schema.slots.len() + 4 * schema.tables.len();
-        let context = Context {
-            tables,
-            schema,
-            buffers: BufferPool::new(buffers),
-            job: JobId::from_name(&options.job),
-            generation: options.generation,
-            rank: options.rank,
-            gradient_scale: options.gradient_scale,
-            device,
-        };
-        let shared = Arc::new(Shared::new(context, options));
-        let for_thread = Arc::clone(&shared);
-        let pusher = spawn("push", move || push::run(&for_thread))?;
-        Ok(Self { inner: Arc::new(Inner { shared, pusher: Some(pusher) }) })
+        let context = Context::new(tables, schema, &options, device);
+        Ok(Self { pusher: Arc::new(PushThread::start(context, options)?) })
     }
 
     /// A new pipeline: the batches of one data loader, from its first to its end or until it is closed.
-    /// Several may be open; permits and steps are the engine's.
+    /// Several may be open; staleness and steps are counted over all of them.
     ///
     /// # Errors
     /// [`Error::Spawn`], or the failure that stopped the engine.
     pub fn pipeline(&self) -> Result<Pipeline, Error> {
-        Pipeline::open(Arc::clone(&self.inner))
+        Pipeline::open(Arc::clone(&self.pusher))
     }
 
-    /// Look a batch up at once, outside any pipeline; nothing is changed. Pushes on their way may or may not be
-    /// seen: [`Self::drain`] first where that matters.
+    /// Look a batch up at once, outside any pipeline; nothing is changed. It may or may not see pushes in flight:
+    /// [`Self::drain`] first where that matters.
     ///
     /// # Errors
     /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::Lookup`].
-    pub fn lookup_now(&self, batch: &Batch, mode: Mode) -> Result<Evaluated, Error> {
-        self.lookup_on(self.inner.shared.context.device.as_deref(), batch, mode)
+    pub fn lookup_now(&self, batch: &Batch, mode: Mode) -> Result<EvalResult, Error> {
+        self.lookup_on(self.scheduler().context.device.as_deref(), batch, mode)
     }
 
     /// As [`Self::lookup_now`], on another device than the engine's, or on the CPU.
@@ -186,108 +101,81 @@ impl Engine {
         device: Option<&dyn Device>,
         batch: &Batch,
         mode: Mode,
-    ) -> Result<Evaluated, Error> {
+    ) -> Result<EvalResult, Error> {
         if mode == Mode::Train {
-            let what = "Train needs a permit: feed the batch to a pipeline".into();
+            let what = "Train counts towards the staleness: feed the batch to a pipeline".into();
             return Err(Error::BadOption { option: "mode", what });
         }
-        let shared = &self.inner.shared;
+        let scheduler = self.scheduler();
         let step = {
-            let state = shared.lock();
+            let state = scheduler.lock();
             state.check()?;
             state.step
         };
-        let plan = Plan::new(batch, &shared.context.schema)?;
+        let plan = plan(&scheduler.context, batch)?;
         let done = guarded("look-up", step, || {
-            forward(&shared.context, device, (batch, &plan), shared.context.token(step), mode)
+            forward(&scheduler.context, device, (batch, &plan), scheduler.context.token(step), mode)
         })?;
-        Ok(Evaluated { outputs: done.outputs, on_device: done.on_device, report: done.report })
+        Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
-    /// Wait until every push is acknowledged: the consistent cut. Tickets not yet pushed do not count.
+    /// Wait until every push is acknowledged, as before a checkpoint. Tickets not yet pushed do not count.
     ///
     /// # Errors
     /// The failure that stopped the engine; a failed push is never acknowledged.
     pub fn drain(&self, timeout: Duration) -> Result<Drained, Error> {
-        let shared = &self.inner.shared;
+        let scheduler = self.scheduler();
         let deadline = deadline(timeout);
-        let mut state = shared.lock();
+        let mut state = scheduler.lock();
         loop {
             state.check()?;
-            let Some(wait) = state.on_its_way() else { return Ok(Drained::Done) };
-            if !shared.caller_waits(&mut state, deadline) {
+            let Some(wait) = state.in_flight() else { return Ok(Drained::Done) };
+            if !scheduler.caller_waits(&mut state, deadline) {
                 return Ok(Drained::Pending(wait));
             }
         }
     }
 
-    /// Begin no more look-ups until [`Engine::resume`], so that a drain leaves nothing under way: the rows are of one step
-    /// then, and stay so.
+    /// Start no look-up until [`Engine::resume`]. After a drain the rows are then of one step, and do not change.
     pub fn pause(&self) {
-        self.inner.shared.lock().paused = true;
+        self.scheduler().lock().paused = true;
     }
 
-    /// End what [`Engine::pause`] began.
+    /// Start look-ups again.
     pub fn resume(&self) {
-        self.inner.shared.lock().paused = false;
-        self.inner.shared.wake_workers();
+        self.scheduler().lock().paused = false;
+        self.scheduler().wake_workers();
     }
 
     /// The latest training step handed out by a pipeline; `first_seq - 1` before any.
     pub fn step(&self) -> u64 {
-        self.inner.shared.lock().step
+        self.scheduler().lock().step
     }
 
     /// The options in effect.
     pub fn options(&self) -> &EngineOptions {
-        &self.inner.shared.options
+        &self.scheduler().options
     }
 
     /// The schema.
     pub fn schema(&self) -> &Schema {
-        &self.inner.shared.context.schema
+        &self.scheduler().context.schema
     }
 
     /// The failure that stopped the engine, if one did.
     pub fn failure(&self) -> Option<Error> {
-        self.inner.shared.lock().failed.clone()
+        self.scheduler().lock().failed.clone()
     }
 
     /// Counters and times so far.
     pub fn stats(&self) -> EngineStats {
-        let state = self.inner.shared.lock();
-        let staleness = state.permits.held() as u64;
-        let max_staleness = state.permits.most_before() as u64;
+        let state = self.scheduler().lock();
+        let staleness = state.window.len() as u64;
+        let max_staleness = state.window.max_staleness() as u64;
         EngineStats { staleness, max_staleness, ..state.stats.clone() }
     }
-}
 
-impl Drop for Inner {
-    fn drop(&mut self) {
-        self.shared.lock().stopping = true;
-        self.shared.wake_workers();
-        join(self.pusher.take());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn options_out_of_range_are_named() {
-        let cases = [
-            ("staleness", EngineOptions { staleness: 0, ..Default::default() }),
-            ("staleness", EngineOptions { staleness: 65, ..Default::default() }),
-            ("rank", EngineOptions { rank: 2, world_size: 2, ..Default::default() }),
-            ("forward_buffer", EngineOptions { forward_buffer: 0, ..Default::default() }),
-            ("first_seq", EngineOptions { first_seq: 0, ..Default::default() }),
-            ("gradient_scale", EngineOptions { gradient_scale: f32::NAN, ..Default::default() }),
-        ];
-        for (name, options) in cases {
-            let error = options.check().unwrap_err();
-            assert!(matches!(error, Error::BadOption { option, .. } if option == name), "{error}");
-        }
-        EngineOptions::default().check().unwrap();
+    fn scheduler(&self) -> &Scheduler {
+        &self.pusher.scheduler
     }
 }

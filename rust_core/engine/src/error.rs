@@ -1,4 +1,4 @@
-//! Everything the engine refuses. Errors are kept and told again, so they can be cloned.
+//! Everything the engine refuses. An error that stops the engine is returned by every later call, so errors are cloned.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::device::DeviceError;
 /// What went wrong, where, and what to do.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
-    /// Nothing to train on.
+    /// A batch without samples or id features.
     #[error("the batch is empty: {what}")]
     Empty {
         /// No samples, or no id features.
@@ -147,7 +147,7 @@ pub enum Error {
     Panicked {
         /// Look-up or push.
         worker: &'static str,
-        /// What it worked on.
+        /// The step.
         step: u64,
         /// The panic's message.
         what: String,
@@ -160,7 +160,7 @@ pub enum Error {
         /// Why.
         source: Arc<std::io::Error>,
     },
-    /// Used after its end.
+    /// Used after it was closed.
     #[error("{what} is closed: open a new one")]
     Closed {
         /// Pipeline or engine.

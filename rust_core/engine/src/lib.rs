@@ -1,11 +1,11 @@
-//! The engine of a trainer: everything between a user's batch and the rows in [`Tables`](persia_types::Tables).
+//! The engine of a trainer: between a user's batch and the rows in [`Tables`](persia_types::Tables).
 //!
 //! In the order of a training step:
 //!
 //! 1. [`Batch`]: id features deduplicated once, dense tensors, labels; checked when it is built
-//! 2. [`Plan`]: which slot and table each feature belongs to; slots that share a table are merged
-//! 3. [`Pipeline`]: feeds batches, looks them up ahead of time under K staleness permits, hands out [`Looked`]
-//! 4. [`Ticket::push`]: gradients per feature become one summed gradient per unique id, pushed in the background
+//! 2. a plan: the slot and table of each feature, and where its rows are pooled; slots that share a table are merged
+//! 3. [`Pipeline`]: looks batches up ahead of time, at most K steps ahead of their pushes, and returns [`PooledBatch`]
+//! 4. [`PushTicket::push`]: gradients per feature become one summed gradient per unique id, pushed in the background
 //!
 //! ```no_run
 //! # use persia_engine::{Batch, Engine, Error, Next, PushOptions};
@@ -14,10 +14,10 @@
 //! let pipeline = engine.pipeline()?;
 //! pipeline.feed(batch, Duration::from_secs(1))?;
 //! pipeline.end_of_data();
-//! while let Next::Ready(looked) = pipeline.next(Duration::from_secs(60))? {
-//!     // looked.outputs -> model -> gradients
+//! while let Next::Ready(pooled) = pipeline.next(Duration::from_secs(60))? {
+//!     // pooled.outputs -> model -> gradients
 //! #   let gradients = Vec::new();
-//!     if let Some(ticket) = looked.ticket {
+//!     if let Some(ticket) = pooled.ticket {
 //!         ticket.push(gradients, PushOptions::default())?;
 //!     }
 //! }
@@ -25,7 +25,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Nothing here knows of Python, the network or the disk; there is no async runtime, only two threads.
+//! The engine knows neither Python nor the network nor the disk. It has no async runtime, only a look-up thread per
+//! pipeline and a push thread.
 
 #[cfg(target_endian = "big")]
 compile_error!(
@@ -33,12 +34,13 @@ compile_error!(
 );
 
 mod batch;
-#[cfg(feature = "contract")]
-pub mod contract;
+mod buffer;
+mod context;
 pub mod device;
 mod engine;
 mod error;
 mod memory;
+mod options;
 mod pipeline;
 mod stats;
 mod step;
@@ -46,12 +48,13 @@ mod step;
 pub use batch::feature::IdFeature;
 pub use batch::tensor::{Dtype, Tensor};
 pub use batch::{Batch, BatchParts};
-pub use engine::{Drained, Engine, EngineOptions, Evaluated};
+pub use buffer::Buffer;
+pub use engine::{Drained, Engine, EvalResult};
 pub use error::Error;
-pub use persia_types::kernels;
-pub use pipeline::push::{Gradient, PushOptions, Ticket};
-pub use pipeline::{Fed, Looked, Next, Pipeline, Wait};
+pub use options::{EngineOptions, PushOptions};
+pub use pipeline::ticket::{PooledBatch, PushTicket};
+pub use pipeline::wait::Wait;
+pub use pipeline::{Fed, Next, Pipeline};
 pub use stats::{EngineStats, SlotStats, StageTime};
-pub use step::buffer::Buffer;
-pub use step::forward::{Output, Raw};
-pub use step::plan::Plan;
+pub use step::gradients::Gradient;
+pub use step::output::{Output, Raw};

@@ -1,14 +1,14 @@
-//! Memory that is used again. Fresh megabytes cost more in page faults than the work that is done in them.
+//! Memory that is reused: page faults of fresh megabytes cost more than the work that is done in them.
 
 use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 use persia_types::id::Id;
 
-/// Vectors shorter than this are not worth keeping: the allocator does as well.
-const WORTH_KEEPING: usize = 1024;
+/// Shorter vectors are left to the allocator.
+const MIN_REUSED: usize = 1024;
 
-/// Free vectors by capacity. What is kept is bounded by number, and so by what was in use at one time.
+/// Free vectors by capacity. Their number is bounded.
 #[derive(Debug)]
 pub(crate) struct FreeList<T> {
     by_capacity: BTreeMap<usize, Vec<Vec<T>>>,
@@ -21,14 +21,14 @@ impl<T: Copy + Default> FreeList<T> {
         Self { by_capacity: BTreeMap::new(), count: 0, max }
     }
 
-    /// A vector of `len` elements with whatever was in it before: the smallest free one that fits, unless it is
-    /// more than twice as large.
+    /// A vector of `len` elements with unspecified content: the smallest free one that fits, unless it is more than twice
+    /// as large.
     pub(crate) fn take(&mut self, len: usize) -> Vec<T> {
         // Sizes that differ a little from batch to batch share their vectors.
-        let wanted = len.next_multiple_of(WORTH_KEEPING);
+        let wanted = len.next_multiple_of(MIN_REUSED);
         let found = self.by_capacity.range_mut(wanted..=wanted * 2).next();
         let mut vector = match found {
-            None => Vec::with_capacity(if len < WORTH_KEEPING { len } else { wanted }),
+            None => Vec::with_capacity(if len < MIN_REUSED { len } else { wanted }),
             Some((&capacity, list)) => {
                 let vector = list.pop().unwrap_or_default();
                 if list.is_empty() {
@@ -42,9 +42,9 @@ impl<T: Copy + Default> FreeList<T> {
         vector
     }
 
-    /// Keep a vector. When there are too many, the smallest goes: it is the cheapest to make again.
+    /// Return a vector. If there are too many, the smallest is dropped: it is the cheapest to allocate.
     pub(crate) fn put(&mut self, vector: Vec<T>) {
-        if vector.capacity() < WORTH_KEEPING || self.max == 0 {
+        if vector.capacity() < MIN_REUSED || self.max == 0 {
             return;
         }
         if self.count == self.max {
@@ -68,7 +68,7 @@ impl<T: Copy + Default> FreeList<T> {
     }
 }
 
-/// Where the vectors of id features come from and go back to.
+/// The free vectors of id features.
 #[derive(Debug)]
 pub(crate) struct FeatureMemory {
     places: Mutex<FreeList<u32>>,
@@ -77,7 +77,7 @@ pub(crate) struct FeatureMemory {
 }
 
 impl Default for FeatureMemory {
-    /// Room for the vectors of some hundred features, which is a score of large batches.
+    /// Room for the vectors of some hundred features: about twenty large batches.
     fn default() -> Self {
         Self {
             places: Mutex::new(FreeList::new(4096)),
@@ -88,7 +88,7 @@ impl Default for FeatureMemory {
 }
 
 impl FeatureMemory {
-    /// `len` numbers, whatever they were.
+    /// `len` indices of unspecified value.
     pub(crate) fn places(&self, len: usize) -> Vec<u32> {
         self.places.lock().take(len)
     }
@@ -107,7 +107,7 @@ impl FeatureMemory {
         copy
     }
 
-    /// `len` weights, whatever they were.
+    /// `len` weights of unspecified value.
     pub(crate) fn weights(&self, len: usize) -> Vec<f32> {
         self.weights.lock().take(len)
     }
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_bounded_and_the_largest_stay() {
+    fn the_number_of_free_vectors_is_bounded_and_the_largest_stay() {
         let mut free = FreeList::<u8>::new(2);
         for kilo in [3, 1, 9, 2, 7] {
             free.put(vec![0; kilo * 1024]);

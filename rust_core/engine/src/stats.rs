@@ -1,10 +1,10 @@
-//! What the engine measured since it was made.
+//! Counters and times of an engine.
 
 use std::time::{Duration, Instant};
 
 use persia_types::tables::{LookupReport, PushReport};
 
-/// Counters, gauges and times since the engine was made.
+/// Counters, gauges and times since the engine started.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EngineStats {
     /// Training batches looked up.
@@ -17,16 +17,16 @@ pub struct EngineStats {
     pub push_report: PushReport,
     /// Training batches looked up whose gradients are not in the tables yet.
     pub staleness: u64,
-    /// The most such batches *before* the one being looked up; below K.
+    /// The most such batches when another was looked up; below K.
     pub max_staleness: u64,
     /// Per slot of the schema.
     pub slots: Vec<SlotStats>,
     /// Deduplication, in the thread that built the batch.
     pub deduplicate: StageTime,
-    /// Matching features with slots and merging those that share a table.
+    /// Planning: matching features with slots, merging those that share a table, divisors.
     pub plan: StageTime,
-    /// Waiting for a permit with a batch at hand.
-    pub permit_wait: StageTime,
+    /// Waiting for room in the staleness window with a batch planned.
+    pub staleness_wait: StageTime,
     /// `Tables::lookup`.
     pub lookup: StageTime,
     /// Pooling.
@@ -44,8 +44,8 @@ pub struct SlotStats {
     pub occurrences: u64,
     /// Unique ids, batch by batch.
     pub unique: u64,
-    /// Ids of a raw feature that were left out, because their samples have more of them than places.
-    pub cut: u64,
+    /// Ids of a raw feature that were truncated: their samples have more ids than places.
+    pub truncated: u64,
 }
 
 /// How long one stage took, over all steps.
@@ -70,7 +70,7 @@ impl StageTime {
     }
 }
 
-/// Measures stage after stage.
+/// Measures stages, one after the other.
 pub(crate) struct Stopwatch(Instant);
 
 impl Stopwatch {

@@ -24,8 +24,8 @@ pub fn check(data: &[u8]) -> bool {
     for feature in batch.id_features() {
         let unique = feature.unique().len();
         assert_eq!(feature.samples(), batch.batch_size());
-        assert_eq!(feature.uses().samples.len(), feature.inverse().len());
-        feature.uses().check(unique, batch.batch_size()).expect("every occurrence is of a sample");
+        assert_eq!(feature.csr().indices.len(), feature.inverse().len());
+        feature.csr().check(unique, batch.batch_size()).expect("every occurrence is of a sample");
         assert!(feature.inverse().iter().all(|place| (*place as usize) < unique));
     }
     assert!(batch.dense().iter().chain(batch.labels()).all(|tensor| tensor.shape()[0] == batch.batch_size()));
@@ -40,7 +40,7 @@ fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let tensor = |name: Option<&str>, dtype: Dtype, shape: &[usize]| {
         let bytes = vec![1; shape.iter().product::<usize>() * dtype.size()];

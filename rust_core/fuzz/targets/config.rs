@@ -83,7 +83,7 @@ fn run(schema: Schema) -> Run {
     }
 }
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let texts = [
         "slots_config:\n  age: {dim: 8}\n",

@@ -61,7 +61,7 @@ fn text_of(manifest: &Manifest) -> String {
     text.strip_suffix("\n}").expect("an object").to_owned()
 }
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let plain = Head {
         step: 0,

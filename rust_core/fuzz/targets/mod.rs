@@ -1,14 +1,13 @@
-//! What comes from outside and is parsed: a function for each, which libFuzzer and an ordinary test call alike.
+//! Fuzz targets: one module for each format of untrusted input, called by libFuzzer and by an ordinary test.
 //!
-//! `check` of a module takes any bytes, panics where something does not hold that must, and says whether they were
-//! accepted. `seeds` of it are made by the encoders of today, and are accepted. Where a format has checksums, `check` puts
-//! the right ones in: nothing would come behind them otherwise.
+//! `check` takes any bytes, panics if an invariant is violated, and returns whether the bytes were accepted. `seeds` are
+//! accepted inputs, made by the encoders. `check` corrects checksums: otherwise no input would pass them.
 
 #![allow(unreachable_pub, reason = "also the root of a library")]
 
 pub mod batch;
 pub mod config;
-pub mod journal;
+pub mod log;
 pub mod manifest;
 pub mod memory;
 pub mod shard;
@@ -18,13 +17,13 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-/// A module's functions by its name, which is its corpus' too.
+/// A target; its corpus has its name.
 pub struct Target {
     /// As `make fuzz T=` takes it.
     pub name: &'static str,
-    /// Whether these bytes are accepted.
+    /// Check bytes; returns whether they are accepted.
     pub check: fn(&[u8]) -> bool,
-    /// Bytes that are.
+    /// Accepted bytes.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
@@ -32,7 +31,7 @@ pub struct Target {
 pub const ALL: [Target; 6] = [
     Target { name: "batch", check: batch::check, seeds: batch::seeds },
     Target { name: "config", check: config::check, seeds: config::seeds },
-    Target { name: "journal", check: journal::check, seeds: journal::seeds },
+    Target { name: "log", check: log::check, seeds: log::seeds },
     Target { name: "manifest", check: manifest::check, seeds: manifest::seeds },
     Target { name: "shard", check: shard::check, seeds: shard::seeds },
     Target { name: "wire", check: wire::check, seeds: wire::seeds },

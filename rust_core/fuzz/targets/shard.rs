@@ -59,14 +59,14 @@ fn bits(rows: &ShardRows) -> (usize, Vec<Bits<'_>>) {
 
 fn bits_of(table: &TableRows) -> Bits<'_> {
     let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits()).collect();
-    let TableRows { name, dim, state_len, ids, last_used, weights, state, waiting } = table;
-    (name, [*dim, *state_len], ids, last_used, bits(weights), bits(state), waiting)
+    let TableRows { name, dim, state_len, ids, last_used, weights, state, admission_counts } = table;
+    (name, [*dim, *state_len], ids, last_used, bits(weights), bits(state), admission_counts)
 }
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let ids: Vec<u64> = (0..).filter(|id| shard_of(*id) == SHARD).take(6).collect();
-    let table = |name: &str, dim: usize, state_len: usize, rows: usize, waiting: usize| TableRows {
+    let table = |name: &str, dim: usize, state_len: usize, rows: usize, counts: usize| TableRows {
         name: name.into(),
         dim,
         state_len,
@@ -74,7 +74,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         last_used: (1..).take(rows).collect(),
         weights: vec![0.5; rows * dim],
         state: vec![f32::NAN; rows * state_len],
-        waiting: ids[rows..rows + waiting].iter().map(|id| (*id, 9)).collect(),
+        admission_counts: ids[rows..rows + counts].iter().map(|id| (*id, 9)).collect(),
     };
     let file = |tables: Vec<TableRows>| {
         let dir = scratch();

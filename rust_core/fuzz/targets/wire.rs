@@ -4,14 +4,16 @@
 //! look-up, the next two the number of servers, and the highest leaves checksums as they are.
 
 use futures_util::stream;
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::{Id, ShardedIds};
-use persia_wire::chunk::{Collect, gradient_chunks, id_chunks, pooled_chunks, row_chunks};
+use persia_wire::collect::Collector;
+use persia_wire::csr::{ReceivedCsr, receive_csr};
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_request, push_request};
-use persia_wire::receive::{self, Lookup, Push};
-use persia_wire::samples::{SentUses, Verb, receive_uses};
+use persia_wire::receive::{self, ReceivedLookup, ReceivedPush};
+use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
+use persia_wire::send::{gradient_chunks, id_chunks, pooled_chunks, row_chunks};
 use prost::Message;
 use tokio::runtime::{Builder, Runtime};
 use tonic::Status;
@@ -64,7 +66,7 @@ fn messages<M: Message + Default>(mut bytes: &[u8], chunk: impl Fn(&mut M) -> Op
 
 fn lookup_chunk(message: &mut proto::LookupRequest) -> Option<&mut Chunk> {
     match &mut message.part {
-        Some(lookup_request::Part::Ids(chunk) | lookup_request::Part::Uses(chunk)) => Some(chunk),
+        Some(lookup_request::Part::Ids(chunk) | lookup_request::Part::Csr(chunk)) => Some(chunk),
         _ => None,
     }
 }
@@ -72,7 +74,7 @@ fn lookup_chunk(message: &mut proto::LookupRequest) -> Option<&mut Chunk> {
 fn push_chunk(message: &mut proto::PushRequest) -> Option<&mut Chunk> {
     use push_request::Part;
     match &mut message.part {
-        Some(Part::Ids(chunk) | Part::Gradients(chunk) | Part::Uses(chunk)) => Some(chunk),
+        Some(Part::Ids(chunk) | Part::Gradients(chunk) | Part::Csr(chunk)) => Some(chunk),
         _ => None,
     }
 }
@@ -91,11 +93,11 @@ fn received<M: Clone, T>(
 
 type Incoming<M> = stream::Iter<std::vec::IntoIter<Result<M, Status>>>;
 
-async fn lookup_by_server(stream: &mut Incoming<proto::LookupRequest>) -> Result<Lookup, Status> {
+async fn lookup_by_server(stream: &mut Incoming<proto::LookupRequest>) -> Result<ReceivedLookup, Status> {
     receive::lookup(stream).await
 }
 
-async fn push_by_server(stream: &mut Incoming<proto::PushRequest>) -> Result<Push, Status> {
+async fn push_by_server(stream: &mut Incoming<proto::PushRequest>) -> Result<ReceivedPush, Status> {
     receive::push(stream).await
 }
 
@@ -126,7 +128,7 @@ fn check_lookup(messages: &[proto::LookupRequest], servers: usize, bytes: usize)
         return false;
     };
     let of_servers = to_servers.iter().map(|messages| received(messages, parts, bytes, lookup_by_server));
-    let Some(of_servers) = of_servers.collect::<Option<Vec<Lookup>>>() else {
+    let Some(of_servers) = of_servers.collect::<Option<Vec<ReceivedLookup>>>() else {
         assert!(whole.is_none(), "a server refuses its part of what another accepts whole");
         return false;
     };
@@ -143,15 +145,15 @@ fn check_lookup(messages: &[proto::LookupRequest], servers: usize, bytes: usize)
 async fn divided_lookup(
     stream: &mut Incoming<proto::LookupRequest>,
     servers: usize,
-) -> Result<(Split, Vec<Option<SentUses>>, Vec<Vec<proto::LookupRequest>>), Status> {
+) -> Result<(Split, Vec<Option<ReceivedCsr>>, Vec<Vec<proto::LookupRequest>>), Status> {
     use lookup_request::Part as Message;
     let head = receive::lookup_head(stream).await?;
     let split = Split::new(&head.parts, servers).map_err(|error| Status::internal(error.to_string()))?;
     let of_uses = |message: proto::LookupRequest| match message.part {
-        Some(Message::Uses(chunk)) => Some(chunk),
+        Some(Message::Csr(chunk)) => Some(chunk),
         _ => None,
     };
-    let uses = receive_uses(stream, Verb::Lookup, split.parts(), of_uses).await?;
+    let uses = receive_csr(stream, Verb::Lookup, split.parts(), of_uses).await?;
     let head_of = |server| {
         let head = proto::LookupHead { parts: split.parts_of(server), ..head.clone() };
         vec![proto::LookupRequest { part: Some(Message::Head(head)) }]
@@ -181,7 +183,7 @@ fn number_of(id: Id) -> f32 {
 }
 
 /// Rows come back to their ids, from the last server first.
-fn check_rows(split: &Split, of_servers: &[Lookup], ids: &[Vec<Id>]) {
+fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     let parts: Vec<Part> = split.parts().iter().map(|part| part.clone().with_samples(None)).collect();
     let floats = parts.iter().map(|part| part.len() * part.format.dim);
     if floats.clone().sum::<usize>() > MOST_FLOATS {
@@ -209,7 +211,7 @@ fn check_rows(split: &Split, of_servers: &[Lookup], ids: &[Vec<Id>]) {
 }
 
 /// Samples are pooled and come back, each once.
-fn check_pooled(split: &Split, uses: &[Option<SentUses>], ids: &[Vec<Id>]) {
+fn check_pooled(split: &Split, uses: &[Option<ReceivedCsr>], ids: &[Vec<Id>]) {
     for (at, ((part, uses), ids)) in split.parts().iter().zip(uses).zip(ids).enumerate() {
         let Some(uses) = uses else { continue };
         let (dim, samples) = (part.format.dim, part.vectors());
@@ -246,7 +248,7 @@ fn check_push(messages: &[proto::PushRequest], servers: usize, bytes: usize) -> 
     };
     let of_servers =
         to_servers.iter().map(|messages| received(messages, parts, usize::MAX >> 8, push_by_server));
-    let Some(of_servers) = of_servers.collect::<Option<Vec<Push>>>() else {
+    let Some(of_servers) = of_servers.collect::<Option<Vec<ReceivedPush>>>() else {
         assert!(whole.is_none(), "a server refuses its part of what another accepts whole");
         return false;
     };
@@ -261,7 +263,7 @@ fn check_push(messages: &[proto::PushRequest], servers: usize, bytes: usize) -> 
 }
 
 /// A push as a trainer sends it.
-fn encoded(push: &Push, head: &proto::PushHead) -> Vec<proto::PushRequest> {
+fn encoded(push: &ReceivedPush, head: &proto::PushHead) -> Vec<proto::PushRequest> {
     use push_request::Part as Message;
     let parts = push.parts.iter().map(Part::to_proto).collect();
     let mut all = vec![Message::Head(proto::PushHead { parts, ..head.clone() })];
@@ -281,17 +283,17 @@ async fn divided_push(
     let head = receive::push_head(stream).await?;
     let split = Split::new(&head.parts, servers).map_err(|error| Status::internal(error.to_string()))?;
     let of_uses = |message: proto::PushRequest| match message.part {
-        Some(Message::Uses(chunk)) => Some(chunk),
+        Some(Message::Csr(chunk)) => Some(chunk),
         _ => None,
     };
-    let uses = receive_uses(stream, Verb::Push, split.parts(), of_uses).await?;
+    let uses = receive_csr(stream, Verb::Push, split.parts(), of_uses).await?;
     let message = |part| proto::PushRequest { part: Some(part) };
     let head_of = |server| {
         let head = proto::PushHead { parts: split.parts_of(server), only: vec![], ..head.clone() };
         vec![message(Message::Head(head))]
     };
     let mut to_servers: Vec<_> = (0..servers).map(head_of).collect();
-    let mut gradients = Collect::sample_gradients(split.parts());
+    let mut gradients = Collector::sample_gradients(split.parts());
     let has_samples =
         |chunk: &Chunk| split.parts().get(chunk.part as usize).is_some_and(|p| p.samples.is_some());
     while let Some(incoming) = receive::next(stream).await? {

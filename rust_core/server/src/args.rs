@@ -1,4 +1,4 @@
-//! Flags of the two binaries. Every flag has a variable; flags win, and an empty variable is none.
+//! Flags of the two binaries. Most flags have a variable. A flag overrides its variable; an empty variable counts as unset.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -14,10 +14,10 @@ use persia_wire::tls::TlsFiles;
 use crate::exit::Exit;
 use crate::logs::LogFormat;
 
-/// What both binaries are told.
+/// Flags of both binaries.
 #[derive(Debug, Clone, Args)]
 pub struct CommonArgs {
-    /// NATS, for discovery: nats://HOST:PORT. Without it nobody is found and nothing announced
+    /// NATS, for discovery: nats://HOST:PORT. Without it no process is found or announced
     #[arg(long, env = "PERSIA_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
     /// Slots and tables
@@ -26,13 +26,13 @@ pub struct CommonArgs {
     /// The job, its checkpoints and its capacity
     #[arg(long, env = "PERSIA_GLOBAL_CONFIG", value_name = "FILE")]
     pub global_config: Option<PathBuf>,
-    /// Which of the replicas this is, from 0
+    /// Index of this replica, from 0
     #[arg(long, env = "REPLICA_INDEX", value_name = "N", default_value_t = 0)]
     pub replica_index: u32,
-    /// How many replicas there are
+    /// Number of replicas
     #[arg(long, env = "REPLICA_SIZE", value_name = "N", default_value_t = 1)]
     pub replica_size: u32,
-    /// HOST:PORT or unix:/PATH; port 0 takes a free one. Default: this binary's port, on all addresses with a token
+    /// HOST:PORT or unix:/PATH; port 0 takes a free one. Default: the port of this binary, on all addresses with a token
     /// file, on 127.0.0.1 without
     #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<String>,
@@ -40,28 +40,28 @@ pub struct CommonArgs {
     /// default
     #[arg(long, env = "PERSIA_METRICS_LISTEN", value_name = "ADDRESS")]
     pub metrics_listen: Option<String>,
-    /// The secret of the cluster; without it only this host is served
+    /// The secret of the cluster; without it only processes of this host are served
     #[arg(long, env = "PERSIA_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Certificate chain of this process, PEM: it then speaks TLS only
+    /// Certificate chain of this process, PEM; it then accepts only TLS
     #[arg(long, env = "PERSIA_TLS_CERT", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
     /// Private key of --tls-cert, PEM
     #[arg(long, env = "PERSIA_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
-    /// Authority of the peers' certificates, PEM: peers are then called by TLS only
+    /// Authority of the peers' certificates, PEM; peers are then called only by TLS
     #[arg(long, env = "PERSIA_TLS_CA", value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
     /// Name in the peers' certificates
     #[arg(long, env = "PERSIA_TLS_NAME", value_name = "NAME", default_value = "persia")]
     pub tls_name: String,
-    /// Host that others reach this process by; default: the address towards NATS
+    /// Host that other processes use to reach this one; default: its address on the network of NATS
     #[arg(long, env = "PERSIA_ADVERTISE", value_name = "HOST")]
     pub advertise: Option<String>,
     /// Name of the job; default: job_name of --global-config
     #[arg(long, env = "PERSIA_JOB", value_name = "NAME")]
     pub job: Option<String>,
-    /// Seconds that SIGTERM leaves to connections that are open
+    /// Seconds that open connections may stay after SIGTERM
     #[arg(long, env = "PERSIA_STOP_GRACE", value_name = "SECONDS", default_value_t = 50)]
     pub stop_grace: u64,
     /// Seconds one look-up or push may take
@@ -71,10 +71,10 @@ pub struct CommonArgs {
     /// error, warn, info, debug, trace, or filters of tracing-subscriber
     #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
     pub log_level: String,
-    /// How log lines look
+    /// Format of log lines
     #[arg(long, env = "LOG_FORMAT", value_name = "FORMAT", default_value = "json")]
     pub log_format: LogFormat,
-    /// Ask the process at --listen whether it serves: exit code 0 or 1
+    /// Ask the process at --listen whether it serves; the exit code is 0 or 1
     #[arg(long)]
     pub health: bool,
 }
@@ -83,31 +83,31 @@ pub struct CommonArgs {
 #[derive(Debug, Clone, Parser)]
 #[command(name = "persia-embedding-sharded-server")]
 pub struct ServerArgs {
-    /// What both binaries are told
+    /// Flags of both binaries
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Where the generation is kept, and the log of `durability: log`; without it a restarted server forgets which runs were
-    /// before
+    /// Directory of the generation, and of the log with `durability: log`; without it a restarted server does not know
+    /// earlier generations
     #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
-    /// The directory below which checkpoints are written and read; without it both are refused
+    /// Directory below which checkpoints are written and read; without it both are refused
     #[arg(long, env = "PERSIA_CKPT_DIR", value_name = "DIR")]
     pub checkpoint_root: Option<PathBuf>,
 }
 
-/// A middleware: divides requests among the embedding servers, and holds nothing.
+/// A middleware: divides requests among the embedding servers. It has no state.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "persia-embedding-sharded-middleware")]
 pub struct MiddlewareArgs {
-    /// What both binaries are told
+    /// Flags of both binaries
     #[command(flatten)]
     pub common: CommonArgs,
-    /// The servers in the order of their index, HOST:PORT or unix:/PATH, instead of discovery
+    /// Servers in the order of their index, HOST:PORT or unix:/PATH, instead of discovery
     #[arg(long, value_name = "ADDRESS,…", value_delimiter = ',')]
     pub servers: Vec<Endpoint>,
 }
 
-/// What `--version` prints behind the binary's name.
+/// What `--version` prints after the name of the binary.
 pub fn version() -> &'static str {
     static VERSION: LazyLock<String> = LazyLock::new(|| {
         format!("{} (protocol {}, {BUILD} build)", persia_wire::VERSION, persia_wire::PROTOCOL)
@@ -118,7 +118,7 @@ pub fn version() -> &'static str {
 /// How this binary was built.
 pub const BUILD: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
 
-/// Read this process's arguments and variables. Ends the process for `--help` and `--version`.
+/// Read the arguments and variables of this process. Ends it after `--help` and `--version`.
 ///
 /// # Errors
 /// `Usage`, one line.
@@ -145,7 +145,7 @@ pub fn parse<A: CommandFactory + FromArgMatches>() -> Result<A, Exit> {
 }
 
 impl CommonArgs {
-    /// Check what does not depend on a file.
+    /// Check the flags that do not depend on a file.
     ///
     /// # Errors
     /// `Usage`, naming the variable.
@@ -163,7 +163,7 @@ impl CommonArgs {
         Ok(())
     }
 
-    /// The secret, where there is a token file.
+    /// The secret, if there is a token file.
     ///
     /// # Errors
     /// `Auth` naming the file.
@@ -181,19 +181,19 @@ impl CommonArgs {
         }
     }
 
-    /// Where to listen.
+    /// The address to listen on.
     ///
     /// # Errors
-    /// `Usage` for an address that is none.
+    /// `Usage` for a malformed address.
     pub fn listen(&self, port: u16) -> Result<Endpoint, Exit> {
         let default = format!("{}:{port}", self.open_host());
         endpoint(self.listen.as_deref().unwrap_or(&default), "--listen")
     }
 
-    /// Where to serve metrics, if at all.
+    /// The address of metrics, unless they are off.
     ///
     /// # Errors
-    /// `Usage` for an address that is none.
+    /// `Usage` for a malformed address.
     pub fn metrics_listen(&self, port: u16) -> Result<Option<Endpoint>, Exit> {
         let default = format!("{}:{port}", self.open_host());
         match self.metrics_listen.as_deref().unwrap_or(&default) {
@@ -206,10 +206,10 @@ impl CommonArgs {
         if self.token_file.is_some() { "0.0.0.0" } else { "127.0.0.1" }
     }
 
-    /// The global configuration, or what holds without a file.
+    /// The global configuration, or its defaults without a file.
     ///
     /// # Errors
-    /// `Usage` with everything that is wrong with it.
+    /// `Usage` with all mistakes.
     pub fn global(&self) -> Result<GlobalConfig, Exit> {
         let Some(path) = &self.global_config else { return Ok(GlobalConfig::default()) };
         read(path, "PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
@@ -218,7 +218,7 @@ impl CommonArgs {
     /// The embedding configuration.
     ///
     /// # Errors
-    /// `Usage` without one, or with everything that is wrong with it.
+    /// `Usage` without one, or with all mistakes.
     pub fn embedding(&self) -> Result<EmbeddingConfig, Exit> {
         let Some(path) = &self.embedding_config else {
             return Err(Exit::Usage(

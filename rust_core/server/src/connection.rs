@@ -1,4 +1,4 @@
-//! [`Tracked`]: a connection that is counted as long as it is open.
+//! [`Tracked`]: a connection that is counted while it is open.
 
 use std::io;
 use std::pin::Pin;
@@ -10,48 +10,48 @@ use tonic::transport::server;
 
 use crate::metrics;
 
-/// Makes a note for every connection.
-pub(crate) struct Notes(mpsc::Sender<()>);
+/// Issues a token for each connection.
+pub(crate) struct Tracker(mpsc::Sender<()>);
 
-/// Knows when all connections are closed.
-pub(crate) struct Open(mpsc::Receiver<()>);
+/// Waits until all connections are closed.
+pub(crate) struct OpenConnections(mpsc::Receiver<()>);
 
-/// Two halves: one makes notes, the other waits for the end of all.
-pub(crate) fn track() -> (Notes, Open) {
-    let (held, all) = mpsc::channel(1);
-    (Notes(held), Open(all))
+/// A tracker, and what waits for the end of its connections.
+pub(crate) fn track() -> (Tracker, OpenConnections) {
+    let (open, closed) = mpsc::channel(1);
+    (Tracker(open), OpenConnections(closed))
 }
 
-impl Notes {
-    /// A note that belongs to one connection.
-    pub(crate) fn note(&self) -> Note {
-        Note { _held: self.0.clone(), _counted: metrics::Connected::count() }
+impl Tracker {
+    /// The token of one connection.
+    pub(crate) fn token(&self) -> ConnectionToken {
+        ConnectionToken { _open: self.0.clone(), _counted: metrics::Connected::count() }
     }
 }
 
-impl Open {
-    /// Wait until [`Notes`] and every note are gone.
+impl OpenConnections {
+    /// Wait until the [`Tracker`] and all tokens are dropped.
     pub(crate) async fn all_closed(mut self) {
-        // Nothing is ever sent: this ends when the last sender goes.
+        // Nothing is sent: this returns when the last sender is dropped.
         self.0.recv().await;
     }
 }
 
 /// Lives as long as its connection.
-pub(crate) struct Note {
-    _held: mpsc::Sender<()>,
+pub(crate) struct ConnectionToken {
+    _open: mpsc::Sender<()>,
     _counted: metrics::Connected,
 }
 
-/// See the module's documentation.
+/// A connection with its token.
 pub(crate) struct Tracked<S> {
     stream: S,
-    _note: Note,
+    _token: ConnectionToken,
 }
 
 impl<S> Tracked<S> {
-    pub(crate) fn new(stream: S, note: Note) -> Self {
-        Self { stream, _note: note }
+    pub(crate) fn new(stream: S, token: ConnectionToken) -> Self {
+        Self { stream, _token: token }
     }
 }
 

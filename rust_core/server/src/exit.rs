@@ -1,30 +1,30 @@
 //! [`Exit`]: why a process ends, and the code it ends with.
 
-/// Why a process could not start, or did not go on. Its text is one line that says what to do.
+/// Why a process could not start, or ended. The text is one line that says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Exit {
-    /// A flag, a variable or a file of the configuration.
+    /// A wrong flag, variable or configuration file.
     #[error("{0}")]
     Usage(String),
-    /// A peer that does not answer.
+    /// A peer does not answer.
     #[error("{0}")]
     Unreachable(String),
-    /// A file that is not what it should be.
+    /// A damaged file.
     #[error("{0}")]
     Corrupt(String),
-    /// No token, or one that is not accepted.
+    /// A missing token, or one that is refused.
     #[error("{0}")]
     Auth(String),
-    /// Something that may be gone at the next start.
+    /// A failure that a restart may resolve.
     #[error("{0}")]
     Again(String),
 }
 
-/// The code of a process whose event loop stood still.
+/// The exit code of a process whose event loop stalled.
 pub const WATCHDOG: i32 = 70;
 
 impl Exit {
-    /// The exit code; the same in every process of a job.
+    /// The exit code; codes mean the same in every process of a job.
     pub fn code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,

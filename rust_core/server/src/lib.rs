@@ -1,23 +1,26 @@
 //! Embedding servers, and the middleware in front of them.
 //!
-//! * [`node`]: what one server holds and refuses: the store, the run's generation, the order of reproducible runs
+//! * [`node`]: one server: its rows, its run, the order of requests in a reproducible run
+//! * `wal`: its write-ahead log
 //! * [`service`]: a node as gRPC service
-//! * [`middleware`]: requests divided among servers, and their answers put together
-//! * [`serve`]: connections, from the first to the last; health and reflection
-//! * [`process`]: what both binaries do at their start and end; [`args`], [`logs`], [`metrics`], [`watchdog`],
-//!   [`probe`], [`exit`]: the parts of it
+//! * [`middleware`]: divides requests among servers, and merges their answers
+//! * [`serve`]: connections, authentication, health and reflection
+//! * [`process`]: start and end of both binaries; [`args`], [`kind`], [`logs`], [`metrics`], [`watchdog`], [`probe`] and
+//!   [`exit`] are parts of it
 
 mod allocator;
 pub mod args;
+mod auth;
 mod connection;
 pub mod exit;
+pub mod kind;
 pub mod logs;
 pub mod metrics;
 pub mod middleware;
 pub mod node;
 pub mod probe;
 pub mod process;
-mod refusal;
 pub mod serve;
 pub mod service;
+mod wal;
 pub mod watchdog;

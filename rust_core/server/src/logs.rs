@@ -1,4 +1,4 @@
-//! Logs: one line per event on standard error, JSON for machines or text for people.
+//! Logs: one line for each event on standard error, as JSON or text.
 
 use std::fmt::{self, Write as _};
 
@@ -13,10 +13,10 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::exit::Exit;
 
-/// What libraries say of connections is said by us, once per change.
+/// Levels of libraries: this crate logs changes of connections itself, once each.
 const QUIET: &str = "async_nats=error,h2=warn,hyper=warn,rustls=warn,tonic=warn,tower=warn";
 
-/// How lines look.
+/// The format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LogFormat {
     /// One JSON object per line.
@@ -25,10 +25,10 @@ pub enum LogFormat {
     Text,
 }
 
-/// Log everything from `level` up, panics too. `service` and `replica` stand in every line.
+/// Log events from `level` up, and panics. Each line has `service` and `replica`.
 ///
 /// # Errors
-/// `Usage` for a level that is none.
+/// `Usage` for an unknown level.
 pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32) -> Result<(), Exit> {
     let ours = !level.contains(['=', ',']);
     let directives = if ours { format!("{level},{QUIET}") } else { level.to_owned() };
@@ -37,7 +37,7 @@ pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32
     })?;
     let lines = Lines { format, service, replica };
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // Refused only where a test has a subscriber already.
+    // Fails only if a test has a subscriber already.
     let _ = logs.event_format(lines).try_init();
     std::panic::set_hook(Box::new(|panic| {
         tracing::error!(place = ?panic.location().map(ToString::to_string), "panic: {}", reason(panic));
@@ -48,7 +48,7 @@ pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32
 fn reason(panic: &std::panic::PanicHookInfo<'_>) -> String {
     let payload = panic.payload();
     let text = payload.downcast_ref::<&str>().map(ToString::to_string);
-    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no reason given".into())
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
 
 struct Lines {

@@ -1,6 +1,6 @@
-//! Metrics in Prometheus' text format, and health over HTTP.
+//! Metrics in the text format of Prometheus, and health over HTTP.
 //!
-//! Latencies are histograms in seconds. Gauges that cost something to know are set when somebody asks.
+//! Durations are histograms in seconds. Gauges that are expensive to compute are set when the metrics are read.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use tonic::Code;
 
 use crate::node::Node;
 
-const REQUEST_SECONDS: &str = "persia_request_seconds";
+const REQUEST_DURATION: &str = "persia_request_duration_seconds";
 const REQUESTS_FAILED: &str = "persia_requests_failed_total";
 const REFUSED_CALLS: &str = "persia_refused_calls_total";
 const LOOKUP_ROWS: &str = "persia_lookup_rows_total";
@@ -32,17 +32,16 @@ const GENERATION: &str = "persia_generation";
 const ROWS: &str = "persia_rows";
 const PAYLOAD: &str = "persia_payload_bytes";
 const MEMORY: &str = "persia_memory_bytes";
-const JOURNAL: &str = "persia_journal_bytes";
-/// From a fraction of a loopback call to a checkpoint of a large table.
+const LOG: &str = "persia_log_bytes";
+/// From a fraction of a loopback call to the checkpoint of a large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// At a time; others wait in the socket's backlog.
-const CONNECTIONS_FOR_METRICS: usize = 32;
+/// Connections at a time; more wait in the socket's backlog.
+const MAX_CONNECTIONS: usize = 32;
 
-/// Record metrics from now on. In a process that does already (tests run several servers in one) the second
-/// recorder is not heard.
+/// Record metrics from now on. A second recorder in one process (tests run several servers in one) is not used.
 ///
 /// # Errors
 /// None in practice: the buckets are not empty.
@@ -51,38 +50,38 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     let handle = recorder.handle();
     let _ = metrics::set_global_recorder(recorder);
     metrics::describe_histogram!(
-        REQUEST_SECONDS,
+        REQUEST_DURATION,
         metrics::Unit::Seconds,
-        "Time until a request was answered or given up, by verb"
+        "Time until a request was answered or cancelled, by method"
     );
-    metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by verb and code");
-    metrics::describe_counter!(REFUSED_CALLS, "Calls with no token, or a wrong one");
+    metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by method and code");
+    metrics::describe_counter!(REFUSED_CALLS, "Calls with a missing or wrong token");
     metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
-    metrics::describe_gauge!(CONNECTIONS, "Connections open now");
-    metrics::describe_gauge!(GENERATION, "Generation of the run that began last");
-    metrics::describe_gauge!(ROWS, "Rows held now, by table");
-    metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state held now");
-    metrics::describe_gauge!(JOURNAL, metrics::Unit::Bytes, "Log of what came behind the last checkpoint");
-    metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory taken for rows and their indexes");
+    metrics::describe_gauge!(CONNECTIONS, "Open connections");
+    metrics::describe_gauge!(GENERATION, "Generation of the last run");
+    metrics::describe_gauge!(ROWS, "Rows, by table");
+    metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state");
+    metrics::describe_gauge!(LOG, metrics::Unit::Bytes, "Log of the requests since the last checkpoint");
+    metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory of rows and indexes");
     Ok(handle)
 }
 
-/// Count a call of a stranger.
+/// Count a call that was not authenticated.
 pub(crate) fn count_refused() {
     counter!(REFUSED_CALLS).increment(1);
 }
 
-/// Times one request. Dropped before its end, because the caller is gone, it counts as cancelled.
+/// Times one request. If the caller disconnects, it is dropped before its end, and the request counts as cancelled.
 pub(crate) struct Timer {
-    verb: &'static str,
+    method: &'static str,
     since: Instant,
     ended: bool,
 }
 
 impl Drop for Timer {
     fn drop(&mut self) {
-        histogram!(REQUEST_SECONDS, "verb" => self.verb).record(self.since.elapsed());
+        histogram!(REQUEST_DURATION, "method" => self.method).record(self.since.elapsed());
         if !self.ended {
             self.count_failure(Code::Cancelled);
         }
@@ -90,30 +89,30 @@ impl Drop for Timer {
 }
 
 impl Timer {
-    pub(crate) fn start(verb: &'static str) -> Self {
-        Self { verb, since: Instant::now(), ended: false }
+    pub(crate) fn start(method: &'static str) -> Self {
+        Self { method, since: Instant::now(), ended: false }
     }
 
     fn count_failure(&self, code: Code) {
-        counter!(REQUESTS_FAILED, "verb" => self.verb, "code" => format!("{code:?}")).increment(1);
+        counter!(REQUESTS_FAILED, "method" => self.method, "code" => format!("{code:?}")).increment(1);
     }
 
-    /// Note that a part of the request failed, in a reply that says so.
+    /// Record that a part of the request failed, which the reply says.
     pub(crate) fn end_partly_failed(mut self, code: Code) {
         self.ended = true;
         self.count_failure(code);
     }
 
-    /// Note how the request ended.
+    /// Record how the request ended.
     pub(crate) fn end<T>(mut self, result: Result<T, tonic::Status>) -> Result<T, tonic::Status> {
         self.ended = true;
         if let Err(status) = &result {
             self.count_failure(status.code());
-            let (verb, message) = (self.verb, status.message());
+            let (method, message) = (self.method, status.message());
             match status.code() {
-                // Told by whoever misses the peer, once and not per request.
-                Code::Unavailable | Code::Cancelled => tracing::debug!(verb, "failed: {message}"),
-                code => tracing::warn!(verb, ?code, "refused: {message}"),
+                // The caller logs a missing peer, once instead of for each request.
+                Code::Unavailable | Code::Cancelled => tracing::debug!(method, "failed: {message}"),
+                code => tracing::warn!(method, ?code, "refused: {message}"),
             }
         }
         result
@@ -146,7 +145,7 @@ pub(crate) fn pushed(report: &PushReport) {
     }
 }
 
-/// Counts one connection as long as it lives.
+/// Counts a connection while it is open.
 #[derive(Debug)]
 pub(crate) struct Connected(());
 
@@ -169,33 +168,33 @@ pub fn set_gauges(node: &Node) {
     gauge!(GENERATION).set(stats.generation as f64);
     gauge!(PAYLOAD).set(stats.payload_bytes as f64);
     gauge!(MEMORY).set(stats.memory_bytes as f64);
-    if let Some(bytes) = node.journal_bytes() {
-        gauge!(JOURNAL).set(bytes as f64);
+    if let Some(bytes) = node.log_bytes() {
+        gauge!(LOG).set(bytes as f64);
     }
     for (table, rows) in node.options().schema.tables.iter().zip(&stats.rows) {
         gauge!(ROWS, "table" => table.name.clone()).set(*rows as f64);
     }
 }
 
-/// What the HTTP listener tells.
+/// What the HTTP listener serves.
 #[derive(Clone)]
 pub struct Page {
     /// Renders the metrics.
     pub metrics: PrometheusHandle,
     /// Whether the process serves; `/health` answers 200 or 503.
     pub ready: Arc<AtomicBool>,
-    /// Called before every rendering, on a thread that may block.
+    /// Called before each rendering, on a thread that may block.
     pub refresh: Arc<dyn Fn() + Send + Sync>,
 }
 
 /// Answer `/metrics` and `/health` for as long as the process lives.
 pub async fn serve(listener: TcpListener, page: Page) {
-    let permits = Arc::new(Semaphore::new(CONNECTIONS_FOR_METRICS));
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Out of file descriptors, most likely: others must close some first.
+                // Usually out of file descriptors: others must be closed first.
                 tracing::warn!(%error, "metrics: cannot accept a connection");
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;
@@ -227,7 +226,7 @@ async fn answer(request: Request<Incoming>, page: Page) -> Result<Response<Full<
             (StatusCode::OK, "serving\n".into())
         }
         (&Method::GET, "/health") => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".into()),
-        _ => (StatusCode::NOT_FOUND, "there are /metrics and /health\n".into()),
+        _ => (StatusCode::NOT_FOUND, "not found; see /metrics and /health\n".into()),
     };
     let mut response = Response::new(Full::new(Bytes::from(text)));
     *response.status_mut() = status;
@@ -240,16 +239,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_that_is_given_up_is_timed_and_counted() {
+    fn a_cancelled_request_is_timed_and_counted() {
         let recorder = PrometheusBuilder::new().build_recorder();
         metrics::with_local_recorder(&recorder, || {
             drop(Timer::start("push"));
             Timer::start("lookup").end(Ok(())).unwrap();
         });
         let text = recorder.handle().render();
-        assert!(text.contains("code=\"Cancelled\"") && !text.contains("verb=\"lookup\",code"), "{text}");
-        for verb in ["push", "lookup"] {
-            assert!(text.contains(&format!("persia_request_seconds_count{{verb=\"{verb}\"}} 1")), "{text}");
+        assert!(text.contains("code=\"Cancelled\"") && !text.contains("method=\"lookup\",code"), "{text}");
+        for method in ["push", "lookup"] {
+            let series = format!("persia_request_duration_seconds_count{{method=\"{method}\"}} 1");
+            assert!(text.contains(&series), "{text}");
         }
     }
 }

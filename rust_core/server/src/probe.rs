@@ -1,4 +1,4 @@
-//! `--health`: ask the process at `--listen` whether it serves.
+//! `--health`: asks the process at `--listen` whether it serves.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,15 +11,15 @@ use tonic_health::pb::health_client::HealthClient;
 
 use crate::args::CommonArgs;
 use crate::exit::Exit;
-use crate::process::Kind;
+use crate::kind::Kind;
 
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Exit code 0 when the process serves, 1 when it does not.
+/// Exit code 0 if the process serves, 1 if it does not.
 ///
 /// # Errors
-/// `Usage` for an address that can't be asked.
-#[allow(clippy::print_stderr, reason = "the probe's answer to a person; the exit code is that to the engine")]
+/// `Usage` for an address without a port, or certificates that cannot be used.
+#[allow(clippy::print_stderr, reason = "the answer for a person; the exit code is for the container engine")]
 pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     let endpoint = match args.listen(kind.port)? {
         Endpoint::Tcp { host, port } if matches!(host.as_str(), "0.0.0.0" | "::") => {
@@ -35,7 +35,7 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     if tls.cert.is_none() {
         tls.ca = None;
     } else if tls.ca.is_none() {
-        // Of a certificate that nobody else signed.
+        // The certificate is self-signed.
         tls.ca.clone_from(&tls.cert);
     }
     let tls = tls.client().map_err(|error| Exit::Usage(error.to_string()))?;

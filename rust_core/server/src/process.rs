@@ -1,4 +1,4 @@
-//! What both binaries do: read flags, start logs and metrics, listen, announce, and stop when told to.
+//! The life of both binaries: read flags, start logs and metrics, listen, announce, and stop on a signal.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,7 +12,7 @@ use persia_types::config::GlobalConfig;
 use persia_wire::auth::{AuthError, Guard, Role, Secret};
 use persia_wire::backoff::pause;
 use persia_wire::discovery::{
-    Announced, Announcement, Discovery, DiscoveryError, DiscoveryOptions, Service, advertised_host,
+    Announced, Announcement, Discovery, DiscoveryError, DiscoveryOptions, advertised_host,
 };
 use persia_wire::listen::Listener;
 use persia_wire::settings::Endpoint;
@@ -23,52 +23,42 @@ use tonic::transport::ClientTlsConfig;
 
 use crate::args::{self, CommonArgs};
 use crate::exit::Exit;
+use crate::kind::Kind;
 use crate::serve::{Health, HealthService, Host};
 use crate::{allocator, logs, metrics, probe, watchdog};
 
-/// The usual port of metrics.
+/// The default port of metrics.
 const METRICS_PORT: u16 = 9464;
-/// A few tries: NATS may be about to get the right token, too.
-const REFUSED_FOR_GOOD: Duration = Duration::from_secs(2);
-/// How often histograms are put in order, also when nobody reads them.
+/// How long NATS may refuse the token at the start: NATS may be about to read the right one.
+const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often histograms are aggregated: without this, memory grows while no one reads the metrics.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// One of the two kinds of process.
-#[derive(Debug, Clone, Copy)]
-pub struct Kind {
-    /// As discovery knows it.
-    pub service: Service,
-    /// As gRPC knows it.
-    pub grpc: &'static str,
-    /// The usual port.
-    pub port: u16,
-}
-
-/// Everything a process has before it knows what it serves.
+/// What both kinds of process have before they serve.
 pub struct Process {
     /// Its flags.
     pub args: CommonArgs,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
-    /// The job it works for.
+    /// Its job.
     pub job: String,
     /// The global configuration.
     pub global: GlobalConfig,
     /// The secret of the cluster.
     pub secret: Option<Secret>,
-    /// For calling others.
+    /// TLS for calls to other processes.
     pub client_tls: Option<ClientTlsConfig>,
-    /// NATS, if there is one.
+    /// NATS, if configured.
     pub discovery: Option<Discovery>,
-    /// Set when it serves.
+    /// Set once it serves.
     pub ready: Arc<AtomicBool>,
-    /// Where it listens.
+    /// Its socket.
     pub listener: Listener,
     host: Host,
     health: Health,
 }
 
-/// Run a binary: `main` is the rest of it, `common` finds the common flags. Ends with its exit code.
+/// Run a binary: `common` finds the common flags, `main` serves. Returns the exit code.
 pub fn run<A, F>(
     kind: Kind,
     common: impl Fn(&A) -> &CommonArgs,
@@ -78,7 +68,7 @@ where
     A: CommandFactory + FromArgMatches,
     F: Future<Output = Result<(), Exit>>,
 {
-    allocator::keep_what_is_freed();
+    allocator::keep_freed_memory();
     let ended = args::parse::<A>().and_then(|args| {
         let common = common(&args).clone();
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
@@ -92,10 +82,10 @@ where
             let discovery = process.discovery.clone();
             tokio::select! {
                 ended = main(process, health, args) => ended.map(|()| ExitCode::SUCCESS),
-                exit = refused(discovery) => Err(exit),
+                exit = refused_by_nats(discovery) => Err(exit),
             }
         });
-        // A request whose thread still works must not hold up the end.
+        // A request that still runs on a thread does not delay the end.
         runtime.shutdown_timeout(Duration::from_secs(1));
         ended
     });
@@ -105,8 +95,8 @@ where
     })
 }
 
-/// The one line that says why.
-#[allow(clippy::print_stderr, reason = "the last word of a process, also when there are no logs yet")]
+/// Print why the process ends, in one line.
+#[allow(clippy::print_stderr, reason = "logs may not have started yet")]
 fn report(exit: &Exit) {
     eprintln!("error: {}", exit.to_string().replace('\n', "; "));
 }
@@ -141,10 +131,10 @@ impl Process {
         ))
     }
 
-    /// Serve metrics; `refresh` sets gauges before each reading. The address, if there is one.
+    /// Serve metrics; `refresh` sets gauges before each reading. Returns the address, unless metrics are off.
     ///
     /// # Errors
-    /// `Auth` for an address that is open to others without a token, `Usage` for one that is taken.
+    /// `Auth` for an address that other hosts reach if there is no token file, `Usage` for one that is in use.
     pub async fn serve_metrics(
         &self,
         refresh: impl Fn() + Send + Sync + 'static,
@@ -177,7 +167,7 @@ impl Process {
         Ok(Some(endpoint))
     }
 
-    /// The host that others reach this process by, where that does not depend on NATS.
+    /// The host to announce, unless it depends on NATS.
     fn fixed_host(&self) -> Result<Option<String>, Exit> {
         let interface = std::env::var("PERSIA_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
         match (&self.args.advertise, interface) {
@@ -189,8 +179,7 @@ impl Process {
         }
     }
 
-    /// Announce the process, and tell once that it serves, when NATS knows and `others` are there. Dropping the
-    /// result withdraws both.
+    /// Announce the process to NATS, wait for `others`, then report that it serves. Dropping the result withdraws both.
     ///
     /// # Errors
     /// `Usage` for a network interface that does not exist.
@@ -244,7 +233,7 @@ impl Process {
 }
 
 async fn announce(discovery: &Discovery, announcement: Announcement) -> Option<Announced> {
-    // For ever: who waits for NATS says so in its log, once.
+    // Without a timeout: discovery logs once that it waits for NATS.
     let announced = match discovery.wait_connected(None).await {
         Ok(()) => discovery.announce(announcement).await,
         Err(error) => Err(error),
@@ -271,14 +260,15 @@ async fn connect(url: &str, job: &str, secret: Option<&Secret>) -> Result<Discov
     Discovery::connect(options).await.map_err(|error| Exit::Usage(error.to_string()))
 }
 
-/// Ends when NATS keeps refusing the token at the start. Later it would take rows from a run that needs NATS no more.
-async fn refused(discovery: Option<Discovery>) -> Exit {
+/// Returns if NATS refuses the token at the start. Later a refusal must not end the process: a run that found its servers
+/// no longer needs NATS.
+async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     let Some(discovery) = discovery else { return std::future::pending().await };
     let mut since = None;
     while !discovery.is_connected() {
-        match discovery.trouble() {
+        match discovery.last_error() {
             Some(error @ DiscoveryError::Refused { .. }) => {
-                if since.get_or_insert_with(Instant::now).elapsed() >= REFUSED_FOR_GOOD {
+                if since.get_or_insert_with(Instant::now).elapsed() >= NATS_AUTH_TIMEOUT {
                     return Exit::Auth(error.to_string());
                 }
             }
@@ -289,13 +279,13 @@ async fn refused(discovery: Option<Discovery>) -> Exit {
     std::future::pending().await
 }
 
-/// Whether an endpoint stands for all addresses of this host.
+/// Whether an endpoint means all addresses of this host.
 fn is_open(endpoint: &Endpoint) -> bool {
     let Endpoint::Tcp { host, .. } = endpoint else { return false };
     host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())
 }
 
-/// `endpoint` as others reach it: by `host`, unless it is for this host only.
+/// `endpoint` with the `host` that other processes use, unless it is a Unix socket.
 fn reached_by(endpoint: Endpoint, host: Option<&str>) -> Endpoint {
     match (endpoint, host) {
         (Endpoint::Tcp { port, .. }, Some(host)) => Endpoint::Tcp { host: host.to_owned(), port },
@@ -303,7 +293,7 @@ fn reached_by(endpoint: Endpoint, host: Option<&str>) -> Endpoint {
     }
 }
 
-/// The address of this host, as soon as NATS's name is known.
+/// The address of this host on the network of NATS, once the name of NATS resolves.
 async fn host_towards(url: &str) -> String {
     let mut failures = 0;
     loop {
@@ -313,7 +303,7 @@ async fn host_towards(url: &str) -> String {
             Ok(Ok(host)) => return host,
             Ok(Err(error)) if failures == 0 => tracing::warn!("waiting for NATS: {error}"),
             Ok(Err(_)) => {}
-            Err(error) => tracing::error!(%error, "cannot look an address up"),
+            Err(error) => tracing::error!(%error, "cannot look up an address"),
         }
         failures += 1;
         tokio::time::sleep(pause(failures)).await;
@@ -322,49 +312,51 @@ async fn host_towards(url: &str) -> String {
 
 fn cannot_bind(flag: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     let why = match error.kind() {
-        io::ErrorKind::AddrInUse => "something else listens there; stop it, or choose another port".into(),
+        io::ErrorKind::AddrInUse => {
+            "the address is in use; stop the process that listens there, or choose another port".into()
+        }
         io::ErrorKind::PermissionDenied => format!("{error}; ports below 1024 need privileges"),
         _ => error.to_string(),
     };
     Exit::Usage(format!("cannot listen on {endpoint} ({flag}): {why}"))
 }
 
-/// SIGTERM and SIGINT, counted.
+/// How many SIGTERM and SIGINT have arrived.
 #[derive(Debug, Clone)]
-pub struct Stop {
-    times: watch::Receiver<u32>,
+pub struct StopSignals {
+    count: watch::Receiver<u32>,
 }
 
-impl Stop {
-    /// Ends when the process was told so often to stop.
-    pub fn told(&self, times: u32) -> impl Future<Output = ()> + Send + use<> {
-        let mut told = self.times.clone();
+impl StopSignals {
+    /// Returns once this many signals have arrived.
+    pub fn reached(&self, count: u32) -> impl Future<Output = ()> + Send + use<> {
+        let mut arrived = self.count.clone();
         async move {
-            if told.wait_for(|told| *told >= times).await.is_err() {
-                // Whoever listens for signals ends with the process only.
+            if arrived.wait_for(|arrived| *arrived >= count).await.is_err() {
+                // The sender lives as long as the process.
                 std::future::pending::<()>().await;
             }
         }
     }
 }
 
-/// Listen for SIGTERM and SIGINT. Needs a running tokio runtime.
+/// Count SIGTERM and SIGINT. Needs a running tokio runtime.
 ///
 /// # Errors
-/// `Again` when signals can't be heard.
-pub fn told_to_stop() -> Result<Stop, Exit> {
-    let deaf = |error: io::Error| Exit::Again(format!("cannot listen for signals: {error}"));
-    let mut terminate = signal(SignalKind::terminate()).map_err(deaf)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(deaf)?;
-    let (told, times) = watch::channel(0);
+/// `Again` if signals cannot be handled.
+pub fn stop_signals() -> Result<StopSignals, Exit> {
+    let failed = |error: io::Error| Exit::Again(format!("cannot handle signals: {error}"));
+    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
+    let (arrived, count) = watch::channel(0);
     tokio::spawn(async move {
         loop {
             tokio::select! {
                 _ = terminate.recv() => tracing::info!("SIGTERM"),
                 _ = interrupt.recv() => tracing::info!("SIGINT"),
             }
-            told.send_modify(|times| *times += 1);
+            arrived.send_modify(|count| *count += 1);
         }
     });
-    Ok(Stop { times })
+    Ok(StopSignals { count })
 }

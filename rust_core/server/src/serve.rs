@@ -17,19 +17,19 @@ use tonic_health::ServingStatus;
 use tonic_health::pb::health_server::HealthServer;
 use tonic_health::server::HealthReporter;
 
+use crate::auth::AuthInterceptor;
 use crate::connection::{self, Tracked};
 use crate::exit::Exit;
-use crate::refusal::Watched;
 
-/// What does not differ between servers and middlewares.
+/// What servers and middlewares serve with.
 pub struct Host {
-    /// Who may call.
+    /// Authenticates calls.
     pub guard: Guard,
-    /// With it TCP is encrypted.
+    /// Encrypts TCP.
     pub tls: Option<ServerTlsConfig>,
-    /// What connections that are open have left at the end.
+    /// How long open connections may stay after a stop.
     pub grace: Duration,
-    /// Tells `grpc.health.v1` what [`Health`] is told.
+    /// Answers `grpc.health.v1`.
     pub health: Health,
 }
 
@@ -40,7 +40,7 @@ pub struct Health {
     service: &'static str,
 }
 
-/// The other half of [`Health`].
+/// The gRPC service that reports a [`Health`].
 pub type HealthService = HealthServer<tonic_health::server::HealthService>;
 
 impl Health {
@@ -54,7 +54,7 @@ impl Health {
         (health, server)
     }
 
-    /// Say whether it serves.
+    /// Set whether it serves.
     pub async fn set(&self, serving: bool) {
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         for name in ["", self.service] {
@@ -63,11 +63,11 @@ impl Health {
     }
 }
 
-/// Serve until `shutdown`, then take no new connections and wait until those that are open close, for a time,
-/// or until `hurry`.
+/// Serve until `shutdown`. Then accept no connection, and wait until the open ones are closed, the grace period ends,
+/// or `hurry` does.
 ///
 /// # Errors
-/// `Usage` for a certificate that can't be used.
+/// `Usage` for a certificate that cannot be used.
 pub async fn serve<S>(
     listener: Listener,
     service: S,
@@ -94,18 +94,18 @@ where
         .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
-        .map_err(|error| Exit::Corrupt(format!("the protocol's description: {error}")))?;
-    let guard = Watched::new(host.guard);
+        .map_err(|error| Exit::Corrupt(format!("description of the protocol: {error}")))?;
+    let auth = AuthInterceptor::new(host.guard);
     let router = settings::server(tls)
         .map_err(|error| unusable(&error))?
         .add_service(health)
-        .add_service(InterceptedService::new(reflection, guard.clone()))
-        .add_service(InterceptedService::new(service, guard));
+        .add_service(InterceptedService::new(reflection, auth.clone()))
+        .add_service(InterceptedService::new(service, auth));
 
-    let (notes, open) = connection::track();
+    let (tracker, open) = connection::track();
     let connections = listener
         .connections()
-        .map(move |connection| connection.map(|connection| Tracked::new(connection, notes.note())))
+        .map(move |connection| connection.map(|connection| Tracked::new(connection, tracker.token())))
         .take_until(shutdown);
     router
         .serve_with_incoming(connections)
@@ -117,7 +117,7 @@ where
         closed = tokio::time::timeout(host.grace, open.all_closed()) => if closed.is_err() {
             tracing::warn!("connections were still open at the end of the grace period");
         },
-        () = hurry => tracing::warn!("told to stop again: connections were still open"),
+        () = hurry => tracing::warn!("second signal: connections were still open"),
     }
     Ok(())
 }

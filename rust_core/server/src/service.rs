@@ -1,51 +1,52 @@
-//! [`EmbeddingService`]: the gRPC face of a [`Node`].
+//! [`EmbeddingService`]: a [`Node`] as gRPC service.
 
 use std::pin::Pin;
 use std::sync::Arc;
 
 use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
-use persia_types::{JobId, Mode, TablesError, Token};
+use persia_types::{JobId, Mode, TablesError};
 use persia_wire::auth::{Role, require};
-use persia_wire::chunk::row_chunks;
 use persia_wire::error::to_status;
 use persia_wire::proto::embedding_server_server::EmbeddingServer;
 use persia_wire::proto::{self, lookup_reply, server_push};
+use persia_wire::send::row_chunks;
 use persia_wire::{PROTOCOL, VERSION, receive};
 use tonic::{Extensions, Request, Response, Status, Streaming};
 
 use crate::metrics::{self, Timer};
-use crate::node::{Fence, Node, Phase, Turn};
+use crate::node::{Fence, Node, Phase};
 
-/// See the module's documentation.
+/// Serves one node.
 #[derive(Clone)]
 pub struct EmbeddingService {
     node: Arc<Node>,
 }
 
-/// Rows, in chunks, then the report.
+/// Rows in chunks, then the report.
 pub type LookupStream = Pin<Box<dyn Stream<Item = Result<proto::LookupReply, Status>> + Send>>;
 
-/// Refuse a caller of another version, before anything it says is taken for something else.
+/// Refuse a caller of another version, whose messages could be misread.
 pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result<(), Status> {
     let differs = |what: String| Err(to_status(&TablesError::Incompatible { peer: peer.into(), what }));
     if request.protocol != PROTOCOL {
-        return differs(format!("it speaks protocol {PROTOCOL}, the caller speaks {}", request.protocol));
+        return differs(format!("it uses protocol {PROTOCOL}, the caller uses {}", request.protocol));
     }
     if request.version != VERSION {
-        return differs(format!("it is of version {VERSION}, the caller of {}", request.version));
+        return differs(format!("it has version {VERSION}, the caller has {}", request.version));
     }
     Ok(())
 }
 
-/// Run what computes or waits for a disk where it does not hold up others. A panic fails this request only.
+/// Run work that computes or waits for a disk on a thread of its own, where it blocks no other request. A panic fails
+/// only this request.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, TablesError> + Send + 'static,
 ) -> Result<T, Status> {
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result.map_err(|error| to_status(&error)),
         Err(error) => {
-            Err(Status::internal(format!("the request failed: {error}; the server's log says where")))
+            Err(Status::internal(format!("the request failed: {error}; see the log of the server")))
         }
     }
 }
@@ -54,7 +55,7 @@ fn admin(extensions: &Extensions, verb: &str) -> Result<(), Status> {
     require(extensions, verb, &[Role::Admin])
 }
 
-/// Whoever names no run has not begun one.
+/// The run that a request names.
 fn fence(fence: Option<proto::Fence>) -> Result<Fence, Status> {
     let proto::Fence { job, generation } = fence.ok_or_else(|| to_status(&TablesError::NotBegun))?;
     Ok(Fence { job: JobId(job), generation })
@@ -66,19 +67,6 @@ impl EmbeddingService {
         Self { node }
     }
 
-    /// As [`Node::turn`], once there is room for copies of rows.
-    async fn turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, Status> {
-        if self.node.is_full() {
-            let node = Arc::clone(&self.node);
-            blocking(move || {
-                node.wait_for_room();
-                Ok(())
-            })
-            .await?;
-        }
-        self.node.turn(token, phase).await.map_err(|error| to_status(&error))
-    }
-
     async fn serve_lookup(
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
@@ -86,7 +74,10 @@ impl EmbeddingService {
         require(request.extensions(), "Lookup", &[Role::Trainer, Role::Middleware])?;
         let lookup = receive::lookup(&mut request.into_inner()).await?;
         let turn = match lookup.mode {
-            Mode::Train => self.turn(lookup.token, Phase::Lookup).await?,
+            Mode::Train => {
+                let admitted = self.node.admit(lookup.token, Phase::Lookup).await;
+                admitted.map_err(|error| to_status(&error))?
+            }
             Mode::Eval | Mode::Infer => None,
         };
         let node = Arc::clone(&self.node);
@@ -114,7 +105,7 @@ impl EmbeddingService {
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer, Role::Middleware])?;
         let push = receive::push(&mut request.into_inner()).await?;
-        let turn = self.turn(push.token, Phase::Push).await?;
+        let turn = self.node.admit(push.token, Phase::Push).await.map_err(|error| to_status(&error))?;
         let node = Arc::clone(&self.node);
         let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;
         metrics::pushed(&report);
@@ -129,7 +120,7 @@ impl EmbeddingService {
         let request = request.into_inner();
         check_version(self.node.peer(), &request)?;
         let run: Run = serde_json::from_str(&request.run).map_err(|error| {
-            to_status(&TablesError::BadRun { what: format!("what was sent describes no run: {error}") })
+            to_status(&TablesError::BadRun { what: format!("the request describes no run: {error}") })
         })?;
         let node = Arc::clone(&self.node);
         blocking(move || node.begin(request.servers, &run, request.check_only)).await?;

@@ -1,4 +1,4 @@
-//! The watchdog: a thread that ends the process when its event loop stands still.
+//! The watchdog: a thread that ends the process if its event loop stalls.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,11 +7,11 @@ use std::time::Duration;
 use crate::exit;
 
 const TICK: Duration = Duration::from_secs(1);
-/// Ticks without a beat of the event loop. Ticks are counted and not seconds: a process that was stopped and goes
-/// on did not stand still.
-const PATIENCE: u32 = 30;
+/// Ticks without progress of the event loop. Ticks are counted instead of seconds: a process that was suspended and
+/// resumed did not stall.
+const MAX_STALLED_TICKS: u32 = 30;
 
-/// Watch the event loop this is called on, as long as the process lives.
+/// Watch the event loop that this is called on, as long as the process lives.
 ///
 /// # Errors
 /// The thread could not be started.
@@ -19,10 +19,10 @@ pub fn start() -> std::io::Result<()> {
     let beats = Arc::new(AtomicU64::new(0));
     let seen = Arc::clone(&beats);
     std::thread::Builder::new().name("watchdog".into()).spawn(move || {
-        watch(&seen, TICK, PATIENCE);
+        watch(&seen, TICK, MAX_STALLED_TICKS);
         tracing::error!(
-            "the event loop was not polled for {PATIENCE} s: ending, exit code {}; a debugger attached before that \
-             shows where it stands",
+            "the event loop stalled for {MAX_STALLED_TICKS} s: ending with exit code {}; attach a debugger before that \
+             to see where it hangs",
             exit::WATCHDOG
         );
         std::process::exit(exit::WATCHDOG);
@@ -37,13 +37,13 @@ pub fn start() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Return when `beats` stood still for `patience` ticks.
-fn watch(beats: &AtomicU64, tick: Duration, patience: u32) {
-    let (mut last, mut still) = (beats.load(Ordering::Relaxed), 0);
-    while still < patience {
+/// Return once `beats` has not changed for `max_stalled` ticks.
+fn watch(beats: &AtomicU64, tick: Duration, max_stalled: u32) {
+    let (mut last, mut stalled) = (beats.load(Ordering::Relaxed), 0);
+    while stalled < max_stalled {
         std::thread::sleep(tick);
         let now = beats.load(Ordering::Relaxed);
-        still = if now == last { still + 1 } else { 0 };
+        stalled = if now == last { stalled + 1 } else { 0 };
         last = now;
     }
 }
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_barks_when_beats_end_and_not_before() {
+    fn it_returns_once_the_beats_end_and_not_before() {
         let beats = AtomicU64::new(0);
         let ended = AtomicU64::new(0);
         std::thread::scope(|scope| {

@@ -1,8 +1,8 @@
-//! What real encoders write, and what fuzzing found worth keeping, through the targets of `rust_core/fuzz` without libFuzzer.
+//! The corpus of `rust_core/fuzz`: what the encoders write, and what fuzzing found, through its targets without libFuzzer.
 //!
-//! `cargo test -p persia-embedding-sharded-server --test corpus -- --ignored` writes the files `valid-*` of the corpus anew.
+//! `cargo test -p persia-embedding-sharded-server --test corpus -- --ignored` rewrites the files `valid-*`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test panics when it fails")]
 
 use std::fs;
 use std::panic::catch_unwind;
@@ -16,7 +16,7 @@ fn corpus(target: &str) -> PathBuf {
 }
 
 #[test]
-fn every_file_of_the_corpus_passes_and_the_valid_ones_are_accepted() {
+fn every_file_of_the_corpus_passes_and_valid_ones_are_accepted() {
     for target in targets::ALL {
         let mut files: Vec<PathBuf> =
             fs::read_dir(corpus(target.name)).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -25,7 +25,7 @@ fn every_file_of_the_corpus_passes_and_the_valid_ones_are_accepted() {
         for file in files {
             let data = fs::read(&file).unwrap();
             let accepted = catch_unwind(|| (target.check)(&data));
-            let accepted = accepted.unwrap_or_else(|_| panic!("{} shows a mistake", file.display()));
+            let accepted = accepted.unwrap_or_else(|_| panic!("{} shows a bug", file.display()));
             if file.file_name().unwrap().to_str().unwrap().starts_with("valid-") {
                 assert!(accepted, "{} is refused", file.display());
                 valid += 1;
@@ -36,7 +36,7 @@ fn every_file_of_the_corpus_passes_and_the_valid_ones_are_accepted() {
 }
 
 #[test]
-fn what_the_encoders_write_is_accepted_and_no_bytes_are_not() {
+fn encoded_inputs_are_accepted_and_an_empty_one_is_refused() {
     for target in targets::ALL {
         for (number, seed) in (target.seeds)().into_iter().enumerate() {
             assert!((target.check)(&seed), "{} {number}", target.name);

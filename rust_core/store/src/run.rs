@@ -1,32 +1,34 @@
-//! [`ActiveRun`]: the run that has begun, checked once and made ready for use.
+//! [`ActiveRun`]: the run that has begun, checked and resolved per table.
 
 use persia_types::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN, MAX_RANKS};
 use persia_types::tables::Run;
-use persia_types::{Admission, Id, Initializer, JobId, Optimizer, Rounding, Schema, Table, TablesError};
+use persia_types::{
+    Admission, Id, Initializer, InvalidNumber, JobId, Optimizer, Rounding, Schema, Table, TablesError,
+};
 
-use crate::initial::{InitialWeights, draws_admission};
-use crate::optimizer::Rule;
-use crate::random::Rounder;
-use crate::row::Layout;
+use crate::math::initial::{InitialWeights, draws_admission};
+use crate::math::optimizer::Rule;
+use crate::math::random::Rounder;
+use crate::shard::Layout;
 use crate::simd::Portable;
 
-/// See the module's documentation.
+/// A run whose numbers were checked.
 pub(crate) struct ActiveRun {
     pub(crate) generation: u64,
-    /// Whether there is an optimizer: without, nothing is trained.
+    /// Whether the run has an optimizer. Without one nothing is trained.
     pub(crate) trains: bool,
     pub(crate) weight_bound: f32,
     seed: u64,
     tables: Vec<TableRun>,
 }
 
-/// What holds for one table: its own settings, else the run's.
+/// The settings of one table: its own, else those of the run.
 pub(crate) struct TableRun {
-    /// None while nothing is trained.
+    /// None if nothing is trained.
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) layout: Layout,
     pub(crate) admission: Admission,
-    /// None rounds to the nearest.
+    /// For stochastic rounding; None rounds to the nearest.
     pub(crate) rounder: Option<Rounder>,
     initial_weights: InitialWeights,
     initial_state: f32,
@@ -39,7 +41,7 @@ impl ActiveRun {
             check_settings(table)?;
         }
         if run.schema != *schema {
-            return bad(differing(schema, &run.schema));
+            return bad(difference(schema, &run.schema));
         }
         check_admission(&run.admission())?;
         in_range("weight_bound", run.weight_bound, 0.0, f32::MAX)?;
@@ -47,7 +49,7 @@ impl ActiveRun {
             return bad(format!("world_size is {}, it must be from 1 to {MAX_RANKS}", run.world_size));
         }
         if let Some(optimizer) = &run.optimizer {
-            check_optimizer(optimizer)?;
+            optimizer.check().or_else(bad_optimizer)?;
         }
         check_initializer(&run.initializer)?;
         Ok(Self {
@@ -59,13 +61,13 @@ impl ActiveRun {
         })
     }
 
-    /// What holds for the table of this number.
+    /// The settings of a table.
     #[inline(always)]
     pub(crate) fn table(&self, table: usize) -> &TableRun {
         &self.tables[table]
     }
 
-    /// How every table keeps its rows.
+    /// The layouts of all tables.
     pub(crate) fn layouts(&self) -> Vec<Layout> {
         self.tables.iter().map(|table| table.layout).collect()
     }
@@ -75,7 +77,7 @@ impl ActiveRun {
         JobId::from_name(&run.job)
     }
 
-    /// Whether a missing id that was asked for often enough is drawn to get a row at `step`.
+    /// Whether a missing id gets a row at `step`, by its probability of admission.
     pub(crate) fn draws_admission(&self, table: usize, id: Id, step: u32) -> bool {
         draws_admission(self.seed, id, u64::from(step), self.tables[table].admission.probability)
     }
@@ -100,13 +102,13 @@ impl TableRun {
         }
     }
 
-    /// Write the weights of a row that is new, as a look-up of it gives them. `room` is as long.
-    pub(crate) fn initial_weights(&self, id: Id, weights: &mut [f32], room: &mut [f32]) {
+    /// Write the weights of a new row as a look-up returns them. `scratch` is as long.
+    pub(crate) fn initial_weights(&self, id: Id, weights: &mut [f32], scratch: &mut [f32]) {
         self.initial_weights.write(id, weights);
-        self.layout.round(weights, room);
+        self.layout.round(weights, scratch);
     }
 
-    /// Write a row that is new and has these weights.
+    /// Write a new row with these weights.
     pub(crate) fn write_initial(&self, row: &mut [f32], weights: &[f32]) {
         self.layout.write::<Portable>(row, weights, None);
         row[self.layout.weight_words()..].fill(self.initial_state);
@@ -121,17 +123,19 @@ fn in_range(name: &str, value: f32, low: f32, high: f32) -> Result<(), TablesErr
     if (low..=high).contains(&value) {
         return Ok(());
     }
-    bad(format!("{name} is {value}, it must be from {low} to {high}"))
+    bad(format!("{name} is {value:?}, it must be from {low:?} to {high:?}"))
 }
 
-/// The settings of a table, wherever its schema comes from.
+/// Check the settings of a table: its schema may not come from a configuration file.
 fn check_settings(table: &Table) -> Result<(), TablesError> {
     let of_table = |error| match error {
         TablesError::BadRun { what } => TablesError::BadRun { what: format!("table {}: {what}", table.name) },
         other => other,
     };
     let settings = &table.settings;
-    settings.optimizer.as_ref().map_or(Ok(()), check_optimizer).map_err(of_table)?;
+    if let Some(optimizer) = &settings.optimizer {
+        optimizer.check().or_else(bad_optimizer).map_err(of_table)?;
+    }
     settings.initializer.as_ref().map_or(Ok(()), check_initializer).map_err(of_table)?;
     settings.admission.as_ref().map_or(Ok(()), check_admission).map_err(of_table)?;
     if settings.ttl == Some(0) {
@@ -149,39 +153,9 @@ fn check_admission(admission: &Admission) -> Result<(), TablesError> {
     Ok(())
 }
 
-fn check_optimizer(optimizer: &Optimizer) -> Result<(), TablesError> {
-    let positive = |name: &str, value: f32| in_range(name, value, 0.0, f32::MAX);
-    let beta = |name: &str, value: f32| in_range(name, value, 0.0, 1.0f32.next_down());
-    match *optimizer {
-        Optimizer::Sgd { lr, momentum, weight_decay } => {
-            positive("lr", lr)?;
-            positive("momentum", momentum)?;
-            positive("weight_decay", weight_decay)
-        }
-        Optimizer::Adagrad {
-            lr, weight_decay, initial_accumulator_value, g_square_momentum, eps, ..
-        } => {
-            positive("lr", lr)?;
-            positive("weight_decay", weight_decay)?;
-            positive("initial_accumulator_value", initial_accumulator_value)?;
-            positive("g_square_momentum", g_square_momentum)?;
-            positive("eps", eps)?;
-            if initial_accumulator_value + eps == 0.0 {
-                return bad(
-                    "initial_accumulator_value and eps are both 0: the first update divides by 0".into()
-                );
-            }
-            Ok(())
-        }
-        Optimizer::Adam { lr, beta1, beta2, weight_decay, eps } => {
-            positive("lr", lr)?;
-            beta("beta1", beta1)?;
-            beta("beta2", beta2)?;
-            positive("weight_decay", weight_decay)?;
-            // A gradient of 0 in a new row would be divided by 0.
-            in_range("eps", eps, f32::MIN_POSITIVE, f32::MAX)
-        }
-    }
+fn bad_optimizer(invalid: Vec<InvalidNumber>) -> Result<(), TablesError> {
+    let numbers: Vec<String> = invalid.iter().map(InvalidNumber::to_string).collect();
+    bad(format!("the optimizer's {}", numbers.join("; ")))
 }
 
 fn check_initializer(initializer: &Initializer) -> Result<(), TablesError> {
@@ -203,7 +177,7 @@ fn check_initializer(initializer: &Initializer) -> Result<(), TablesError> {
     }
 }
 
-fn described(table: &Table) -> String {
+fn describe(table: &Table) -> String {
     let mut text = format!("table {} of dim {}", table.name, table.dim);
     for setting in table.settings.describe() {
         text += &format!(", {setting}");
@@ -211,11 +185,11 @@ fn described(table: &Table) -> String {
     text
 }
 
-/// The first difference of two schemas, in words.
-fn differing(held: &Schema, asked: &Schema) -> String {
+/// Describe the first difference of two schemas.
+fn difference(held: &Schema, asked: &Schema) -> String {
     let pairs = held.tables.iter().zip(&asked.tables);
     if let Some((held, asked)) = pairs.into_iter().find(|(held, asked)| held != asked) {
-        return format!("{} was configured, the run has {}", described(held), described(asked));
+        return format!("{} was configured, the run has {}", describe(held), describe(asked));
     }
     let slots = held.slots.iter().zip(&asked.slots);
     if let Some((held, asked)) = slots.into_iter().find(|(held, asked)| held != asked) {
@@ -260,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_out_of_range_is_refused_by_name() {
+    fn every_number_out_of_range_is_refused_with_its_name() {
         assert_eq!(refusal(|_| ()), "");
         for value in [-0.1, 1.1, f32::NAN] {
             assert!(refusal(|run| run.admit_probability = value).contains("admit_probability"));
@@ -338,7 +312,7 @@ mod tests {
             })
         };
         assert_eq!(adagrad(0.0, 1.0, 1e-10), "");
-        assert!(adagrad(0.0, 1.0, 0.0).contains("divides by 0"));
+        assert!(adagrad(0.0, 1.0, 0.0).contains("eps is 0.0"));
         assert!(adagrad(-1.0, 1.0, 1.0).contains("initial_accumulator_value"));
         assert!(adagrad(0.0, f32::NAN, 1.0).contains("g_square_momentum"));
     }

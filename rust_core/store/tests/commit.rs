@@ -1,4 +1,4 @@
-//! The commit protocol in one process: what a save leaves, replaces and refuses.
+//! The commit protocol in one process: the files that a save leaves, replaces and refuses.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -20,12 +20,12 @@ fn staged_dense(dir: &Path) -> Saver {
 }
 
 #[test]
-fn a_save_that_is_left_keeps_its_files_until_the_next_one_which_stages_elsewhere() {
+fn an_abandoned_save_keeps_its_files_until_the_next_one_which_stages_elsewhere() {
     let dir = tempfile::tempdir().unwrap();
     let left = Saver::begin(dir.path()).unwrap();
     let old = left.staging().to_owned();
-    fs::write(old.join("late"), "by a server that knows nothing of it").unwrap();
-    left.leave();
+    fs::write(old.join("late"), "by a server that does not know").unwrap();
+    left.abandon();
     assert!(old.join("late").exists());
     let next = Saver::begin(dir.path()).unwrap();
     assert_ne!(next.staging(), old);
@@ -81,7 +81,7 @@ fn the_done_marker_comes_last() {
 }
 
 #[test]
-fn a_save_that_is_given_up_leaves_the_old_checkpoint_and_no_trace() {
+fn a_dropped_save_leaves_the_old_checkpoint_and_no_trace() {
     let dir = tempfile::tempdir().unwrap();
     save(dir.path(), 1).unwrap();
     drop(staged_dense(dir.path()));
@@ -122,7 +122,7 @@ fn two_savers_cannot_share_a_directory() {
 }
 
 #[test]
-fn a_foreign_file_in_the_way_is_refused_not_replaced() {
+fn a_foreign_file_of_the_same_name_is_refused_not_replaced() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("dense.pt"), "someone's").unwrap();
     let error = save(dir.path(), 1).unwrap_err();
@@ -132,7 +132,7 @@ fn a_foreign_file_in_the_way_is_refused_not_replaced() {
 }
 
 #[test]
-fn what_is_added_must_be_a_file_of_the_checkpoint_once_and_of_its_size() {
+fn an_added_file_needs_a_valid_new_name_and_its_size() {
     let dir = tempfile::tempdir().unwrap();
     let mut saver = staged_dense(dir.path());
     let refused = |result: Result<(), CheckpointError>, what: &str| {
@@ -141,7 +141,7 @@ fn what_is_added_must_be_a_file_of_the_checkpoint_once_and_of_its_size() {
     };
     refused(saver.add_file("dense.pt"), "added before");
     for name in ["../dense.pt", "MANIFEST.json", "LATEST", ".hidden", "", "a/b"] {
-        refused(saver.add_file(name), "no name for a file");
+        refused(saver.add_file(name), "not a name for a file");
     }
     refused(saver.add_file("absent.pt"), "absent.pt");
     fs::write(saver.staging().join("opt.pt"), "1234").unwrap();
@@ -167,7 +167,7 @@ fn a_head_that_cannot_be_read_back_is_refused_before_anything_is_published() {
 }
 
 #[test]
-fn cursors_come_back_to_the_last_digit() {
+fn cursors_are_read_back_to_the_last_digit() {
     let dir = tempfile::tempdir().unwrap();
     let text =
         r#"{"state": 340282366920938463463374607431768211455, "x": 0.10000000000000000555, "n": [1e400]}"#;
@@ -178,7 +178,7 @@ fn cursors_come_back_to_the_last_digit() {
 }
 
 #[test]
-fn a_place_without_a_checkpoint_says_what_is_there_instead() {
+fn the_error_for_a_missing_checkpoint_describes_the_directory() {
     let parent = tempfile::tempdir().unwrap();
     let missing = |dir: &Path, what: &str| {
         let error = Manifest::open(dir).unwrap_err();

@@ -1,7 +1,7 @@
-//! A process that is ended anywhere in a save leaves the old checkpoint or the new one, in full.
+//! A process that ends anywhere in a save leaves the old checkpoint or the new one, in full.
 //!
-//! The tests run themselves again as a child process, which saves one step after another into the same directory
-//! and says which it has committed.
+//! The tests run themselves as a child process, which saves one step after another into the same directory and prints the
+//! committed ones.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -20,7 +20,7 @@ const DIR: &str = "PERSIA_TEST_CRASH_DIR";
 const FIRST: &str = "PERSIA_TEST_CRASH_FIRST";
 const COMMITTED: &str = "committed ";
 
-/// Not a test: what the child process does, until it is ended.
+/// Not a test: the child process.
 #[test]
 #[ignore = "the child process of the tests here"]
 fn child() {
@@ -47,13 +47,13 @@ fn spawn(dir: &Path, first: u64, failpoints: &str) -> (Child, BufReader<ChildStd
     (child, output)
 }
 
-/// The last step that the child, which has ended, said it had committed.
+/// The last step that the ended child printed.
 fn last_committed(output: BufReader<ChildStdout>) -> Option<u64> {
     let lines = output.lines().map(Result::unwrap);
     lines.filter_map(|line| Some(line.split_once(COMMITTED)?.1.parse().unwrap())).last()
 }
 
-/// Whatever happened, `dir` holds a checkpoint of one of these steps, and works on.
+/// `dir` has a checkpoint of one of these steps, and takes further ones.
 fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
     let found = load(dir).unwrap();
     assert!(steps.contains(&found), "step {found}, want {steps:?}");
@@ -65,7 +65,8 @@ fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
 
 #[test]
 fn ended_at_each_point_of_the_commit_order() {
-    // Calls that pass before it ends there, and the step that must be found: 10 is there, 11 is being saved.
+    // How often the point is passed before the process ends there, and the step that must be found: 10 is saved, 11 is being
+    // saved.
     let points: [(&str, &[usize], u64); 7] = [
         ("ckpt.mid_shard", &[0, 2, 5], 10),
         ("ckpt.mid_dense", &[0], 10),
@@ -73,7 +74,7 @@ fn ended_at_each_point_of_the_commit_order() {
         ("ckpt.before_manifest", &[0], 10),
         ("ckpt.after_manifest", &[0], 11),
         ("ckpt.mid_tidy", &[0, 1, 3], 11),
-        ("ckpt.before_latest", &[0], 11),
+        ("ckpt.before_replace", &[0], 11),
     ];
     for (point, passes, expected) in points {
         for pass in passes {
@@ -103,7 +104,7 @@ fn killed_at_random_moments() {
     for round in 0..60 {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let (mut child, mut output) = spawn(&dir, found + 1, "");
-        // Let it commit once, so that the moment falls into saves and not into the start of the process.
+        // Let it commit once, so that the kill hits a save and not the start of the process.
         let mut line = String::new();
         while !line.contains(COMMITTED) {
             line.clear();

@@ -1,18 +1,20 @@
-//! Every call to the file system fails once, and every call after it: an error is returned, and what is on disk is
-//! the old checkpoint or the new one, in full.
+//! Every call to the file system fails, once or from then on: an error is returned, and the disk has the old checkpoint or
+//! the new one, in full.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod commit_sample;
 
+use std::fs;
 use std::num::NonZeroUsize;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use commit_sample::{load, names, save, scratch, tidy_names};
 use fail::FailScenario;
-use persia_store::checkpoint::{latest, list, prune, publish_latest, recover};
+use persia_store::checkpoint::{latest, list, prune, publish_latest, recover, replace_file};
 
 type Attempt = Result<(), Box<dyn std::error::Error>>;
 
@@ -29,7 +31,7 @@ fn calls(run: impl FnOnce() -> Attempt) -> usize {
     count.load(Ordering::SeqCst)
 }
 
-/// Run an attempt in a fresh directory for every n and both ways to fail at the n-th call, and check what is left.
+/// Run an attempt in a fresh directory for every n and both ways to fail at the n-th call, and check the result.
 fn at_every_call(prepare: impl Fn(&Path), attempt: impl Fn(&Path) -> Attempt, check: impl Fn(&Path)) {
     let _scenario = FailScenario::setup();
     let fresh = || {
@@ -92,8 +94,8 @@ fn a_first_save_into_a_directory_that_is_not_there() {
 }
 
 #[test]
-fn finishing_what_an_interrupted_save_left() {
-    // The save's calls but for the last few: the new files are moving up.
+fn finishing_an_interrupted_save() {
+    // All calls of the save but the last few: the new files are being moved.
     let probe = scratch();
     let scenario = FailScenario::setup();
     save(probe.path(), 1).unwrap();
@@ -135,7 +137,7 @@ fn pruning_and_publishing_the_hint() {
             load(&one.path).unwrap();
         }
         attempt(dir).unwrap();
-        // An empty folder may be left, and is not ours to judge.
+        // An empty folder may remain.
         for step in 1..3 {
             assert!(
                 !dir.join(format!("step-{step}")).exists()
@@ -147,7 +149,27 @@ fn pruning_and_publishing_the_hint() {
 }
 
 #[test]
-fn all_is_durable_before_the_manifest_appears_and_the_manifest_before_the_old_files_go() {
+fn replacing_a_file() {
+    let old = |dir: &Path| {
+        fs::write(dir.join("state"), "old").unwrap();
+        // A draft that is a link must not be followed.
+        fs::write(dir.join("target"), "another's").unwrap();
+        symlink(dir.join("target"), dir.join(".state.tmp")).unwrap();
+    };
+    let attempt = |dir: &Path| Ok(replace_file(&dir.join("state"), b"new")?);
+    at_every_call(old, attempt, |dir| {
+        let found = fs::read(dir.join("state")).unwrap();
+        assert!(found == b"old" || found == b"new", "{found:?}");
+        attempt(dir).unwrap();
+        assert_eq!(fs::read(dir.join("state")).unwrap(), b"new");
+        assert_eq!(fs::read(dir.join("target")).unwrap(), b"another's");
+        assert_eq!(names(dir), ["state", "target"]);
+    });
+    assert!(replace_file(Path::new("/"), b"").is_err());
+}
+
+#[test]
+fn files_are_durable_before_the_manifest_and_the_manifest_before_old_files_are_removed() {
     let _scenario = FailScenario::setup();
     let dir = scratch();
     save(dir.path(), 1).unwrap();
@@ -161,7 +183,7 @@ fn all_is_durable_before_the_manifest_appears_and_the_manifest_before_the_old_fi
     let parts: Vec<&[&str]> = seen.split(|point| *point != "synced").collect();
     // Marker, staging directory, three shards, dense file, manifest; then both directories.
     assert_eq!(parts[0].len(), 9, "{seen:?}");
-    // The directory with the manifest in it, by the one who publishes and by the one who then moves files.
+    // The directory with the manifest: when it is published, and before files are moved.
     assert_eq!((parts[1].len(), parts[2].len()), (1, 1), "{seen:?}");
     // The directory after the moves, the swept staging directory, the directory without it.
     assert_eq!(parts.last().unwrap().len(), 3, "{seen:?}");

@@ -1,4 +1,4 @@
-//! The checkpoints of a run: listed, chosen from, pruned.
+//! The checkpoints of a run: to list, choose from and prune them.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -28,7 +28,7 @@ fn flip_last_byte(path: PathBuf) {
 }
 
 #[test]
-fn the_list_is_newest_first_and_says_why_the_others_cannot_be_used() {
+fn the_list_is_newest_first_and_explains_unusable_ones() {
     let parent = tempfile::tempdir().unwrap();
     series(parent.path(), &[9, 100, 20]);
     flip_last_byte(parent.path().join("step-20/MANIFEST.json"));
@@ -45,12 +45,12 @@ fn the_list_is_newest_first_and_says_why_the_others_cannot_be_used() {
 }
 
 #[test]
-fn latest_is_the_newest_and_never_an_older_one_in_place_of_a_broken_one() {
+fn latest_is_the_newest_and_never_falls_back_to_an_older_one() {
     let parent = tempfile::tempdir().unwrap();
     assert!(matches!(latest(parent.path()), Err(CheckpointError::Missing { .. })));
     series(parent.path(), &[1, 2]);
     publish_latest(&parent.path().join("step-1")).unwrap();
-    assert_eq!(latest(parent.path()).unwrap().1.head.step, 2, "the hint may be behind");
+    assert_eq!(latest(parent.path()).unwrap().1.head.step, 2, "the hint may be stale");
     publish_latest(&parent.path().join("step-2")).unwrap();
     assert_eq!(fs::read_to_string(parent.path().join("LATEST")).unwrap(), "step-2\n");
     flip_last_byte(parent.path().join("step-2/MANIFEST.json"));
@@ -89,19 +89,19 @@ fn pruning_keeps_the_newest_and_every_file_that_is_not_ours() {
 }
 
 #[test]
-fn pruning_removes_what_saves_left_that_were_given_up() {
+fn pruning_removes_abandoned_saves() {
     let parent = tempfile::tempdir().unwrap();
     series(parent.path(), &[1, 2]);
-    let given_up = parent.path().join("step-3");
-    let saver = Saver::begin(&given_up).unwrap();
-    fs::write(saver.staging().join("shard-000.arrow"), "by a server that knows nothing of it").unwrap();
+    let abandoned = parent.path().join("step-3");
+    let saver = Saver::begin(&abandoned).unwrap();
+    fs::write(saver.staging().join("shard-000.arrow"), "by a server that does not know").unwrap();
     prune(parent.path(), keep(5)).unwrap();
     assert!(saver.staging().join("shard-000.arrow").exists(), "a save under way");
-    saver.leave();
+    saver.abandon();
     prune(parent.path(), keep(5)).unwrap();
     assert_eq!(names(parent.path()), ["step-1", "step-2"]);
-    drop(Saver::begin(&given_up).unwrap());
-    assert!(!given_up.exists(), "made for a save that failed");
+    drop(Saver::begin(&abandoned).unwrap());
+    assert!(!abandoned.exists(), "created for a save that failed");
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn pruning_never_deletes_the_newest_whole_checkpoint() {
     assert_eq!(names(parent.path()), ["step-2", "step-4"]);
     assert_eq!(load(&parent.path().join("step-2")).unwrap(), 2);
     flip_last_byte(parent.path().join("step-2/dense.pt"));
-    assert!(prune(parent.path(), keep(1)).unwrap().is_empty(), "none is whole: none is deleted");
+    assert!(prune(parent.path(), keep(1)).unwrap().is_empty(), "all are damaged: none is deleted");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A checkpoint that was changed is refused, with the name of the file, whatever was changed.
+//! A changed checkpoint is refused, whatever was changed, and the error names the file.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -25,7 +25,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     tidy_names(1).iter().map(|name| dir.join(name)).collect()
 }
 
-/// The checkpoint is refused because of this file and no other, by every way to read it; returns what was said.
+/// Every way to read the checkpoint fails because of this file and no other. Returns the message.
 fn refused(dir: &Path, file: &Path) -> String {
     let names_it = |path: &Path| path.file_name() == file.file_name();
     if file.ends_with(MANIFEST) {
@@ -97,7 +97,7 @@ fn every_shorter_length_and_some_longer_ones() {
 }
 
 #[test]
-fn a_missing_file_and_whatever_stands_in_its_place() {
+fn a_missing_file_and_its_replacements() {
     let dir = saved();
     for file in files(dir.path()).into_iter().filter(|file| !file.ends_with(MANIFEST)) {
         let aside = dir.path().join("aside");
@@ -107,11 +107,11 @@ fn a_missing_file_and_whatever_stands_in_its_place() {
         assert!(refused(dir.path(), &file).contains("symbolic link"));
         fs::remove_file(&file).unwrap();
         fs::create_dir(&file).unwrap();
-        assert!(refused(dir.path(), &file).contains("no regular file"));
+        assert!(refused(dir.path(), &file).contains("not a regular file"));
         fs::remove_dir(&file).unwrap();
-        // Reading a pipe would wait for ever.
+        // To read a pipe would block.
         assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
-        assert!(refused(dir.path(), &file).contains("no regular file"));
+        assert!(refused(dir.path(), &file).contains("not a regular file"));
         fs::remove_file(&file).unwrap();
         fs::rename(&aside, &file).unwrap();
     }
@@ -153,7 +153,7 @@ fn an_extra_file_is_ignored_and_left_alone() {
     assert_eq!(fs::read(&extra).unwrap(), b"someone's");
 }
 
-/// Change the manifest as a program would that also knows how to hash it.
+/// Change the manifest and its hash.
 fn rewrite(dir: &Path, from: &str, to: &str) {
     let path = dir.join(MANIFEST);
     let text = fs::read_to_string(&path).unwrap();
@@ -177,7 +177,7 @@ fn a_manifest_of_a_later_format_and_no_save_over_it() {
 }
 
 #[test]
-fn a_manifest_that_names_what_no_checkpoint_holds() {
+fn a_manifest_with_an_invalid_name() {
     let names = ["../x", "/etc/passwd", "a/b", ".hidden", "", "MANIFEST.json", "dense.pt"];
     for name in names {
         let dir = saved();
@@ -194,7 +194,7 @@ fn a_manifest_that_names_what_no_checkpoint_holds() {
 }
 
 #[test]
-fn numbers_that_no_checkpoint_has() {
+fn numbers_out_of_range() {
     let dir = saved();
     rewrite(dir.path(), "\"weight_bound\": 10.0", "\"weight_bound\": 1e39");
     refused(dir.path(), &dir.path().join(MANIFEST));

@@ -1,5 +1,5 @@
-//! A shard's file whose writer meant harm: the hash is right, the content lies. Nothing panics, nothing is
-//! allocated beyond the size of the file; and what is whole comes back as it was, for other readers too.
+//! Hostile shard files: the hash is right, the content is not. The reader does not panic, and allocates no more than the
+//! size of the file. Valid files are read back unchanged, by other readers too.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -31,7 +31,7 @@ fn written(rows: &ShardRows) -> Vec<u8> {
     content
 }
 
-/// Read these bytes as a shard's file that the manifest names with this very size and hash.
+/// Read these bytes as a shard file with their size and hash in the manifest.
 fn read(dir: &Path, content: &[u8]) -> Result<ShardRows, String> {
     let entry = FileEntry {
         name: NAME.into(),
@@ -56,17 +56,17 @@ fn replaced(content: &[u8], from: &str, to: &str) -> Vec<u8> {
     content
 }
 
-/// Not a test: what is run again under a limit of memory.
+/// Not a test: run by another test under a memory limit.
 #[test]
-#[ignore = "run by lies_with_a_right_hash"]
-fn lies() {
+#[ignore = "run by hostile_files_under_a_memory_limit"]
+fn hostile_files() {
     if std::env::var_os(LIMITED).is_none() {
         return;
     }
     let dir = scratch();
     let mut rows = shards(1).remove(0);
     let held = rows.tables[0].ids.len();
-    rows.tables[0].waiting =
+    rows.tables[0].admission_counts =
         (7..).zip(&ids_of(3, held + 5)[held..]).map(|(count, id)| (*id, count)).collect();
     let good = written(&rows);
     assert_eq!(read(dir.path(), &good).unwrap(), rows);
@@ -98,9 +98,10 @@ fn lies() {
 }
 
 #[test]
-fn lies_with_a_right_hash() {
-    // Enough for the test's own threads, far from what the lengths in the lies ask for.
-    let limited = format!("ulimit -v {} && exec \"$0\" --exact lies --ignored --test-threads=1", 256 << 10);
+fn hostile_files_under_a_memory_limit() {
+    // Enough for the test itself, far below the lengths in hostile files.
+    let limited =
+        format!("ulimit -v {} && exec \"$0\" --exact hostile_files --ignored --test-threads=1", 256 << 10);
     let status = Command::new("sh")
         .args(["-c", &limited])
         .arg(std::env::current_exe().unwrap())
@@ -111,7 +112,7 @@ fn lies_with_a_right_hash() {
 }
 
 #[test]
-fn lies_that_are_told_in_full() {
+fn false_metadata_is_refused() {
     let dir = scratch();
     let good = written(&shards(1)[0]);
     assert_eq!(read(dir.path(), &good).unwrap(), shards(1)[0]);
@@ -136,7 +137,7 @@ fn lies_that_are_told_in_full() {
 }
 
 #[test]
-fn a_size_that_is_not_the_files_is_refused_before_anything_is_read_or_reserved() {
+fn a_wrong_size_is_refused_before_anything_is_read_or_allocated() {
     let dir = scratch();
     let good = write_shard(dir.path(), &shards(1)[0]).unwrap();
     for bytes in [0, good.bytes - 1, good.bytes + 1, 1 << 40, u64::MAX] {
@@ -148,7 +149,7 @@ fn a_size_that_is_not_the_files_is_refused_before_anything_is_read_or_reserved()
 #[test]
 fn a_later_format_is_refused_by_its_number() {
     let dir = scratch();
-    // The metadata is sorted by key: the format's value follows its key.
+    // Metadata is sorted by key; the value of the format follows its key.
     let mut bad = written(&shards(1)[0]);
     let key = b"persia.format";
     let places: Vec<usize> = (0..bad.len()).filter(|at| bad[*at..].starts_with(key)).collect();
@@ -184,10 +185,13 @@ fn rows_that_cannot_be_read_back_are_not_written() {
     refused(&|rows| rows.tables[0].name.clear(), "table name of 0 bytes");
     refused(&|rows| rows.tables[0].dim = 0, "dim 0");
     let next = ids_of(3, 7)[5..].to_vec();
-    refused(&|rows| rows.tables[0].waiting = vec![(rows.tables[0].ids[0], 1)], "has a row too");
-    refused(&|rows| rows.tables[0].waiting = vec![(next[0], 0)], "waits with count 0");
-    refused(&|rows| rows.tables[0].waiting = vec![(next[1], 1), (next[0], 1)], "before id");
-    refused(&|rows| rows.tables[0].waiting = vec![(ids_of(4, 1)[0], 1)], "of shard 4 in shard 3");
+    refused(
+        &|rows| rows.tables[0].admission_counts = vec![(rows.tables[0].ids[0], 1)],
+        "want at least 1 and no row",
+    );
+    refused(&|rows| rows.tables[0].admission_counts = vec![(next[0], 0)], "has count 0");
+    refused(&|rows| rows.tables[0].admission_counts = vec![(next[1], 1), (next[0], 1)], "before id");
+    refused(&|rows| rows.tables[0].admission_counts = vec![(ids_of(4, 1)[0], 1)], "of shard 4 in shard 3");
     write_shard(dir.path(), &good).unwrap();
     let again = write_shard(dir.path(), &good).unwrap_err();
     assert!(matches!(again, TablesError::Io { .. }), "a file is never written over: {again}");
@@ -230,7 +234,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn any_rows_come_back_bit_by_bit_and_equal_rows_give_equal_files(tables in tables()) {
+    fn rows_are_read_back_bit_by_bit_and_equal_rows_give_equal_files(tables in tables()) {
         let ids = ids_of(3, 40);
         let tables = tables.into_iter().enumerate().map(|(index, (dim, state_len, bits, chosen))| {
             let float = |i: usize| f32::from_bits(bits[i % bits.len()].rotate_left(i as u32));
@@ -242,7 +246,7 @@ proptest! {
                 last_used: chosen.iter().map(|place| u64::MAX - *place as u64).collect(),
                 weights: (0..chosen.len() * dim).map(float).collect(),
                 state: (0..chosen.len() * state_len).map(float).collect(),
-                waiting: waiting(&ids, &chosen),
+                admission_counts: counts(&ids, &chosen),
             }
         });
         let rows = ShardRows { shard: 3, tables: tables.collect() };
@@ -255,8 +259,8 @@ proptest! {
     }
 }
 
-/// Some of the ids that have no row.
-fn waiting(ids: &[u64], chosen: &[usize]) -> Vec<(u64, u32)> {
+/// Admission counts of some ids without a row.
+fn counts(ids: &[u64], chosen: &[usize]) -> Vec<(u64, u32)> {
     let without = (0..ids.len()).filter(|place| !chosen.contains(place) && chosen.len().is_multiple_of(2));
     without.map(|place| (ids[place], 1 + place as u32)).collect()
 }
@@ -268,6 +272,6 @@ fn bits(rows: &ShardRows) -> Vec<Bits<'_>> {
     let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits()).collect();
     let tables = rows.tables.iter();
     tables
-        .map(|t| (&*t.name, &*t.ids, &*t.last_used, bits(&t.weights), bits(&t.state), &*t.waiting))
+        .map(|t| (&*t.name, &*t.ids, &*t.last_used, bits(&t.weights), bits(&t.state), &*t.admission_counts))
         .collect()
 }

@@ -1,4 +1,4 @@
-//! One test for each defect of the system this one follows that a store can have, named after what it guards.
+//! One test for each defect of PersiaML's store, named after what it guards.
 
 mod sample;
 
@@ -36,7 +36,7 @@ fn eviction_never_overwrites_or_returns_another_row() {
 #[test]
 fn a_missing_id_never_shifts_a_neighbour() {
     let ids: Vec<Id> = (0..1_000).collect();
-    // With the look-up's token the slots are remembered, with another they are searched.
+    // With the token of the look-up the slots are cached, with another they are searched.
     for seq in [1, 2] {
         let store = store_of(&Run { admit_probability: 0.5, ..run(&[3]) }, 1 << 20);
         let admitted = train(&store, 1, 0, &ids).0.inserted;
@@ -68,13 +68,13 @@ fn rows_evicted_before_their_push_are_counted_and_move_nothing() {
     assert!(first[..6].iter().all(|id| read(&store, 0, *id) == [0.0; 2]));
 }
 
-/// Defect 4: Adam's powers were counted per request and lost with a restart. They are functions of the step.
+/// Defect 4: Adam's powers were counted per request and lost on a restart. Now they are functions of the step.
 #[test]
-fn adam_does_not_depend_on_how_a_step_is_cut_into_requests_nor_on_restarts() {
+fn adam_does_not_depend_on_requests_per_step_or_restarts() {
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.99, weight_decay: 0.0, eps: 1e-8 };
     let run = Run { optimizer: Some(adam), ..run(&[4]) };
     let ids: Vec<Id> = (0..40).collect();
-    let (whole, cut) = (store_of(&run, 1 << 20), store_of(&run, 1 << 20));
+    let (whole, split) = (store_of(&run, 1 << 20), store_of(&run, 1 << 20));
     let dir = tempfile::tempdir().unwrap();
     for step in 1..=6u64 {
         let answer = |store: &Store, rank: u32, ids: &[Id]| {
@@ -84,18 +84,17 @@ fn adam_does_not_depend_on_how_a_step_is_cut_into_requests_nor_on_restarts() {
             try_push(store, token(rank, step), step, &parts, &gradients).unwrap();
         };
         answer(&whole, 0, &ids);
-        ids.chunks(7).enumerate().for_each(|(rank, ids)| answer(&cut, rank as u32, ids));
+        ids.chunks(7).enumerate().for_each(|(rank, ids)| answer(&split, rank as u32, ids));
         if step == 3 {
-            let files = cut.write_snapshot(dir.path(), None).unwrap().files;
-            cut.clear().unwrap();
-            cut.restore(dir.path(), &files).unwrap();
+            let files = split.write_snapshot(dir.path(), None).unwrap().files;
+            split.clear().unwrap();
+            split.restore(dir.path(), &files).unwrap();
         }
     }
-    assert_eq!(all_rows(&whole), all_rows(&cut));
+    assert_eq!(all_rows(&whole), all_rows(&split));
 }
 
-/// Defect 5: weight decay and momentum were accepted and ignored. Applied (see the optimizers' own tests for how
-/// much), or refused.
+/// Defect 5: weight decay and momentum were accepted and ignored. Their amount is tested with the optimizers.
 #[test]
 fn weight_decay_and_momentum_change_rows_or_are_refused() {
     let rows_with = |optimizer| {
@@ -127,7 +126,7 @@ fn weight_decay_and_momentum_change_rows_or_are_refused() {
 
 /// Defect 9: ids were taken modulo 2^k - 1, merging two ids, and more groups than prefix bits wrapped silently.
 #[test]
-fn all_64_bits_of_an_id_count_and_any_number_of_tables_is_apart() {
+fn all_64_bits_of_an_id_count_and_tables_are_separate() {
     let dims = vec![1; 300];
     let store = store_of(&run(&dims), 1 << 20);
     let mut ids: Vec<Id> = vec![0, u64::MAX, u64::MAX - 1, 1 << 63, (1 << 56) - 1, (1 << 55) - 1];
@@ -153,9 +152,9 @@ fn all_64_bits_of_an_id_count_and_any_number_of_tables_is_apart() {
     }
 }
 
-/// Defect 11: what counts samples or ids wrapped at 65,536.
+/// Defect 11: counters of samples and ids wrapped at 65,536.
 #[test]
-fn requests_of_more_than_65_536_ids_in_one_table_and_one_shard_are_whole() {
+fn requests_may_have_more_than_65_536_ids_of_one_table_or_shard() {
     let spread: Vec<Id> = (0..200_000).collect();
     let store = store_of(&run(&[1]), 1 << 40);
     assert_eq!(train(&store, 1, 0, &spread).0.inserted, 200_000);
@@ -170,7 +169,7 @@ fn requests_of_more_than_65_536_ids_in_one_table_and_one_shard_are_whole() {
 
 /// Defect 16: the default capacity allocated a billion entries.
 #[test]
-fn the_default_capacity_allocates_nothing_before_rows_come() {
+fn the_default_capacity_allocates_no_memory_for_rows() {
     let store = Store::new(schema(&[64; 26]), StoreOptions::default()).unwrap();
     store.begin(&Run { optimizer: Some(LEDGER), ..run(&[64; 26]) }).unwrap();
     assert_eq!(StoreOptions::default().capacity, 1_000_000_000);
@@ -181,9 +180,9 @@ fn the_default_capacity_allocates_nothing_before_rows_come() {
     assert!(one <= 16 << 10, "{one} bytes for one row");
 }
 
-/// A checkpoint's file holds what the store held, sorted.
+/// The file of a shard has its rows, sorted.
 #[test]
-fn a_snapshot_holds_every_row_and_shards_without_rows_have_no_file() {
+fn a_snapshot_has_every_row_and_no_file_for_an_empty_shard() {
     let store = store_of(&tagged(&[4]), 1 << 20);
     train(&store, 1, 0, &ids_of_shard(3, 5));
     train(&store, 2, 0, &ids_of_shard(250, 1));

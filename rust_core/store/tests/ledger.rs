@@ -1,6 +1,6 @@
 //! The ledger: with SGD, a rate of 1 and rows that start at 0, every row is minus the number of its gradients.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
 mod sample;
 
@@ -44,12 +44,12 @@ fn step(store: &Store, rank: u32, seq: u64, applied: &Mutex<BTreeMap<Id, u32>>) 
 }
 
 #[test]
-fn threads_lose_double_and_misplace_no_gradient() {
+fn threads_lose_repeat_and_misplace_no_gradient() {
     let store = store_of(&run(&[DIM]), 1 << 30);
     let applied = Mutex::new(BTreeMap::new());
     let training = AtomicBool::new(true);
     std::thread::scope(|scope| {
-        // Readers and counters run all the while and disturb nothing.
+        // Readers run concurrently.
         scope.spawn(|| {
             while training.load(Ordering::Relaxed) {
                 let (_, rows) =

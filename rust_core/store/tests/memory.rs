@@ -1,6 +1,6 @@
-//! What rows cost beyond their payload, as the store counts it and as the system does.
+//! The memory of rows beyond their payload, as counted by the store and by the system.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
 mod sample;
 
@@ -24,9 +24,9 @@ fn resident_bytes() -> u64 {
     status.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
-/// One program, one test: the system's count is of the whole process.
+/// The only test of this program: the system counts the whole process.
 #[test]
-fn a_row_costs_at_most_40_bytes_beyond_its_payload_from_a_million_on_and_a_table_little_below() {
+fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_table_is_small() {
     let store = store_of(&Run { optimizer: Some(ROW_WISE), ..run(&[8, 8, 8]) }, 1_000_000_000);
     let before = (store.stats().unwrap().memory_bytes, resident_bytes());
     let sizes = [256u64, 20_000, 500_000].into_iter().chain((1_000_000..=3_000_000).step_by(50_000));
@@ -51,9 +51,9 @@ fn a_row_costs_at_most_40_bytes_beyond_its_payload_from_a_million_on_and_a_table
     }
     let resident = resident_bytes() - before.1;
     let counted = store.stats().unwrap().memory_bytes - before.0;
-    // The request's own buffers and what the allocator keeps are not the store's.
+    // The rest: buffers of the request, and memory that the allocator keeps.
     assert!(resident < counted + (48 << 20), "{resident} bytes resident, {counted} counted");
     store.clear().unwrap();
     assert!(store.stats().unwrap().memory_bytes <= before.0);
-    assert!(resident_bytes() < before.1 + counted / 2, "cleared tables give their memory back");
+    assert!(resident_bytes() < before.1 + counted / 2, "cleared tables free their memory");
 }

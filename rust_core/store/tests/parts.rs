@@ -1,6 +1,6 @@
-//! Several stores that hold some shards each are one store that holds all.
+//! Several stores with some shards each equal one store with all shards.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod sample;
 
@@ -10,7 +10,7 @@ use persia_types::{Id, Initializer, Mode, Optimizer, Tables, TablesError, server
 use sample::{all_rows, grouped, push, read, run, store_of, token, train, try_lookup, try_push};
 
 const DIMS: [usize; 2] = [4, 7];
-const CAPACITY: u64 = 256 * 6; // rows come and go
+const CAPACITY: u64 = 256 * 6; // rows are evicted
 const SERVERS: usize = 3;
 
 fn settings() -> Run {
@@ -35,7 +35,7 @@ fn own(ids: &[Id], index: usize) -> Vec<Id> {
     ids.iter().copied().filter(|id| held.contains(&shard_of(*id))).collect()
 }
 
-/// Steps of the run, on a store that is sent those ids that `part` picks.
+/// Train on the ids that `part` picks.
 fn trained(store: &Store, part: impl Fn(&[Id]) -> Vec<Id>) {
     for seq in 1..=12u64 {
         let table = seq as usize % 2;
@@ -52,7 +52,7 @@ fn files(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
 }
 
 #[test]
-fn their_rows_and_files_are_those_of_one_store_also_under_eviction() {
+fn rows_and_files_equal_those_of_one_store_under_eviction() {
     let whole = store_of(&settings(), CAPACITY);
     trained(&whole, <[Id]>::to_vec);
     assert!(whole.stats().unwrap().lookups.evicted > 0);
@@ -71,7 +71,7 @@ fn their_rows_and_files_are_those_of_one_store_also_under_eviction() {
 }
 
 #[test]
-fn a_checkpoint_of_one_is_loaded_by_several() {
+fn several_stores_load_a_checkpoint_of_one() {
     let whole = store_of(&settings(), CAPACITY);
     trained(&whole, <[Id]>::to_vec);
     let (dir, entries) = files(&whole);
@@ -103,7 +103,7 @@ fn ids_of_a_shard_that_is_not_held_are_refused_and_change_nothing() {
 }
 
 #[test]
-fn a_fresh_run_starts_from_nothing_and_may_have_another_optimizer() {
+fn a_fresh_run_drops_all_rows_and_may_have_another_optimizer() {
     let store = store_of(&settings(), CAPACITY);
     train(&store, 1, 0, &[1, 2, 3]);
     let other = Run { generation: 2, optimizer: run(&DIMS).optimizer, ..settings() };
@@ -117,7 +117,7 @@ fn a_fresh_run_starts_from_nothing_and_may_have_another_optimizer() {
 }
 
 #[test]
-fn a_file_of_no_shard_is_still_refused() {
+fn a_file_of_no_shard_is_refused() {
     let store = parts().remove(0);
     let (dir, mut entries) = files(&store_of(&settings(), CAPACITY));
     entries.push(FileEntry { name: "shard-999.arrow".into(), bytes: 1, blake3: "0".repeat(64) });

@@ -1,5 +1,5 @@
-//! The power goes off at every call to the file system: what was never synced is gone, in the worst way that a disk with ordered
-//! metadata, or one without, may lose it. What is left is the old checkpoint or the new one, in full.
+//! A power cut at every call to the file system. What was not synced is lost in the worst ways, with ordered metadata and
+//! without. The old checkpoint or the new one remains, in full.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -18,7 +18,7 @@ use commit_sample::{load, names, save, scratch, tidy_names};
 use fail::FailScenario;
 use persia_store::checkpoint::{CheckpointError, latest, prune, publish_latest, recover};
 
-/// Tells a file from another that is called the same, or has its number after it.
+/// Identifies a file, even if another one has its name or later its inode.
 type Key = (u64, Option<SystemTime>);
 
 #[derive(Debug, Clone, PartialEq)]
@@ -51,7 +51,7 @@ fn tree(path: &Path, into: &mut Nodes) {
     }
 }
 
-/// What was synced just now: it is open still. A save's lock keeps its folder open, too.
+/// The path that was just synced: it is still open. The lock of a save keeps its folder open, too.
 fn synced(root: &Path) -> PathBuf {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
     let mut open: Vec<PathBuf> = links.filter(|path| path.starts_with(root)).collect();
@@ -60,13 +60,13 @@ fn synced(root: &Path) -> PathBuf {
     twice.unwrap_or_else(|| open.into_iter().max_by_key(|path| path.components().count()).unwrap())
 }
 
-/// The disk at each call of a run: what is durable, and what the system shows.
+/// The disk at each call: its durable state, and the state that the system shows.
 struct Film {
     root: Key,
     pictures: Vec<(Nodes, Nodes)>,
 }
 
-/// Watch `run` change what is below `root`, which is durable before it.
+/// Record how `run` changes the files below `root`, all of which are durable before it.
 fn film(root: &Path, run: impl FnOnce(&Path)) -> Film {
     let mut durable = Nodes::new();
     tree(root, &mut durable);
@@ -94,7 +94,7 @@ fn film(root: &Path, run: impl FnOnce(&Path)) -> Film {
     Film { root: key(root), pictures }
 }
 
-/// What becomes of a file that was never synced.
+/// The content of a file that was never synced.
 #[derive(Debug, Clone, Copy)]
 enum Unsynced {
     Empty,
@@ -102,7 +102,8 @@ enum Unsynced {
     Zeros,
 }
 
-/// Make a folder of what a disk has after the power went off. `names` says what folders hold, `durable` what files do.
+/// Create a folder with the content of the disk after a power cut: `names` are the entries of folders, `durable` the content of
+/// files.
 fn develop(
     to: &Path,
     what: Key,
@@ -129,17 +130,17 @@ fn develop(
                 };
                 fs::write(to, left).unwrap();
             }
-            (None, None) => {} // made and removed before anything of it was durable
+            (None, None) => {} // created and removed before it was durable
         }
     }
 }
 
-/// Every state that the disk may be in after a power cut, and how many calls were begun before it.
+/// Every state that the disk may have after a power cut, and the number of calls before it.
 fn cuts(film: &Film, check: impl Fn(&Path, usize, bool)) {
     let last = film.pictures.len() - 1;
     for (at, (durable, shown)) in film.pictures.iter().enumerate() {
         for lost in [Unsynced::Empty, Unsynced::Half, Unsynced::Zeros] {
-            // Names as of the last sync of each folder; or all that were ever changed, in order.
+            // Names of the last sync of each folder; or all changes, in order.
             let as_synced = |key: Key| durable.get(&key).cloned().unwrap_or(Node::Folder(BTreeMap::new()));
             let as_shown = |key: Key| shown[&key].clone();
             let dir = scratch();

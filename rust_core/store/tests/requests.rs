@@ -1,11 +1,11 @@
-//! What is refused, with which words, and that nothing has changed then.
+//! Refused requests: their messages, and that they change nothing.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
 mod sample;
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_IDS_PER_REQUEST;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients};
 use persia_types::{Id, Initializer, Mode, Optimizer, ShardedIds, Tables, TablesError, Token};
@@ -29,7 +29,7 @@ fn nothing_works_before_a_run_begins() {
 }
 
 #[test]
-fn a_store_that_cannot_be_is_refused() {
+fn invalid_options_and_schemas_are_refused() {
     let refuse = |dims: &[usize], options| refused(Store::new(schema(dims), options));
     let options = StoreOptions::default();
     assert!(refuse(&[2], StoreOptions { capacity: 0, ..options.clone() }).contains("capacity"));
@@ -45,7 +45,7 @@ fn a_store_that_cannot_be_is_refused() {
 }
 
 #[test]
-fn a_run_that_does_not_fit_is_refused_and_the_old_one_goes_on() {
+fn a_run_that_does_not_fit_is_refused_and_the_old_one_continues() {
     let store = store_of(&run(&[2]), 1 << 20);
     train(&store, 1, 0, &[1, 2, 3]);
     let begin = |run: Run| refused(store.begin(&run));
@@ -67,7 +67,7 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_goes_on() {
 }
 
 #[test]
-fn rows_outlive_a_new_generation_and_tokens_do_not() {
+fn rows_stay_in_a_new_generation_and_tokens_do_not() {
     let store = store_of(&run(&[2]), 1 << 20);
     train(&store, 1, 0, &[1]);
     push(&store, 1, 0, &[1], 1.0);
@@ -104,7 +104,7 @@ fn malformed_look_ups_are_refused_whole() {
     let look = |parts: &[(usize, ShardedIds)], floats: &[usize], step: u64| {
         let tables: Vec<_> = parts
             .iter()
-            .map(|(table, ids)| persia_types::tables::TableIds { table: *table, ids, uses: None })
+            .map(|(table, ids)| persia_types::tables::TableIds { table: *table, ids, per_sample: None })
             .collect();
         let mut rows: Vec<Vec<f32>> = floats.iter().map(|floats| vec![0.0; *floats]).collect();
         let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -163,7 +163,7 @@ fn malformed_pushes_are_refused_whole_and_the_token_stays_unknown() {
 }
 
 #[test]
-fn an_id_is_admitted_once_its_draw_says_so_and_reads_as_zeros_before() {
+fn an_id_reads_as_zeros_until_it_is_admitted() {
     let random = Initializer::Uniform { low: 1.0, high: 2.0 };
     let store = store_of(&Run { admit_probability: 0.2, initializer: random, ..run(&[1]) }, 1 << 20);
     let ids: Vec<Id> = (0..500).collect();
@@ -179,7 +179,7 @@ fn an_id_is_admitted_once_its_draw_says_so_and_reads_as_zeros_before() {
 }
 
 #[test]
-fn the_first_row_with_a_bad_gradient_is_named_in_the_order_of_the_request() {
+fn the_first_row_with_a_bad_gradient_is_reported_in_the_order_of_the_request() {
     let store = store_of(&run(&[1, 1]), 1 << 20);
     let parts = [(1, grouped(&(0..600).collect::<Vec<_>>())), (0, grouped(&(0..600).collect::<Vec<_>>()))];
     try_lookup(&store, token(0, 1), 1, Mode::Train, &parts).unwrap();

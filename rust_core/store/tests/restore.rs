@@ -1,6 +1,6 @@
-//! Snapshot and restore: everything comes back, what does not fit is refused and changes nothing.
+//! Snapshot and restore: all rows are restored; what does not fit is refused and changes nothing.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
 mod sample;
 
@@ -42,7 +42,7 @@ fn saved(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
     (dir, files)
 }
 
-/// A restore that must fail, into a store that must not notice.
+/// A restore that must fail and change nothing.
 fn refusal(run: &Run, dir: &Path, files: &[FileEntry]) -> TablesError {
     let store = store_of(run, 1 << 30);
     train(&store, 1, 0, &[1, 2, 3]);
@@ -54,7 +54,7 @@ fn refusal(run: &Run, dir: &Path, files: &[FileEntry]) -> TablesError {
 }
 
 #[test]
-fn everything_comes_back_and_what_was_there_before_goes() {
+fn a_restore_replaces_all_rows() {
     let store = trained();
     let (dir, files) = saved(&store);
     let other = store_of(&settings(&[4, 7]), 1 << 30);
@@ -71,7 +71,7 @@ fn everything_comes_back_and_what_was_there_before_goes() {
 }
 
 #[test]
-fn slots_remembered_before_a_restore_are_not_trusted_after_it() {
+fn slots_cached_before_a_restore_are_not_used_after_it() {
     let store = trained();
     let (dir, files) = saved(&store);
     let ids: Vec<Id> = (900_000..900_100).collect();
@@ -83,7 +83,7 @@ fn slots_remembered_before_a_restore_are_not_trusted_after_it() {
 }
 
 #[test]
-fn equal_rows_give_equal_files_however_they_came_there() {
+fn equal_rows_give_equal_files_whatever_their_history() {
     let (forwards, backwards) = (store_of(&settings(&[4]), 1 << 30), store_of(&settings(&[4]), 1 << 30));
     let ids: Vec<Id> = (0..3_000).collect();
     for (seq, part) in ids.chunks(100).enumerate() {
@@ -101,7 +101,7 @@ fn train_at_step_1(store: &Store, seq: u64, ids: &[Id]) {
 }
 
 #[test]
-fn a_smaller_capacity_keeps_the_rows_used_last() {
+fn a_smaller_capacity_keeps_the_most_recently_used_rows() {
     let store = store_of(&settings(&[4]), 1 << 30);
     let ids = ids_of_shard(8, 10);
     for (seq, id) in ids.iter().enumerate() {
@@ -130,7 +130,7 @@ fn without_optimizer_state_is_dropped() {
 }
 
 #[test]
-fn evaluation_of_rows_that_are_held_keeps_their_state_for_later() {
+fn evaluation_keeps_the_state_of_rows() {
     let store = trained();
     let before = export(&store);
     store.begin(&Run { generation: 2, optimizer: None, ..settings(&[4, 7]) }).unwrap();
@@ -140,7 +140,7 @@ fn evaluation_of_rows_that_are_held_keeps_their_state_for_later() {
 }
 
 #[test]
-fn tables_dims_and_state_that_do_not_fit_are_named_with_both_values() {
+fn tables_dims_and_state_that_do_not_fit_are_reported_with_both_values() {
     let (dir, files) = saved(&trained());
     let refuse = |run: &Run| {
         let error = refusal(run, dir.path(), &files);
@@ -148,13 +148,13 @@ fn tables_dims_and_state_that_do_not_fit_are_named_with_both_values() {
         error.to_string()
     };
     assert!(refuse(&settings(&[4])).contains("it has a table table_1, configured are table_0"));
-    assert!(refuse(&settings(&[4, 8])).contains("table_1 is of dim 7 there, 8 is configured"));
+    assert!(refuse(&settings(&[4, 8])).contains("its table table_1 has dim 7, 8 is configured"));
     let sgd = refuse(&Run { optimizer: Some(sample::LEDGER), ..settings(&[4, 7]) });
-    assert!(sgd.contains("floats of optimizer state a row there, the configured optimizer has 0"), "{sgd}");
+    assert!(sgd.contains("floats of optimizer state per row, the configured optimizer has 0"), "{sgd}");
 }
 
 #[test]
-fn damage_anywhere_leaves_all_rows_as_they_were() {
+fn damage_anywhere_leaves_all_rows_unchanged() {
     let (dir, files) = saved(&trained());
     let last = dir.path().join(&files.last().unwrap().name);
     let mut bytes = std::fs::read(&last).unwrap();
@@ -168,7 +168,7 @@ fn damage_anywhere_leaves_all_rows_as_they_were() {
 }
 
 #[test]
-fn a_shard_that_is_named_twice_and_a_step_that_no_run_has_are_corrupt() {
+fn a_repeated_shard_and_an_impossible_step_are_corrupt() {
     let (dir, files) = saved(&trained());
     let mut twice = files.clone();
     twice.push(files[0].clone());
@@ -184,7 +184,7 @@ fn a_shard_that_is_named_twice_and_a_step_that_no_run_has_are_corrupt() {
             last_used: vec![step],
             weights: vec![0.0; 4],
             state: vec![0.0; 4],
-            waiting: vec![],
+            admission_counts: vec![],
         };
         let file = write_shard(dir.path(), &ShardRows { shard: 5, tables: vec![rows] }).unwrap();
         let error = refusal(&settings(&[4, 7]), dir.path(), &[file]);

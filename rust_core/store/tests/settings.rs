@@ -1,11 +1,11 @@
-//! What a table may have of its own: dtype, rounding, optimizer, initialiser, admission, time to live.
+//! Settings of a table: dtype, rounding, optimizer, initialiser, admission, time to live.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
 mod sample;
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, Run};
 use persia_types::{
     Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, TableSettings, Tables, TablesError,
@@ -49,7 +49,7 @@ fn every_table_has_its_own_optimizer_and_initialiser() {
     assert_eq!(rows[&(0, 5)], (1, vec![-0.5; 2], vec![]));
     let (_, weights, state) = &rows[&(1, 5)];
     assert_eq!((&weights[..], &state[..]), (&[2.0 - 0.1 * 0.5 / 0.5; 3][..], &[0.5][..]));
-    // A factor multiplies the rates of both.
+    // A factor multiplies both learning rates.
     for table in [0, 1] {
         train(&store, 3 + table as u64, table, &[5]);
     }
@@ -81,7 +81,7 @@ fn evaluation_trains_no_table_whatever_its_settings_say() {
     assert!(matches!(error, TablesError::NoOptimizer), "{error}");
 }
 
-/// Update by update as a row of f32 that is rounded after each, for dims with and without a half left over.
+/// Equal to a row of f32 that is rounded after each update, for even and odd dims.
 #[test]
 fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
     for dtype in [Dtype::F16, Dtype::Bf16] {
@@ -95,7 +95,7 @@ fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
             let mut expected: Vec<f32> = first.clone();
             assert!(
                 first.iter().all(|weight| rounded(dtype, *weight) == *weight),
-                "what is read is what is held"
+                "look-ups return rounded weights"
             );
             let mut sums = vec![0.25f32; ids.len()];
             for seq in 1..=3 {
@@ -114,7 +114,7 @@ fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
     }
 }
 
-/// The nearest number of the type, by way of f64: the distance of neighbours is a power of two.
+/// The nearest number of the type, computed in f64: the distance of neighbours is a power of two.
 fn rounded(dtype: Dtype, number: f32) -> f32 {
     let (bits, least) = if dtype == Dtype::F16 { (10, -14) } else { (7, -126) };
     let exponent = (f64::from(number).abs().log2().floor() as i32).max(least);
@@ -123,7 +123,7 @@ fn rounded(dtype: Dtype, number: f32) -> f32 {
 }
 
 #[test]
-fn small_updates_are_lost_by_the_nearest_and_kept_on_average_by_chance() {
+fn nearest_rounding_loses_small_updates_and_stochastic_rounding_keeps_their_mean() {
     const STEPS: u64 = 50;
     let ids: Vec<Id> = (0..2_000).collect();
     for dtype in [Dtype::F16, Dtype::Bf16] {
@@ -146,7 +146,7 @@ fn small_updates_are_lost_by_the_nearest_and_kept_on_average_by_chance() {
 }
 
 #[test]
-fn drawn_rounding_is_the_same_wherever_and_in_whatever_order_rows_are() {
+fn stochastic_rounding_does_not_depend_on_the_order_of_requests() {
     let own = TableSettings {
         initializer: Some(Initializer::Normal { mean: 0.0, std: 1.0 }),
         ..halves(Dtype::F16, Rounding::Stochastic)
@@ -154,7 +154,7 @@ fn drawn_rounding_is_the_same_wherever_and_in_whatever_order_rows_are() {
     let run = with(&[own], &[9]);
     let ids: Vec<Id> = (0..3_000).collect();
     let whole = store_of(&run, 1 << 20);
-    // The same ids in parts, one table entry at a time and backwards.
+    // The same ids in several requests, backwards.
     let parts = store_of(&run, 1 << 20);
     for step in 1..=3u64 {
         train(&whole, step, 0, &ids);
@@ -205,7 +205,7 @@ fn a_checkpoint_fits_tables_of_every_dtype() {
 }
 
 #[test]
-fn counts_and_ages_go_on_after_a_restore() {
+fn counts_and_ages_survive_a_restore() {
     let own = TableSettings {
         admission: Some(Admission { probability: 1.0, min_count: 3 }),
         ttl: Some(10),
@@ -223,11 +223,11 @@ fn counts_and_ages_go_on_after_a_restore() {
     let loaded = store_of(&run, 1 << 20);
     loaded.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&loaded), export(&store));
-    // Ids 100 to 199 were asked for once at step 2 and once at step 3; the third time brings their rows.
+    // Ids 100 to 199 were looked up at steps 2 and 3; the third time inserts their rows.
     for store in [&store, &loaded] {
         let report = train(store, 4, 0, &(0..200).collect::<Vec<_>>()).0;
         assert_eq!(report, LookupReport { hits: 100, inserted: 100, ..LookupReport::default() });
-        // Steps later all are gone: the first look-up counts once more.
+        // Now all are expired, and are counted from 1 again.
         let report = train(store, 15, 0, &(0..200).collect::<Vec<_>>()).0;
         assert_eq!((report.hits, report.missing, report.expired), (0, 200, 200));
     }
@@ -235,7 +235,7 @@ fn counts_and_ages_go_on_after_a_restore() {
 }
 
 #[test]
-fn an_expired_row_reads_as_missing_at_once_and_takes_no_gradient() {
+fn an_expired_row_reads_as_missing_and_takes_no_gradient() {
     let own = TableSettings { ttl: Some(5), ..TableSettings::default() };
     let run = Run { initializer: Initializer::Uniform { low: 1.0, high: 2.0 }, ..with(&[own], &[1]) };
     let store = store_of(&run, 1 << 20);
@@ -248,7 +248,7 @@ fn an_expired_row_reads_as_missing_at_once_and_takes_no_gradient() {
         try_push(&store, token(1, step), step, &[(0, grouped(&[7]))], &[vec![1.0]]).unwrap().rows_applied
     };
     assert_eq!((late(7), at(6)), (0, first[0] - 0.25));
-    // A training look-up within the time renews it, one beyond makes it anew.
+    // A training look-up before its expiry renews it; a later one inserts a new row.
     assert_eq!(train(&store, 6, 0, &[7]).0.hits, 1);
     assert_eq!(at(11), first[0] - 0.25);
     let (report, row) = train(&store, 12, 0, &[7]);
@@ -257,11 +257,11 @@ fn an_expired_row_reads_as_missing_at_once_and_takes_no_gradient() {
 }
 
 #[test]
-fn memory_of_expired_rows_is_free_again_within_a_round() {
+fn expired_rows_are_freed_within_256_steps() {
     let own = TableSettings { ttl: Some(3), ..TableSettings::default() };
     let store = store_of(&with(&[own], &[4]), 1 << 20);
     train(&store, 1, 0, &(0..50_000).collect::<Vec<_>>());
-    // Ids in every shard, asked for at every step of a round.
+    // Ids of every shard, looked up until each shard was swept.
     for step in 2..=261 {
         train(&store, step, 0, &(1 << 40..(1 << 40) + 3_000).collect::<Vec<_>>());
     }
@@ -269,7 +269,7 @@ fn memory_of_expired_rows_is_free_again_within_a_round() {
     assert_eq!((stats.rows[0], stats.lookups.expired, stats.lookups.evicted), (3_000, 50_000, 0));
 }
 
-/// Payload 20 bytes; the limit of 40 is that of 10⁶ rows and more, above which it only falls.
+/// The payload is 20 bytes. The overhead is at most 40 bytes at 10⁶ rows, and falls above.
 #[test]
 fn a_small_row_of_halves_costs_its_payload_and_at_most_40_bytes() {
     let own = TableSettings { optimizer: Some(ROW_WISE), ..halves(Dtype::F16, Rounding::Nearest) };
@@ -287,7 +287,7 @@ fn a_small_row_of_halves_costs_its_payload_and_at_most_40_bytes() {
 }
 
 #[test]
-fn a_run_of_a_manifest_from_before_there_were_settings_is_read() {
+fn a_manifest_without_settings_is_read() {
     let mut old = serde_json::to_value(run(&[4])).unwrap();
     old.as_object_mut().unwrap().remove("admit_min_count").unwrap();
     for table in old["schema"]["tables"].as_array_mut().unwrap() {

@@ -2,23 +2,28 @@
 
 use std::path::PathBuf;
 
+use persia_kernels::ShapeError;
+use serde::{Deserialize, Serialize};
+
 use crate::token::Token;
 
 /// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
-#[derive(Debug, thiserror::Error)]
+///
+/// A server sends the serialized error, so that its caller gets the same variant with the same fields.
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
-    /// Another run began since.
+    /// Another run has begun.
     #[error("request {token} is of another run: generation {current} is current; start the trainer again")]
     StaleGeneration {
-        /// The request's.
+        /// Of the request.
         token: Token,
-        /// What would be accepted.
+        /// The accepted generation.
         current: u64,
     },
-    /// Nothing began yet.
+    /// No run has begun.
     #[error("no run has begun: call begin first")]
     NotBegun,
-    /// A begin that can't be taken.
+    /// A run that cannot begin.
     #[error("cannot begin the run: {what}")]
     BadRun {
         /// Both values, where two differ.
@@ -46,12 +51,12 @@ pub enum TablesError {
         /// Number of tables.
         tables: usize,
         /// Unknown, or named twice.
-        what: &'static str,
+        what: String,
     },
     /// A training request while no optimizer is configured.
     #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
     NoOptimizer,
-    /// Memory that could not be had.
+    /// No memory for rows.
     #[error(
         "table {table}: no memory for {bytes} more bytes of rows; lower the capacity in global_config.yml"
     )]
@@ -61,7 +66,7 @@ pub enum TablesError {
         /// Asked for.
         bytes: u64,
     },
-    /// A file that is not what its manifest says.
+    /// A file that differs from its manifest.
     #[error("{path}: {what}")]
     Corrupt {
         /// The file.
@@ -77,12 +82,13 @@ pub enum TablesError {
         /// Both values.
         what: String,
     },
-    /// The operating system said no.
+    /// A failure of the operating system.
     #[error("{path}: {source}")]
     Io {
         /// Where.
         path: PathBuf,
         /// Why.
+        #[serde(with = "io_error")]
         source: std::io::Error,
     },
     /// Ids that another server holds.
@@ -90,51 +96,79 @@ pub enum TablesError {
         "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
     )]
     WrongShard {
-        /// Who.
+        /// Which peer.
         peer: String,
         /// Its shards.
         held: std::ops::Range<usize>,
-        /// The foreign one.
+        /// The shard that it does not hold.
         shard: usize,
     },
     /// A peer of another version, protocol or configuration.
     #[error("{peer} does not fit: {what}")]
     Incompatible {
-        /// Who.
+        /// Which peer.
         peer: String,
         /// Both values.
         what: String,
     },
-    /// A peer that does not accept our credentials, or whose certificate we do not accept.
+    /// A peer that refuses our credentials, or whose certificate we refuse.
     #[error("{peer} refused: {what}")]
     Refused {
-        /// Who.
+        /// Which peer.
         peer: String,
         /// Why, and where the credential came from.
         what: String,
     },
-    /// The run in progress cannot go on: a server or all middlewares stayed away, or a server came back without its rows.
+    /// The run in progress cannot continue: a server or all middlewares stayed away, or a server returned without its rows.
     #[error("{peer} is lost to this run: {what}; start the trainer again")]
     Lost {
-        /// Who.
+        /// Which peer.
         peer: String,
         /// What happened.
         what: String,
     },
-    /// Something else took too long.
+    /// A wait that took too long.
     #[error("{peer}: {what}")]
     Timeout {
-        /// Who was waited for.
+        /// Which peer.
         peer: String,
         /// For what, and how long.
         what: String,
     },
-    /// A holder of rows that does not answer.
+    /// A peer that does not answer.
     #[error("{peer} cannot be reached: {what}")]
     Unreachable {
-        /// Who.
+        /// Which peer.
         peer: String,
         /// What was tried, and what happened.
         what: String,
     },
+}
+
+impl From<ShapeError> for TablesError {
+    fn from(ShapeError(what): ShapeError) -> Self {
+        Self::BadShape { what }
+    }
+}
+
+/// An I/O error as the operating system's code, or as its text where it has none.
+mod io_error {
+    use std::io;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    struct Described {
+        code: Option<i32>,
+        text: String,
+    }
+
+    pub(super) fn serialize<S: Serializer>(error: &io::Error, serializer: S) -> Result<S::Ok, S::Error> {
+        Described { code: error.raw_os_error(), text: error.to_string() }.serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<io::Error, D::Error> {
+        let Described { code, text } = Described::deserialize(deserializer)?;
+        Ok(code.map_or_else(|| io::Error::other(text), io::Error::from_raw_os_error))
+    }
 }

@@ -3,13 +3,13 @@
 use crate::limits::MAX_IDS_PER_REQUEST;
 use crate::tables::TablesError;
 
-/// A feature id. All 64 bits count; nothing is reserved.
+/// A feature id. All 64 bits are significant; no value is reserved.
 pub type Id = u64;
 
 /// Number of virtual shards of a run. A shard is the unit of lock, index, slab, budget and checkpoint file.
 pub const VIRTUAL_SHARDS: usize = 256;
 
-/// Mix an id into 64 well-spread bits (folded multiply; a bijection is not needed, spread is).
+/// Mix an id into 64 well-spread bits (folded multiply; it need not be a bijection).
 #[inline(always)]
 pub fn hash_id(id: Id) -> u64 {
     let product = u128::from(id ^ 0x9E37_79B9_7F4A_7C15) * 0xD6E8_FEB8_6659_FD93_u128;
@@ -40,8 +40,7 @@ pub fn server_shards(index: usize, servers: usize) -> std::ops::Range<usize> {
 
 /// Unique ids in ascending order of their virtual shard, with the offset of each shard.
 ///
-/// Order inside a shard is the caller's (the engine uses first occurrence in the batch) and is kept
-/// everywhere: row `i` of a look-up and gradient `i` of a push belong to `ids()[i]`.
+/// Inside a shard the caller's order is kept (the engine uses first occurrence in the batch): row `i` of a look-up and gradient `i` of a push belong to `ids()[i]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardedIds {
     ids: Vec<Id>,
@@ -83,8 +82,8 @@ impl ShardedIds {
     /// Take ids that are already grouped, checking that they are.
     ///
     /// # Errors
-    /// [`TablesError::BadShape`] when offsets do not ascend from 0 to the number of ids or an id stands in a
-    /// shard that is not its own; [`TablesError::TooManyIds`] above [`MAX_IDS_PER_REQUEST`].
+    /// [`TablesError::BadShape`] when offsets do not ascend from 0 to the number of ids or an id is in another
+    /// shard than its own; [`TablesError::TooManyIds`] above [`MAX_IDS_PER_REQUEST`].
     pub fn from_parts(ids: Vec<Id>, offsets: Vec<u32>) -> Result<Self, TablesError> {
         if ids.len() > MAX_IDS_PER_REQUEST {
             return Err(TablesError::TooManyIds { ids: ids.len(), max: MAX_IDS_PER_REQUEST });
@@ -134,13 +133,13 @@ impl ShardedIds {
         self.ids.is_empty()
     }
 
-    /// Build from parts the caller has just grouped itself (the engine's deduplication); checked in debug builds.
+    /// Build from parts that the caller has grouped (the engine's deduplication); checked in debug builds.
     pub fn from_grouped(ids: Vec<Id>, offsets: Vec<u32>) -> Self {
         debug_assert!(Self::from_parts(ids.clone(), offsets.clone()).is_ok());
         Self { ids, offsets }
     }
 
-    /// Give the parts back, to reuse their memory.
+    /// The parts, to reuse their memory.
     pub fn into_parts(self) -> (Vec<Id>, Vec<u32>) {
         (self.ids, self.offsets)
     }
@@ -173,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_in_a_foreign_shard_is_refused() {
+    fn an_id_in_the_wrong_shard_is_refused() {
         let (mut ids, offsets) = ShardedIds::group(&(0..512).collect::<Vec<_>>()).unwrap().into_parts();
         ids.reverse();
         let error = ShardedIds::from_parts(ids, offsets).unwrap_err();

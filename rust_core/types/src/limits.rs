@@ -1,4 +1,4 @@
-//! Every number that bounds something, in one place.
+//! Every limit, in one place.
 
 /// Slots one configuration may define.
 pub const MAX_SLOTS: usize = 4096;
@@ -16,7 +16,7 @@ pub const MAX_RANKS: u32 = 4096;
 pub const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// Bytes of ids, rows or gradients in one request or reply.
 pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
-/// Bytes a middleware keeps at a time to pool samples, of all requests together.
+/// Bytes of samples that a middleware holds at a time, over all requests.
 pub const MAX_KEPT_BYTES: u64 = 4 << 30;
 /// Connections one server or middleware serves at a time.
 pub const MAX_CONNECTIONS: usize = 256;
@@ -34,9 +34,9 @@ pub const MAX_NAME_BYTES: usize = 128;
 pub const MAX_STALENESS: usize = 64;
 /// Rows a shard's slab may hold per table, so that `u32` slots never wrap.
 pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;
-/// Look-ups after which an id may get its row.
+/// Most look-ups that admission may require before an id gets a row.
 pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
-/// Mean of the Poisson initialiser, which draws about as many numbers for each weight.
+/// Largest mean of the Poisson initialiser, which draws about as many numbers for each weight.
 pub const MAX_POISSON_MEAN: f32 = 500.0;
-/// Ids without a row that a shard counts look-ups of: twice its budget of rows, within these.
+/// Ids without a row whose look-ups a shard counts: twice its budget of rows, within this range.
 pub const WAITING_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

@@ -56,19 +56,43 @@ pub struct Slot {
     /// A raw (sequence) feature: the rows of a sample's first ids, this many places, instead of one vector.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sample_fixed_size: Option<u32>,
-    /// Ids stand for buckets.
+    /// The ids share buckets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hash_stack: Option<HashStack>,
+}
+
+impl Slot {
+    /// What the sum of each sample is divided by: its number of ids for a mean, the root of its number of rows (ids ×
+    /// rounds of a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
+    ///
+    /// `offsets` are those of the feature after its ids became buckets.
+    pub fn divisors<'a>(
+        &self,
+        offsets: Option<&'a [u32]>,
+    ) -> Option<impl ExactSizeIterator<Item = f32> + use<'a>> {
+        if self.pooling == Pooling::Sum && !self.sqrt_scaling {
+            return None;
+        }
+        let rounds = self.hash_stack.map_or(1, |stack| stack.rounds);
+        let (means, roots) = (self.pooling == Pooling::Mean, self.sqrt_scaling);
+        let divisor = move |bounds: &[u32]| {
+            let rows = bounds[1] - bounds[0];
+            let mean = if means { (rows / rounds).max(1) as f32 } else { 1.0 };
+            let root = if roots { (rows.max(1) as f32).sqrt() } else { 1.0 };
+            mean * root
+        };
+        offsets.map(|offsets| offsets.windows(2).map(divisor))
+    }
 }
 
 /// A set of rows of one dimension.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// The feature group's name, or the slot's where it stands alone.
+    /// The feature group's name, or that of a slot without a group.
     pub name: String,
     /// Weights in a row.
     pub dim: usize,
-    /// What differs from the run's settings.
+    /// How it differs from the run's settings.
     #[serde(default)]
     pub settings: TableSettings,
 }
@@ -88,20 +112,20 @@ pub struct TableSettings {
     pub dtype: Dtype,
     /// How an updated weight becomes one of `dtype`; f32 is never rounded.
     pub rounding: Rounding,
-    /// In place of the run's.
+    /// Replaces the run's.
     pub optimizer: Option<Optimizer>,
-    /// In place of the run's.
+    /// Replaces the run's.
     pub initializer: Option<Initializer>,
-    /// In place of the run's.
+    /// Replaces the run's.
     pub admission: Option<Admission>,
-    /// A row that no training look-up asked for within this many steps is gone; None keeps it.
+    /// A row expires after this many steps without a training look-up of its id; None keeps it.
     pub ttl: Option<u32>,
 }
 
 /// What a weight is stored as. Optimizer state is f32, look-ups give f32, and an update computes in f32.
 ///
-/// What is beyond the largest finite number of a type (65504 for f16, 3.39e38 for bf16), an infinity included, is
-/// stored as that number, so that rounding never makes an infinity.
+/// A number beyond the largest finite one of a type (65504 for f16, 3.39e38 for bf16), an infinity included, is stored
+/// as that one: rounding never gives an infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -130,9 +154,9 @@ pub enum Rounding {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {
-    /// It is drawn with this probability, by a hash of (seed, id, step). In `0..=1`.
+    /// Probability of admission, drawn by a hash of (seed, id, step). In `0..=1`.
     pub probability: f32,
-    /// This many training look-ups, this one included, asked for it since it last had a row. From 1.
+    /// Training look-ups of the id since it last had a row, this one included. From 1.
     pub min_count: u32,
 }
 
@@ -206,7 +230,7 @@ pub enum Optimizer {
 }
 
 impl Optimizer {
-    /// Floats of optimizer state behind the `dim` weights of a row.
+    /// Floats of optimizer state after the `dim` weights of a row.
     pub fn state_len(&self, dim: usize) -> usize {
         match self {
             Self::Sgd { momentum, .. } => {

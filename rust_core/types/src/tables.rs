@@ -1,16 +1,16 @@
-//! [`Tables`]: the one interface between the engine and wherever rows live.
+//! [`Tables`]: the one interface between the engine and the rows.
 //!
-//! The in-process store implements it, and so does the network client. Embedded and distributed mode differ in
-//! nothing else; one contract suite runs on both.
+//! The in-process store implements it, and so does the network client. Embedded and distributed mode differ only in
+//! that; the crate `persia-contract` tests both.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use persia_kernels::{Bags, Csr, Gradients};
 use serde::{Deserialize, Serialize};
 
 pub use crate::error::TablesError;
 use crate::id::{Id, ShardedIds};
-use crate::kernels::{Bags, Gradients, Uses};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
@@ -25,7 +25,7 @@ pub enum Mode {
     Infer,
 }
 
-/// What rank 0 tells every holder of rows before the first look-up.
+/// What rank 0 sends to every implementation of [`Tables`] before the first look-up.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// The job's name.
@@ -33,22 +33,22 @@ pub struct Run {
     /// 1 + the highest generation known.
     #[serde(alias = "epoch")]
     pub generation: u64,
-    /// Slots and tables; must equal what the holder was configured with.
+    /// Slots and tables; must equal those that the tables were configured with.
     pub schema: Schema,
     /// Seed of initialisers and admission.
     pub seed: u64,
-    /// None for evaluation: training look-ups and pushes are then refused, whatever the tables' settings say.
+    /// None for evaluation: training look-ups and pushes are then refused, also of tables with an optimizer of their own.
     pub optimizer: Option<Optimizer>,
     /// Weights of new rows.
     pub initializer: Initializer,
     /// Share of missing ids that get a row, decided by a hash of (seed, id, step). In `0..=1`.
     pub admit_probability: f32,
-    /// Training look-ups that must have asked for an id before it gets a row, from 1: see [`Admission`].
+    /// Training look-ups of an id before it gets a row, from 1: see [`Admission`].
     #[serde(default = "one")]
     pub admit_min_count: u32,
     /// Weights are clamped to ± this after an update; 0 switches it off.
     pub weight_bound: f32,
-    /// Drop the rows held: the run starts from nothing.
+    /// Drop the rows: the run starts without any.
     #[serde(default)]
     pub fresh: bool,
     /// Trainer ranks, at least 1.
@@ -65,7 +65,7 @@ fn one() -> u32 {
 }
 
 impl Run {
-    /// When ids get rows in tables that have no rule of their own.
+    /// When ids get rows in tables without a rule of their own.
     pub fn admission(&self) -> Admission {
         Admission { probability: self.admit_probability, min_count: self.admit_min_count }
     }
@@ -81,51 +81,68 @@ impl Run {
 pub struct TableIds<'a> {
     /// Index into the schema's tables. A request names a table at most once.
     pub table: usize,
-    /// What is asked for.
+    /// The ids.
     pub ids: &'a ShardedIds,
-    /// How samples use the ids, where vectors of samples are wanted in the place of rows.
-    pub uses: Option<SampleUses<'a>>,
+    /// Asks for one vector per sample in place of one row per id.
+    pub per_sample: Option<PerSample<'a>>,
 }
 
-/// What the samples of a table's ids get.
+/// The vector of each sample.
 #[derive(Debug, Clone, Copy)]
-pub enum SampleUses<'a> {
-    /// The row of its id: every sample stands in the lists once.
-    Each(Uses<'a>),
-    /// Its rows, pooled. A holder that does not [pool](Tables::pools) refuses it.
+pub enum PerSample<'a> {
+    /// The row of its one id. Every sample is in the lists once.
+    Gathered(Csr<'a>),
+    /// Its rows, pooled. An implementation that does not [pool](Tables::pools) refuses it.
     Pooled(Bags<'a>),
 }
 
 impl<'a> TableIds<'a> {
-    /// The lists of samples that get the row of their id.
-    pub fn each(&self) -> Option<Uses<'a>> {
-        match self.uses {
-            Some(SampleUses::Each(uses)) => Some(uses),
+    /// The lists of samples, where each gets the row of its id.
+    pub fn gathered(&self) -> Option<Csr<'a>> {
+        match self.per_sample {
+            Some(PerSample::Gathered(csr)) => Some(csr),
             _ => None,
         }
     }
 
-    /// Number of vectors that are wanted: of ids, or of samples.
+    /// Number of vectors in the answer: of ids, or of samples.
     pub fn vectors(&self) -> usize {
-        match &self.uses {
+        match &self.per_sample {
             None => self.ids.len(),
-            Some(SampleUses::Each(uses)) => uses.samples.len(),
-            Some(SampleUses::Pooled(bags)) => bags.samples(),
+            Some(PerSample::Gathered(csr)) => csr.indices.len(),
+            Some(PerSample::Pooled(bags)) => bags.samples(),
         }
     }
 }
 
-/// Rows of unique ids, please.
+/// A look-up of unique ids.
 #[derive(Debug, Clone, Copy)]
 pub struct LookupRequest<'a> {
     /// Its side effects (insertion, recency) happen once per token. Ignored unless [`Mode::Train`].
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
-    /// What for.
+    /// What it is for.
     pub mode: Mode,
-    /// What.
+    /// The tables, with ids.
     pub tables: &'a [TableIds<'a>],
+}
+
+/// The counters of a report, by name. Fields that are no counters follow the semicolon.
+macro_rules! counters {
+    ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
+        impl $report {
+            /// Name and value of every counter.
+            pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($counter), self.$counter)),+].into_iter()
+            }
+
+            fn add_counters(&mut self, more: Self) {
+                let Self { $($counter,)+ $($other: _)? } = more;
+                $(self.$counter += $counter;)+
+            }
+        }
+    };
 }
 
 /// What a look-up found. Counts are of unique ids.
@@ -139,18 +156,16 @@ pub struct LookupReport {
     pub missing: u64,
     /// Rows evicted to make room.
     pub evicted: u64,
-    /// Rows whose time to live had ended and which were found so: looked up again, swept, or in the way.
+    /// Expired rows that were found: looked up again, swept, or evicted.
     #[serde(default)]
     pub expired: u64,
 }
 
+counters!(LookupReport { hits, inserted, missing, evicted, expired });
+
 impl std::ops::AddAssign for LookupReport {
     fn add_assign(&mut self, more: Self) {
-        self.hits += more.hits;
-        self.inserted += more.inserted;
-        self.missing += more.missing;
-        self.evicted += more.evicted;
-        self.expired += more.expired;
+        self.add_counters(more);
     }
 }
 
@@ -159,26 +174,26 @@ impl std::ops::AddAssign for LookupReport {
 pub struct TableGradients<'a> {
     /// Index into the schema's tables. A request names a table at most once.
     pub table: usize,
-    /// The ids of the look-up this answers, or a part of them.
+    /// The ids of the look-up, or some of them.
     pub ids: &'a ShardedIds,
-    /// One for each id, in their order.
+    /// One per id, in their order.
     pub gradients: Gradients<'a>,
 }
 
-/// Apply these gradients once.
+/// Gradients to apply once.
 #[derive(Debug, Clone, Copy)]
 pub struct PushRequest<'a> {
-    /// Counts once, whatever is retried.
+    /// Applied once, also when it is retried.
     pub token: Token,
     /// The global step, from 1; Adam's t.
     pub step: u64,
     /// Multiplies every optimizer's learning rate.
     pub lr_factor: f32,
-    /// What.
+    /// The tables, with gradients.
     pub tables: &'a [TableGradients<'a>],
 }
 
-/// What became of a push. `rows_pushed == rows_applied + rows_missing + rows_nonfinite + rows_duplicate`.
+/// The outcome of a push. `rows_pushed == rows_applied + rows_missing + rows_nonfinite + rows_duplicate`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushReport {
     /// Rows in the request.
@@ -196,21 +211,26 @@ pub struct PushReport {
 }
 
 impl PushReport {
-    /// Whether the report says of each of `rows` rows what became of it.
+    /// Whether the counts add up to `rows`.
     pub fn accounts_for(&self, rows: u64) -> bool {
         let Self { rows_pushed, rows_applied, rows_missing, rows_nonfinite, rows_duplicate, .. } = *self;
         rows_pushed == rows && rows_applied + rows_missing + rows_nonfinite + rows_duplicate == rows
     }
 }
 
+counters!(PushReport {
+    rows_pushed,
+    rows_applied,
+    rows_missing,
+    rows_nonfinite,
+    rows_duplicate;
+    first_nonfinite
+});
+
 impl std::ops::AddAssign for PushReport {
-    /// Sums all counts; `first_nonfinite` stays the first there was.
+    /// Sums the counters; `first_nonfinite` stays the first there was.
     fn add_assign(&mut self, more: Self) {
-        self.rows_pushed += more.rows_pushed;
-        self.rows_applied += more.rows_applied;
-        self.rows_missing += more.rows_missing;
-        self.rows_nonfinite += more.rows_nonfinite;
-        self.rows_duplicate += more.rows_duplicate;
+        self.add_counters(more);
         self.first_nonfinite = self.first_nonfinite.or(more.first_nonfinite);
     }
 }
@@ -235,10 +255,10 @@ pub struct Snapshot {
     pub rows: Vec<u64>,
 }
 
-/// Counters and gauges of a holder of rows since it began the run.
+/// Counters and gauges since the run began.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Rows held now, per table in the schema's order.
+    /// Rows, per table in the schema's order.
     pub rows: Vec<u64>,
     /// Bytes of weights and optimizer state in those rows.
     pub payload_bytes: u64,
@@ -255,27 +275,27 @@ pub struct Stats {
     pub generation: u64,
 }
 
-/// Wherever rows live: the in-process store, or the network client.
+/// The rows: the in-process store, or the network client.
 ///
-/// Every method may be called from any thread. A failed call has changed nothing unless its documentation says so.
+/// Every method may be called from any thread. A failed call changes nothing, unless its documentation says so.
 pub trait Tables: Send + Sync {
     /// Start a run: forget older tokens, accept only this generation, use this optimizer and initialiser.
-    /// Rows stay unless the run is [`Run::fresh`].
+    /// Rows are kept unless the run is [`Run::fresh`].
     ///
     /// # Errors
     /// `BadRun` when the schema differs, the generation is not above the current one, a number is out of range, or
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
-    /// Whether samples whose `bags` use `ids` unique ids are better pooled by whoever holds the rows
-    /// ([`SampleUses::Pooled`]): where those are far, and vectors of samples are fewer bytes than rows. Sizes alone decide.
+    /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): where
+    /// rows are remote, and vectors of samples are fewer bytes than rows. Sizes alone decide.
     fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let _ = (dim, ids, bags);
         false
     }
 
     /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; where the table's ids have
-    /// [`uses`](TableIds::uses), `[samples, dim]`: what each sample gets.
+    /// [`per_sample`](TableIds::per_sample), `[samples, dim]`: what each sample gets.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.
@@ -324,7 +344,7 @@ pub trait Tables: Send + Sync {
         Ok(())
     }
 
-    /// Replace all rows by those of `files` in `dir`. Every file is read and checked before a row changes.
+    /// Replace all rows by those of `files` in `dir`. All files are read and checked before a row changes.
     ///
     /// # Errors
     /// `Corrupt`, `Foreign`, `Io`.
@@ -336,7 +356,7 @@ pub trait Tables: Send + Sync {
     /// `Unreachable`.
     fn stats(&self) -> Result<Stats, TablesError>;
 
-    /// Drop all rows. Tokens stay.
+    /// Drop all rows. Tokens are kept.
     ///
     /// # Errors
     /// `Unreachable`.

@@ -1,4 +1,4 @@
-//! The name of one look-up or push, and the window that makes each count once.
+//! The name of one look-up or push, and the window by which each is applied once.
 
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ struct Window {
     seen: u128,
 }
 
-/// Which tokens of one generation were already applied. Anything that fell out of the window counts as seen.
+/// Which tokens of one generation were already applied. A token older than the window counts as seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
@@ -57,7 +57,7 @@ pub struct SeenTokens {
 }
 
 impl SeenTokens {
-    /// Forget everything and accept only `job` and `generation` from now on.
+    /// Forget all tokens and accept only `job` and `generation`.
     pub fn begin(job: JobId, generation: u64) -> Self {
         Self { job: Some(job), generation, ranks: BTreeMap::new() }
     }

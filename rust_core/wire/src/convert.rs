@@ -1,7 +1,7 @@
-//! Tokens, modes, reports and files as messages.
+//! Tokens, modes, reports and files as messages and back.
 
 use persia_types::tables::{FileEntry, LookupReport, PushReport, Run, Snapshot};
-use persia_types::{JobId, Mode, TablesError, Token};
+use persia_types::{Id, JobId, Mode, TablesError, Token};
 
 use crate::proto;
 
@@ -17,7 +17,7 @@ impl From<proto::Token> for Token {
     }
 }
 
-/// The token of a head, which every look-up and push has.
+/// The token of a look-up's or push's head.
 ///
 /// # Errors
 /// `BadShape` when it is missing.
@@ -48,57 +48,45 @@ pub fn mode(number: i32) -> Result<Mode, TablesError> {
     }
 }
 
-impl From<LookupReport> for proto::LookupReport {
-    fn from(report: LookupReport) -> Self {
-        let LookupReport { hits, inserted, missing, evicted, expired } = report;
-        Self { hits, inserted, missing, evicted, expired }
-    }
-}
-
-impl From<proto::LookupReport> for LookupReport {
-    fn from(report: proto::LookupReport) -> Self {
-        let proto::LookupReport { hits, inserted, missing, evicted, expired } = report;
-        Self { hits, inserted, missing, evicted, expired }
-    }
-}
-
-impl From<PushReport> for proto::PushReport {
-    fn from(report: PushReport) -> Self {
-        let first = report.first_nonfinite;
-        Self {
-            rows_pushed: report.rows_pushed,
-            rows_applied: report.rows_applied,
-            rows_missing: report.rows_missing,
-            rows_nonfinite: report.rows_nonfinite,
-            rows_duplicate: report.rows_duplicate,
-            first_nonfinite: first.map(|(table, id)| proto::NonFinite { table: table as u32, id }),
+/// Convert both ways between a type and a message with the same fields. Optional fields follow the semicolon.
+macro_rules! same_fields {
+    ($type:ident as $message:ident { $($field:ident),+ $(; $optional:ident)? }) => {
+        impl From<$type> for proto::$message {
+            fn from(value: $type) -> Self {
+                let $type { $($field,)+ $($optional)? } = value;
+                Self { $($field,)+ $($optional: $optional.map(Into::into))? }
+            }
         }
-    }
-}
 
-impl From<proto::PushReport> for PushReport {
-    fn from(report: proto::PushReport) -> Self {
-        let first = report.first_nonfinite;
-        Self {
-            rows_pushed: report.rows_pushed,
-            rows_applied: report.rows_applied,
-            rows_missing: report.rows_missing,
-            rows_nonfinite: report.rows_nonfinite,
-            rows_duplicate: report.rows_duplicate,
-            first_nonfinite: first.map(|first| (first.table as usize, first.id)),
+        impl From<proto::$message> for $type {
+            fn from(value: proto::$message) -> Self {
+                let proto::$message { $($field,)+ $($optional)? } = value;
+                Self { $($field,)+ $($optional: $optional.map(Into::into))? }
+            }
         }
+    };
+}
+
+same_fields!(LookupReport as LookupReport { hits, inserted, missing, evicted, expired });
+same_fields!(PushReport as PushReport {
+    rows_pushed,
+    rows_applied,
+    rows_missing,
+    rows_nonfinite,
+    rows_duplicate;
+    first_nonfinite
+});
+same_fields!(FileEntry as File { name, bytes, blake3 });
+
+impl From<(usize, Id)> for proto::NonFinite {
+    fn from((table, id): (usize, Id)) -> Self {
+        Self { table: table as u32, id }
     }
 }
 
-impl From<FileEntry> for proto::File {
-    fn from(file: FileEntry) -> Self {
-        Self { name: file.name, bytes: file.bytes, blake3: file.blake3 }
-    }
-}
-
-impl From<proto::File> for FileEntry {
-    fn from(file: proto::File) -> Self {
-        Self { name: file.name, bytes: file.bytes, blake3: file.blake3 }
+impl From<proto::NonFinite> for (usize, Id) {
+    fn from(row: proto::NonFinite) -> Self {
+        (row.table as usize, row.id)
     }
 }
 
@@ -114,10 +102,10 @@ impl From<proto::WriteSnapshotReply> for Snapshot {
     }
 }
 
-/// A run as it travels in a `BeginRequest`.
+/// The run of a `BeginRequest`.
 ///
 /// # Errors
-/// `BadRun` for one that has no JSON.
+/// `BadRun` for a run that cannot be serialized.
 pub fn run_to_json(run: &Run) -> Result<String, TablesError> {
     serde_json::to_string(run).map_err(|error| TablesError::BadRun { what: error.to_string() })
 }
@@ -127,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_converted_comes_back() {
+    fn conversions_are_reversible() {
         let sent = Token { job: JobId(9), generation: 2, rank: 3, seq: 4 };
         assert_eq!(token(Some(sent.into())).unwrap(), sent);
         assert!(token(None).is_err());

@@ -1,37 +1,36 @@
 //! The protocol between trainers, middlewares and embedding servers.
 //!
+//! A look-up or push on the wire, each module built on those above it:
+//!
+//! * [`chunk`]: whole items of one part, with a checksum
+//! * [`floats`]: the format of a row
+//! * [`samples`]: what a head says of pooled samples
+//! * [`parts`]: the tables of a request, checked, and their split among servers
+//! * [`send`], [`collect`], [`scatter`]: chunks of a request, their collection, rows written to their place
+//! * [`receive`], [`csr`]: a whole request from a stream
+//!
+//! Around it:
+//!
 //! * [`proto`]: messages and services, generated from `proto/persia/v1/`
-//! * [`parts`]: a request's tables, checked; what each server gets of them
-//! * [`chunk`]: ids, rows and gradients as streams of checked chunks
-//! * [`samples`]: vectors of samples in the place of rows of ids
-//! * [`scatter`]: rows of a reply, written to where they belong
-//! * [`receive`]: a whole look-up or push out of a stream
-//! * [`convert`]: tokens, reports and files as messages
-//! * [`error`]: [`persia_types::TablesError`] as gRPC status and back
-//! * [`auth`], [`tls`]: who may call what
-//! * [`backoff`]: pauses between tries
+//! * [`convert`], [`error`]: types and [`persia_types::TablesError`] as messages and back
+//! * [`settings`], [`listen`], [`tls`], [`auth`], [`backoff`]: connections, their limits, and who may use them
 //! * [`discovery`]: where the processes of a job are, through NATS
-//! * [`client`]: [`client::WireTables`], rows behind the network
-//! * [`settings`], [`listen`]: endpoints, channels and servers, all with the same limits
+//! * [`rpc`]: the methods that servers and middlewares have in common
+//! * [`client`]: [`client::WireTables`], rows on embedding servers
 
 #[cfg(target_endian = "big")]
-compile_error!("numbers travel as they lie in memory, little-endian");
+compile_error!("numbers travel in memory order, which must be little-endian");
 
-pub mod auth;
-pub mod backoff;
-pub mod chunk;
 pub mod client;
+mod codec;
 pub mod convert;
 pub mod discovery;
 pub mod error;
-pub mod floats;
-pub mod listen;
-pub mod parts;
-pub mod receive;
-pub mod samples;
-pub mod scatter;
-pub mod settings;
-pub mod tls;
+pub mod rpc;
+mod transport;
+
+pub use codec::{chunk, collect, csr, floats, parts, receive, samples, scatter, send};
+pub use transport::{auth, backoff, listen, settings, tls};
 
 /// Messages, clients and servers of `persia.v1`, generated; `tests/generated.rs` says how.
 #[allow(missing_docs, unreachable_pub, clippy::all, reason = "generated code")]

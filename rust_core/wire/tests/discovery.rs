@@ -1,4 +1,4 @@
-//! Discovery through a real nats-server that comes, goes and comes back.
+//! Discovery through a real nats-server that stops and restarts.
 #![allow(clippy::unwrap_used, reason = "a test: a panic is its verdict")]
 
 use std::collections::BTreeMap;
@@ -119,7 +119,7 @@ fn peers_of_one_job_see_each_other_and_no_other_job() {
 }
 
 #[test]
-fn an_announcement_comes_and_goes_with_nats() {
+fn an_announcement_survives_a_restart_of_nats() {
     run(async {
         let mut nats = Nats::stopped(&[]);
         let discovery = nats.connect("job").await;
@@ -161,7 +161,7 @@ fn a_wrong_token_is_refused_by_name() {
 }
 
 #[test]
-fn what_makes_no_sense_is_ignored() {
+fn malformed_announcements_are_ignored() {
     run(async {
         let mut nats = Nats::stopped(&[]);
         nats.start();

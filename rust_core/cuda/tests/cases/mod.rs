@@ -1,11 +1,11 @@
 //! What kernels are compared on: inputs of every kind, and what the CPU's own loops make of them.
 
 use persia_cuda::kernels::{Job, Kernel, element};
+use persia_kernels::half::{Bf16, F16, narrow, widen};
+use persia_kernels::simd::{Lanes, Level, Work};
+use persia_kernels::{Bags, Csr, Pool, SegmentSum, pool, segment_sum, segment_sum_onto};
 use persia_types::Dtype;
-use persia_types::half::{Bf16, F16, narrow, widen};
 use persia_types::id::hash_id;
-use persia_types::kernels::{Bags, Pool, SegmentSum, Uses, pool, segment_sum, segment_sum_onto};
-use persia_types::simd::{Lanes, Level, Work};
 
 pub(crate) const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 pub(crate) const DIMS: [usize; 14] = [1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 100, 128, 1024];
@@ -154,9 +154,9 @@ pub(crate) fn gather(dim: usize, from: Dtype, to: Dtype, with: Gather) -> Case {
     let composed: Vec<u32> =
         own.iter().map(|place| map.as_ref().map_or(*place, |map: &Vec<u32>| map[*place as usize])).collect();
     let bags = Bags {
-        places: &composed,
+        indices: &composed,
         offsets: offsets.as_deref(),
-        weights: weights.as_deref(),
+        per_sample_weights: weights.as_deref(),
         divisors: divisors.as_deref(),
     };
     let mut expected = vec![f32::NAN; samples * dim];
@@ -192,7 +192,7 @@ pub(crate) fn raw(dim: usize, from: Dtype, to: Dtype, rounds: u32) -> Case {
     let case = gather(dim, from, to, Gather::default());
     let rows = floats(&case.rows, from);
     let own = below(5, uses, 50);
-    let bags = Bags { places: &own, offsets: Some(&starts), weights: None, divisors: None };
+    let bags = Bags { indices: &own, offsets: Some(&starts), per_sample_weights: None, divisors: None };
     let mut expected = vec![f32::NAN; places as usize * dim];
     pool(&Pool { rows: &rows, dim, bags }, &mut expected);
     Case {
@@ -216,7 +216,7 @@ pub(crate) struct Summed {
     pub(crate) divided: bool,
     /// Adds to what is there, at other rows.
     pub(crate) onto: bool,
-    /// Uses of the id in the middle.
+    /// Samples of the id in the middle.
     pub(crate) long: usize,
     /// A gradient that is not finite.
     pub(crate) spoilt: Option<f32>,
@@ -240,9 +240,9 @@ pub(crate) fn sums(dim: usize, from: Dtype, to: Dtype, with: Summed) -> Case {
     let input = SegmentSum {
         gradients: &gradients,
         dim,
-        uses: Uses { starts: &starts, samples: &users },
+        csr: Csr { offsets: &starts, indices: &users },
         factors: factors.as_deref(),
-        weights: weights.as_deref(),
+        per_sample_weights: weights.as_deref(),
         scale,
     };
     let map: Vec<u32> = (0..unique as u32).rev().collect();

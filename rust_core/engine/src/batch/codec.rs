@@ -96,7 +96,7 @@ impl Batch {
     fn encoded_size(&self) -> usize {
         let features = self.id_features().iter().map(|feature| {
             let offsets = feature.offsets().map_or(0, <[u32]>::len);
-            let weights = feature.weights().map_or(0, <[f32]>::len);
+            let weights = feature.per_sample_weights().map_or(0, <[f32]>::len);
             let words = feature.inverse().len() + offsets + weights;
             feature.name().len() + 16 + 8 * feature.unique().len() + 4 * words
         });
@@ -136,12 +136,14 @@ fn put_name(out: &mut Vec<u8>, name: &str) {
 fn put_feature(out: &mut Vec<u8>, feature: &IdFeature) {
     put_name(out, feature.name());
     let lists = u8::from(feature.offsets().is_some()) * LISTS;
-    out.push(lists + u8::from(feature.weights().is_some()) * WEIGHTED);
+    out.push(lists + u8::from(feature.per_sample_weights().is_some()) * WEIGHTED);
     put_u32s(out, &[feature.unique().len() as u32, feature.inverse().len() as u32]);
     out.extend(feature.unique().ids().iter().flat_map(|id| id.to_le_bytes()));
     put_u32s(out, feature.inverse());
     put_u32s(out, feature.offsets().unwrap_or_default());
-    out.extend(feature.weights().unwrap_or_default().iter().flat_map(|weight| weight.to_le_bytes()));
+    out.extend(
+        feature.per_sample_weights().unwrap_or_default().iter().flat_map(|weight| weight.to_le_bytes()),
+    );
 }
 
 fn put_tensor(out: &mut Vec<u8>, tensor: &Tensor) {
@@ -286,7 +288,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Replace the checksum, so that a test reaches the parser behind it.
+    /// Replace the checksum, so that a test reaches the parser.
     fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
         let body = bytes.len() - CHECKSUM_BYTES;
         let checksum = crc32c::crc32c(&bytes[..body]);
@@ -304,10 +306,10 @@ mod tests {
         assert!(read.requires_grad());
         for (a, b) in read.id_features().iter().zip(batch.id_features()) {
             assert_eq!(a.unique(), b.unique());
-            assert_eq!(a.uses().starts, b.uses().starts);
-            assert_eq!(a.uses().samples, b.uses().samples);
-            assert_eq!(a.weights(), b.weights());
-            assert_eq!(a.grouped_weights(), b.grouped_weights());
+            assert_eq!(a.csr().offsets, b.csr().offsets);
+            assert_eq!(a.csr().indices, b.csr().indices);
+            assert_eq!(a.per_sample_weights(), b.per_sample_weights());
+            assert_eq!(a.csr_weights(), b.csr_weights());
         }
         assert_eq!(read.dense(), batch.dense());
         assert_eq!(read.labels(), batch.labels());
@@ -330,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn trailing_bytes_and_future_versions_are_refused_behind_a_right_checksum() {
+    fn trailing_bytes_and_future_versions_are_refused_despite_a_right_checksum() {
         let bytes = sample_batch().to_bytes().unwrap();
         let mut longer = bytes.clone();
         longer.extend([0; 3]);
@@ -354,7 +356,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Damage behind a right checksum is either refused or another valid batch; it never panics.
+        /// Damage with a right checksum is either refused or another valid batch; it never panics.
         #[test]
         fn hostile_bytes_never_panic(
             edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),

@@ -1,7 +1,7 @@
 //! Deduplication: occurrences of ids become unique ids in order of (shard, first occurrence).
 //!
-//! Occurrences are partitioned by virtual shard first, so that the table that finds duplicates is small enough
-//! for the nearest cache whatever the size of the batch, and the result is already in the order the store wants.
+//! Occurrences are partitioned by virtual shard first. The hash table is then small enough for the nearest cache at any
+//! batch size, and the result is in the order of the store.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -15,7 +15,7 @@ use crate::memory::FeatureMemory;
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Unique {
     pub(crate) ids: ShardedIds,
-    /// Per occurrence the place of its id in `ids`.
+    /// Per occurrence the index of its id in `ids`.
     pub(crate) inverse: Vec<u32>,
     pub(crate) occurrences: Occurrences,
 }
@@ -27,18 +27,18 @@ struct Occurrence {
     sample: u32,
 }
 
-/// One place of the table; valid while its generation is the current one, so nothing is ever cleared.
+/// One bucket of the hash table. It is valid in its generation, so that the table need not be cleared.
 #[derive(Clone, Copy, Default)]
-struct Entry {
+struct Bucket {
     id: Id,
     unique: u32,
     generation: u32,
 }
 
-/// Memory that is used again for every batch.
+/// Memory that is reused for every batch.
 #[derive(Default)]
 pub(crate) struct Deduplicator {
-    table: Vec<Entry>,
+    table: Vec<Bucket>,
     generation: u32,
     partition: Vec<Occurrence>,
     /// The first `count` are this batch's.
@@ -48,24 +48,24 @@ pub(crate) struct Deduplicator {
     local: Vec<u32>,
     /// Per unique id where its samples start.
     starts: Vec<u32>,
-    /// Where results come from, and go back to when a feature is dropped.
+    /// The memory of results, which return it when their feature is dropped.
     memory: Arc<FeatureMemory>,
 }
 
-/// Occurrences that are deduplicated at once: enough that loops are long, few enough for the nearest cache.
+/// Occurrences that are deduplicated at once: enough for long loops, few enough for the nearest cache.
 const CLUSTER: u32 = 512;
 
 thread_local! {
     static DEDUPLICATOR: RefCell<Deduplicator> = RefCell::default();
 }
 
-/// Use this thread's deduplicator.
+/// Run `work` with this thread's deduplicator.
 pub(crate) fn with<T>(work: impl FnOnce(&mut Deduplicator) -> T) -> T {
     DEDUPLICATOR.with_borrow_mut(work)
 }
 
 impl Deduplicator {
-    /// Where features give their vectors back.
+    /// The memory that features return their vectors to.
     pub(crate) fn memory(&self) -> Weak<FeatureMemory> {
         Arc::downgrade(&self.memory)
     }
@@ -81,7 +81,7 @@ impl Deduplicator {
         self.starts.resize(ids.len() + 1, 0);
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
         shard_offsets.push(0);
-        self.open_unique(ids.len());
+        self.reset_unique(ids.len());
         let mut shard = 0;
         while shard < VIRTUAL_SHARDS {
             let first = starts[shard];
@@ -97,14 +97,14 @@ impl Deduplicator {
         Unique { ids, inverse, occurrences: Occurrences::new(starts, samples) }
     }
 
-    /// Merge lists of unique ids into one, list after list inside a shard, and say where each id went.
+    /// Merge lists of unique ids into one, list after list inside a shard. Also returns the new index of each id.
     pub(crate) fn merge(&mut self, lists: &[&ShardedIds]) -> (ShardedIds, Vec<Vec<u32>>) {
         let mut maps: Vec<Vec<u32>> = lists.iter().map(|list| Vec::with_capacity(list.len())).collect();
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
         shard_offsets.push(0);
-        self.open_unique(lists.iter().map(|list| list.len()).sum());
+        self.reset_unique(lists.iter().map(|list| list.len()).sum());
         for shard in 0..VIRTUAL_SHARDS {
-            let mask = self.open_table(lists.iter().map(|list| list.range(shard).len()).sum());
+            let mask = self.reset_table(lists.iter().map(|list| list.range(shard).len()).sum());
             for (list, map) in lists.iter().zip(&mut maps) {
                 for &id in &list.ids()[list.range(shard)] {
                     let unique = find_or_insert(
@@ -163,8 +163,8 @@ impl Deduplicator {
 
     /// Deduplicate a few shards at once; `shards` are their starts and the last one's end.
     ///
-    /// Their places in the partition are also their places in `samples`, because unique ids are
-    /// numbered shard after shard.
+    /// Occurrences have the same positions in the partition and in `samples`, because unique ids are numbered shard after
+    /// shard.
     fn cluster(
         &mut self,
         shards: &[u32],
@@ -173,13 +173,14 @@ impl Deduplicator {
         shard_offsets: &mut Vec<u32>,
     ) {
         let (start, end) = (shards[0] as usize, shards[shards.len() - 1] as usize);
-        let mask = self.open_table(end - start);
+        let mask = self.reset_table(end - start);
         let first = self.count;
         for shard in shards.windows(2) {
             let range = shard[0] as usize..shard[1] as usize;
             for (occurrence, place) in self.partition[range.clone()].iter().zip(&mut self.local[range]) {
                 let (unique, count) = (&mut self.unique, &mut self.count);
-                let unique = find_or_insert(&mut self.table, self.generation, mask, unique, count, occurrence.id);
+                let unique =
+                    find_or_insert(&mut self.table, self.generation, mask, unique, count, occurrence.id);
                 inverse[occurrence.position as usize] = unique;
                 self.starts[unique as usize + 1] += 1;
                 *place = unique;
@@ -191,22 +192,22 @@ impl Deduplicator {
         group(first as u32, &self.local[start..end], in_order, ends, start as u32, samples);
     }
 
-    /// Forget the unique ids and make room for `ids`, and for one that is written and not counted.
-    fn open_unique(&mut self, ids: usize) {
+    /// Forget the unique ids and make room for `ids`, and for one more that is written and not counted.
+    fn reset_unique(&mut self, ids: usize) {
         self.count = 0;
         if self.unique.len() <= ids {
             self.unique.resize(ids + 1, 0);
         }
     }
 
-    /// Forget the table's content and make room for `ids`; returns the mask of its places.
-    fn open_table(&mut self, ids: usize) -> usize {
+    /// Empty the hash table, make room for `ids`, and return the mask of its buckets.
+    fn reset_table(&mut self, ids: usize) -> usize {
         let places = (ids * 4).next_power_of_two().max(16);
         if self.table.len() < places {
-            self.table.resize(places, Entry::default());
+            self.table.resize(places, Bucket::default());
         }
         if self.generation == u32::MAX {
-            self.table.fill(Entry::default());
+            self.table.fill(Bucket::default());
             self.generation = 0;
         }
         self.generation += 1;
@@ -214,13 +215,13 @@ impl Deduplicator {
     }
 }
 
-/// The number of `id`, given now if it is new. The table has a free place: it is never more than half full.
+/// The number of `id`, which is assigned if the id is new. The hash table is never more than half full.
 ///
-/// Whether an id is new is a coin toss to the processor, so nothing branches on it: both outcomes write the same
-/// places, and only an id in another's place goes on.
+/// A branch on whether an id is new would be mispredicted half of the time, so both outcomes write the same memory. Only
+/// a collision branches.
 #[inline(always)]
 fn find_or_insert(
-    table: &mut [Entry],
+    table: &mut [Bucket],
     generation: u32,
     mask: usize,
     unique: &mut [Id],
@@ -229,12 +230,12 @@ fn find_or_insert(
 ) -> u32 {
     let mut place = hash_id(id) as usize & mask;
     loop {
-        let entry = &mut table[place];
-        let new = entry.generation != generation;
-        if new | (entry.id == id) {
-            let number = if new { *count as u32 } else { entry.unique };
-            *entry = Entry { id, unique: number, generation };
-            unique[*count] = id; // overwritten by the next new one where this is none
+        let bucket = &mut table[place];
+        let new = bucket.generation != generation;
+        if new | (bucket.id == id) {
+            let number = if new { *count as u32 } else { bucket.unique };
+            *bucket = Bucket { id, unique: number, generation };
+            unique[*count] = id; // overwritten by the next new id, if this one is not new
             *count += usize::from(new);
             return number;
         }

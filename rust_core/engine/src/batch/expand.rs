@@ -1,6 +1,6 @@
-//! What a feature's slot makes of it before it is looked up: buckets for ids, places for samples.
+//! Features as their slots look them up: hash stacks and raw features become ordinary features.
 //!
-//! Both are features like any other, so that look-up, pooling and segment sum know neither. A hash stack turns each
+//! Look-up, pooling and segment sum know neither. A hash stack turns each
 //! occurrence of an id into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size`
 //! samples of one id or none: "pooled", these are the rows of the first ids, padded with zeros.
 
@@ -13,15 +13,15 @@ use persia_types::schema::{Pooling, Slot};
 use crate::batch::feature::IdFeature;
 use crate::error::Error;
 
-/// A feature as its slot wants it looked up.
+/// A feature as its slot looks it up.
 #[derive(Debug)]
 pub(crate) struct Expanded {
     pub(crate) feature: IdFeature,
-    /// Ids of the original that were left out: those behind a sample's first `sample_fixed_size`.
-    pub(crate) cut: usize,
+    /// Ids that were truncated: those after a sample's first `sample_fixed_size`.
+    pub(crate) truncated: usize,
 }
 
-/// `None` where the feature serves as it is.
+/// Expand a feature; `None` where it is looked up as it is.
 ///
 /// # Errors
 /// [`Error::BadFeature`] for per-sample weights where nothing is summed, [`Error::TooLarge`].
@@ -38,7 +38,7 @@ thread_local! {
     static LISTS: RefCell<Lists> = RefCell::default();
 }
 
-/// Memory of one expansion after the other.
+/// Memory that is reused for every expansion.
 #[derive(Default)]
 struct Lists {
     ids: Vec<Id>,
@@ -54,19 +54,19 @@ impl Lists {
         offsets.clear();
         offsets.push(0);
         let rounds = slot.hash_stack.map_or(1, |stack| stack.rounds as usize);
-        let mut cut = 0;
+        let mut truncated = 0;
         for sample in 0..feature.samples() {
             let occurrences = feature.occurrences_of(sample);
             let kept =
                 slot.sample_fixed_size.map_or(occurrences.len(), |size| occurrences.len().min(size as usize));
-            cut += occurrences.len() - kept;
+            truncated += occurrences.len() - kept;
             for occurrence in occurrences.take(kept) {
                 let id = feature.unique().ids()[feature.inverse()[occurrence] as usize];
                 match slot.hash_stack {
                     None => ids.push(id),
                     Some(stack) => ids.extend(stack.buckets_of(id)),
                 }
-                if let Some(all) = feature.weights() {
+                if let Some(all) = feature.per_sample_weights() {
                     weights.extend(std::iter::repeat_n(all[occurrence], rounds));
                 }
                 if slot.sample_fixed_size.is_some() {
@@ -77,14 +77,15 @@ impl Lists {
             offsets.extend(std::iter::repeat_n(ids.len(), ends));
         }
         let expanded = IdFeature::lists(feature.name(), ids, offsets)?;
-        let feature = if feature.weights().is_some() { expanded.with_weights(weights)? } else { expanded };
-        Ok(Expanded { feature, cut })
+        let feature =
+            if feature.per_sample_weights().is_some() { expanded.with_weights(weights)? } else { expanded };
+        Ok(Expanded { feature, truncated })
     }
 }
 
 fn check_weights(feature: &IdFeature, slot: &Slot) -> Result<(), Error> {
     let instead = match (slot.sample_fixed_size, slot.pooling) {
-        _ if feature.weights().is_none() => return Ok(()),
+        _ if feature.per_sample_weights().is_none() => return Ok(()),
         (Some(_), _) => "`embedding_summation: false`",
         (None, Pooling::Mean) => "`pooling: mean`",
         (None, Pooling::Sum) => return Ok(()),
@@ -139,8 +140,8 @@ mod tests {
             [vec![9], none.clone(), none],
         ];
         assert_eq!(ids_of(&expanded.feature), expected.concat());
-        assert_eq!(expanded.cut, 1);
-        assert!(!expanded.feature.unique().ids().contains(&8), "an id that was cut off is not looked up");
+        assert_eq!(expanded.truncated, 1);
+        assert!(!expanded.feature.unique().ids().contains(&8), "a truncated id is not looked up");
         let single = IdFeature::single("a", &[4, 2]).unwrap();
         assert_eq!(ids_of(&expand(&single, &slot).unwrap().unwrap().feature).concat(), [4, 2]);
     }
@@ -154,7 +155,10 @@ mod tests {
         let expanded = expand(&feature.unwrap(), &slot).unwrap().unwrap();
         let buckets = |ids: &[u64]| ids.iter().flat_map(|id| stack.buckets_of(*id)).collect::<Vec<_>>();
         assert_eq!(ids_of(&expanded.feature), [buckets(&[5, 6]), buckets(&[]), buckets(&[5])]);
-        assert_eq!(expanded.feature.weights().unwrap(), [2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0, 4.0, 4.0]);
+        assert_eq!(
+            expanded.feature.per_sample_weights().unwrap(),
+            [2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0, 4.0, 4.0]
+        );
         let raw = Slot { sample_fixed_size: Some(2), ..slot };
         let feature = IdFeature::lists("a", &[5, 6, 5], &[0, 2, 2, 3]).unwrap();
         let places = [&[5][..], &[6], &[], &[], &[5], &[]].map(buckets);

@@ -3,8 +3,8 @@
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
+use persia_kernels::Csr;
 use persia_types::id::{Id, ShardedIds};
-use persia_types::kernels::Uses;
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_IDS_PER_REQUEST, MAX_NAME_BYTES, MAX_OCCURRENCES};
 
 use crate::batch::dedup::{self, Unique};
@@ -13,12 +13,12 @@ use crate::batch::weights::Weights;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The ids of one feature for every sample of a batch: unique ids, and who uses which.
+/// The ids of one feature for every sample of a batch: unique ids, and the samples of each.
 #[derive(Debug, Clone)]
 pub struct IdFeature {
     name: String,
     unique: ShardedIds,
-    /// Per occurrence the place of its id in `unique`.
+    /// Per occurrence the index of its id in `unique`.
     inverse: Vec<u32>,
     /// Where each sample's occurrences start, `batch + 1` of them; `None` is one id per sample.
     offsets: Option<Vec<u32>>,
@@ -26,7 +26,7 @@ pub struct IdFeature {
     /// `None` is 1 for all.
     weights: Option<Weights>,
     spent: Duration,
-    /// Where its vectors go back to, if the thread that made it still lives.
+    /// The memory that its vectors return to, while the thread that made it lives.
     home: Weak<FeatureMemory>,
 }
 
@@ -75,7 +75,7 @@ impl IdFeature {
         Ok(self)
     }
 
-    /// From what a decoder read; everything is checked.
+    /// From decoded parts, which are all checked.
     pub(crate) fn from_parts(
         name: String,
         unique: &[Id],
@@ -97,14 +97,14 @@ impl IdFeature {
             return bad("its unique ids are not unique, or not in order of their shards");
         }
         if inverse.iter().any(|place| *place as usize >= unique.len()) {
-            return bad("an occurrence points outside the unique ids");
+            return bad("an occurrence has an index outside the unique ids");
         }
         let occurrences = match &offsets {
             None => Occurrences::group(unique.len(), &inverse, 0..inverse.len() as u32),
             Some(offsets) => Occurrences::group(unique.len(), &inverse, samples_of(offsets)),
         };
         if occurrences.starts().windows(2).any(|bounds| bounds[0] == bounds[1]) {
-            return bad("a unique id occurs nowhere");
+            return bad("a unique id has no occurrence");
         }
         let (spent, home) = (Duration::ZERO, Weak::new());
         let feature =
@@ -136,7 +136,7 @@ impl IdFeature {
         &self.unique
     }
 
-    /// Per occurrence, in batch order, the place of its id in [`Self::unique`].
+    /// Per occurrence, in batch order, the index of its id in [`Self::unique`].
     pub fn inverse(&self) -> &[u32] {
         &self.inverse
     }
@@ -147,8 +147,8 @@ impl IdFeature {
     }
 
     /// Per unique id the samples it occurs in (a sample twice where the id is in it twice).
-    pub fn uses(&self) -> Uses<'_> {
-        Uses { starts: self.occurrences.starts(), samples: self.occurrences.samples() }
+    pub fn csr(&self) -> Csr<'_> {
+        Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }
 
     /// Occurrences of one sample, which is below [`Self::samples`].
@@ -160,12 +160,12 @@ impl IdFeature {
     }
 
     /// Per occurrence, in batch order, what its row is multiplied by; `None` is 1 for all.
-    pub fn weights(&self) -> Option<&[f32]> {
+    pub fn per_sample_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::in_order)
     }
 
-    /// The weights in the order of [`Self::uses`].
-    pub(crate) fn grouped_weights(&self) -> Option<&[f32]> {
+    /// The weights in the order of [`Self::csr`].
+    pub(crate) fn csr_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::grouped)
     }
 
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(feature.samples(), 3);
         assert_eq!(feature.unique().len(), 2);
         let place = feature.inverse()[0] as usize;
-        assert_eq!(feature.uses().of(place), [0, 0]);
+        assert_eq!(feature.csr().of(place), [0, 0]);
     }
 
     #[test]
@@ -268,9 +268,9 @@ mod tests {
     fn weights_follow_their_ids() {
         let feature = IdFeature::lists("a", &[5, 6, 5, 7, 5], &[0, 2, 2, 5]).unwrap();
         let feature = feature.with_weights(&[0.5, 2.0, -1.0, 3.0, 4.0]).unwrap();
-        let grouped = feature.grouped_weights().unwrap();
+        let grouped = feature.csr_weights().unwrap();
         for (place, id) in feature.unique().ids().iter().enumerate() {
-            let weights = &grouped[feature.uses().range(place)];
+            let weights = &grouped[feature.csr().range(place)];
             let expected: &[f32] = match id {
                 5 => &[0.5, -1.0, 4.0],
                 6 => &[2.0],

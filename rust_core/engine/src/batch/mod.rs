@@ -1,4 +1,4 @@
-//! What a user's `PersiaBatch` becomes, checked as a whole.
+//! [`Batch`]: a user's `PersiaBatch`, checked.
 
 mod codec;
 pub(crate) mod dedup;
@@ -22,15 +22,15 @@ use crate::error::Error;
 pub struct BatchParts {
     /// At least one.
     pub id_features: Vec<IdFeature>,
-    /// Input that needs no look-up.
+    /// Inputs without look-up.
     pub dense: Vec<Tensor>,
     /// What is to be learnt.
     pub labels: Vec<Tensor>,
     /// Checked against the rest where given.
     pub batch_size: Option<usize>,
-    /// Whether the batch trains; otherwise its look-up changes nothing and it has no ticket.
+    /// Whether the batch trains. Otherwise its look-up changes nothing and it has no ticket.
     pub requires_grad: bool,
-    /// The user's own bytes, carried along.
+    /// Bytes of the user, passed through.
     pub meta: Option<Vec<u8>>,
 }
 
@@ -63,7 +63,7 @@ impl Batch {
         Ok(Self { parts, batch_size })
     }
 
-    /// Check that every label is 0 or 1. Called by those whose loss needs it.
+    /// Check that every label is 0 or 1, for a loss that needs it.
     ///
     /// # Errors
     /// [`Error::LabelNotBinary`] with the first that is not.
@@ -106,7 +106,7 @@ impl Batch {
         self.parts.requires_grad
     }
 
-    /// The user's own bytes.
+    /// Bytes of the user.
     pub fn meta(&self) -> Option<&[u8]> {
         self.parts.meta.as_deref()
     }

@@ -1,4 +1,4 @@
-//! Who uses which unique id: the lists that a segment sum follows.
+//! The samples of each unique id, by which gradients are summed.
 
 /// For each unique id the samples it occurs in, in batch order (a sample twice where the id is in it twice).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -8,7 +8,7 @@ pub(crate) struct Occurrences {
 }
 
 impl Occurrences {
-    /// Take what [`group`] made.
+    /// From the lists that [`group`] makes.
     pub(crate) fn new(starts: Vec<u32>, samples: Vec<u32>) -> Self {
         Self { starts, samples }
     }
@@ -23,7 +23,7 @@ impl Occurrences {
         &self.samples
     }
 
-    /// Starts and samples, to use their memory again.
+    /// Starts and samples, to reuse their memory.
     pub(crate) fn into_parts(self) -> [Vec<u32>; 2] {
         [self.starts, self.samples]
     }

@@ -4,7 +4,7 @@ use crate::batch::occurrences::Occurrences;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The weights of one feature, in the two orders they are used in.
+/// The weights of one feature, in both orders.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Weights {
     /// Per occurrence, in batch order: pooling.
@@ -14,7 +14,7 @@ pub(crate) struct Weights {
 }
 
 impl Weights {
-    /// `inverse` is the feature's: per occurrence the place of its id among those that `occurrences` groups by.
+    /// `inverse` is the feature's: per occurrence the index of its unique id.
     ///
     /// # Errors
     /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
@@ -57,7 +57,7 @@ impl Weights {
         &self.grouped
     }
 
-    /// Both orders, to use their memory again.
+    /// Both orders, to reuse their memory.
     pub(crate) fn into_parts(self) -> [Vec<f32>; 2] {
         [self.in_order, self.grouped]
     }

@@ -1,4 +1,4 @@
-//! The look-up thread of one pipeline: takes batches in order, waits for a permit, looks up, pools.
+//! The look-up thread of one pipeline: takes batches in order, waits for the staleness window, looks up, pools.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,27 +6,28 @@ use std::time::Duration;
 use persia_types::tables::Mode;
 
 use crate::batch::Batch;
-use crate::pipeline::Looked;
-use crate::pipeline::permits::Stage;
-use crate::pipeline::push::Ticket;
-use crate::pipeline::shared::{Doing, Finish, Item, Shared, guarded};
+use crate::pipeline::scheduler::{QueueItem, Ready, Scheduler, StreamEnd, WorkerState};
+use crate::pipeline::staleness::Stage;
+use crate::pipeline::ticket::PooledBatch;
+use crate::pipeline::worker::guarded;
 use crate::stats::{EngineStats, Stopwatch};
-use crate::step::forward::{Forward, forward};
+use crate::step::output::Forward;
 use crate::step::plan::Plan;
+use crate::step::{forward, plan};
 
 /// Times of one batch before its look-up.
 struct Before {
     plan: Duration,
-    permit_wait: Duration,
+    staleness_wait: Duration,
 }
 
-/// Serve `line` until it ends, is closed, or the engine fails.
-pub(crate) fn run(shared: &Arc<Shared>, line: u64) {
-    while let Some(item) = take(shared, line) {
+/// Serve a queue until its stream ends, it is closed, or the engine fails.
+pub(crate) fn run(scheduler: &Arc<Scheduler>, queue: u64) {
+    while let Some(item) = take(scheduler, queue) {
         match item {
-            Item::Finish(finish) => return finish_line(shared, line, finish),
-            Item::Batch(batch) => {
-                if !serve(shared, line, batch) {
+            QueueItem::End(end) => return end_stream(scheduler, queue, end),
+            QueueItem::Batch(batch) => {
+                if !serve(scheduler, queue, batch) {
                     return;
                 }
             }
@@ -34,93 +35,93 @@ pub(crate) fn run(shared: &Arc<Shared>, line: u64) {
     }
 }
 
-/// The next item, once it may be looked at; `None` when the line is over.
-fn take(shared: &Shared, line: u64) -> Option<Item> {
-    let mut state = shared.lock();
+/// The next item, once it may be looked up; `None` when the queue was closed or the engine has failed.
+fn take(scheduler: &Scheduler, queue: u64) -> Option<QueueItem> {
+    let mut state = scheduler.lock();
     loop {
         if state.failed.is_some() {
             return None;
         }
-        let queue = state.lines.get_mut(&line)?;
-        queue.doing = Doing::Idle;
-        let wanted = queue.demand || !shared.options.reproducible;
+        let own = state.queues.get_mut(&queue)?;
+        own.worker = WorkerState::Idle;
+        let wanted = own.demand || !scheduler.options.reproducible;
         if wanted
-            && queue.ready.len() < shared.options.staleness
-            && let Some(item) = queue.fed.pop_front()
+            && own.ready.len() < scheduler.options.staleness
+            && let Some(item) = own.fed.pop_front()
         {
-            if matches!(item, Item::Batch(_)) {
-                queue.doing = Doing::Planning;
+            if matches!(item, QueueItem::Batch(_)) {
+                own.worker = WorkerState::Planning;
             }
             drop(state);
-            shared.wake_callers(); // there is room for another
+            scheduler.wake_callers(); // there is room for another
             return Some(item);
         }
-        shared.worker_waits(&mut state);
+        scheduler.worker_waits(&mut state);
     }
 }
 
 /// Look one batch up; false when the thread should end.
-fn serve(shared: &Arc<Shared>, line: u64, batch: Arc<Batch>) -> bool {
+fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     let mut watch = Stopwatch::start();
-    let next = shared.lock().next_seq;
-    let plan = match guarded("look-up", next, || Plan::new(&batch, &shared.context.schema)) {
+    let next = scheduler.lock().next_seq;
+    let plan = match guarded("look-up", next, || plan(&scheduler.context, &batch)) {
         Ok(plan) => plan,
         Err(error) => {
-            finish_line(shared, line, Finish::Failed(error));
+            end_stream(scheduler, queue, StreamEnd::Failed(error));
             return false;
         }
     };
     let plan_time = watch.lap();
-    let Some(step) = admit(shared, line, batch.requires_grad()) else { return false };
-    let before = Before { plan: plan_time, permit_wait: watch.lap() };
+    let Some(step) = admit(scheduler, queue, batch.requires_grad()) else { return false };
+    let before = Before { plan: plan_time, staleness_wait: watch.lap() };
     let mode = if batch.requires_grad() { Mode::Train } else { Mode::Eval };
     let looked = guarded("look-up", step, || {
-        let device = shared.context.device.as_deref();
-        forward(&shared.context, device, (&batch, &plan), shared.context.token(step), mode)
+        let device = scheduler.context.device.as_deref();
+        forward(&scheduler.context, device, (&batch, &plan), scheduler.context.token(step), mode)
     });
     match looked {
-        Ok(looked) => hand_over(shared, line, step, batch, plan, before, looked),
+        Ok(looked) => hand_over(scheduler, queue, step, batch, plan, before, looked),
         Err(error) => {
-            shared.fail(error); // the permit stays taken: nothing more is looked up
+            scheduler.fail(error); // the step stays in the window: nothing more is looked up
             false
         }
     }
 }
 
-/// Wait for a permit and take the next step's number; `None` when the line is over.
+/// Wait for room in the staleness window and take the next step's number; `None` as in [`take`].
 ///
-/// A batch that does not train needs none, but in a reproducible run it waits until no push is on its way.
-fn admit(shared: &Shared, line: u64, trains: bool) -> Option<u64> {
-    let mut state = shared.lock();
+/// A batch that does not train needs no room, but in a reproducible run it waits until no push is in flight.
+fn admit(scheduler: &Scheduler, queue: u64, trains: bool) -> Option<u64> {
+    let mut state = scheduler.lock();
     loop {
         if state.failed.is_some() {
             return None;
         }
         let free = if trains {
-            state.permits.available()
+            state.window.has_room()
         } else {
-            !shared.options.reproducible || state.permits.oldest_at(Stage::Pushing).is_none()
+            !scheduler.options.reproducible || state.window.oldest_at(Stage::Pushing).is_none()
         };
         let free = free && !state.paused;
         let step = state.next_seq;
-        let queue = state.lines.get_mut(&line)?;
+        let own = state.queues.get_mut(&queue)?;
         if free {
-            queue.doing = Doing::Looking(step);
+            own.worker = WorkerState::LookingUp(step);
             if trains {
-                state.permits.acquire(step);
+                state.window.enter(step);
                 state.next_seq += 1;
             }
             return Some(step);
         }
-        queue.doing = Doing::Permit;
-        shared.worker_waits(&mut state);
+        own.worker = WorkerState::AwaitingWindow;
+        scheduler.worker_waits(&mut state);
     }
 }
 
-/// Put a looked-up batch where `next` finds it; false when the line was closed meanwhile.
+/// Put a looked-up batch where `next` finds it; false when the queue was closed meanwhile.
 fn hand_over(
-    shared: &Arc<Shared>,
-    line: u64,
+    scheduler: &Arc<Scheduler>,
+    queue: u64,
     step: u64,
     batch: Arc<Batch>,
     plan: Plan,
@@ -128,23 +129,22 @@ fn hand_over(
     done: Forward,
 ) -> bool {
     let trains = batch.requires_grad();
-    let mut state = shared.lock();
+    let mut state = scheduler.lock();
     if trains {
         record(&mut state.stats, &batch, &plan, &before, &done);
-        state.permits.advance(step, Stage::Ready);
+        state.window.advance(step, Stage::Ready);
     }
-    let ticket = trains.then(|| Ticket::new(Arc::clone(shared), step, Arc::clone(&batch), plan));
     let Forward { outputs, on_device, report, .. } = done;
-    let looked = Looked { step, batch, outputs, on_device, report, ticket };
-    let Some(queue) = state.lines.get_mut(&line) else {
+    let ready = Ready { step, batch, outputs, on_device, report, plan: trains.then_some(plan) };
+    let Some(own) = state.queues.get_mut(&queue) else {
         drop(state);
-        drop(looked); // unlocked, because its ticket gives the permit back
+        drop(PooledBatch::new(scheduler, ready)); // without the lock, which its ticket takes
         return false;
     };
-    queue.ready.push_back(looked);
-    queue.doing = Doing::Idle;
+    own.ready.push_back(ready);
+    own.worker = WorkerState::Idle;
     drop(state);
-    shared.wake_callers();
+    scheduler.wake_callers();
     true
 }
 
@@ -155,20 +155,20 @@ fn record(stats: &mut EngineStats, batch: &Batch, plan: &Plan, before: &Before, 
         let slot = &mut stats.slots[*slot];
         slot.occurrences += feature.inverse().len() as u64;
         slot.unique += feature.unique().len() as u64;
-        slot.cut += plan.cut(index) as u64;
+        slot.truncated += plan.truncated(index) as u64;
     }
     stats.deduplicate.add(batch.deduplication());
     stats.plan.add(before.plan);
-    stats.permit_wait.add(before.permit_wait);
+    stats.staleness_wait.add(before.staleness_wait);
     stats.lookup.add(done.lookup);
     stats.pool.add(done.pool);
 }
 
-fn finish_line(shared: &Shared, line: u64, finish: Finish) {
-    if let Some(queue) = shared.lock().lines.get_mut(&line) {
-        queue.ended = true;
-        queue.doing = Doing::Idle;
-        queue.finish = Some(finish);
+fn end_stream(scheduler: &Scheduler, queue: u64, end: StreamEnd) {
+    if let Some(own) = scheduler.lock().queues.get_mut(&queue) {
+        own.closed = true;
+        own.worker = WorkerState::Idle;
+        own.end = Some(end);
     }
-    shared.wake_callers();
+    scheduler.wake_callers();
 }

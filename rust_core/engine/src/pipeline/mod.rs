@@ -1,134 +1,77 @@
-//! The public face of one stream of batches: feed, next, close.
+//! [`Pipeline`]: one stream of batches, with feed, next and close.
 
 mod lookup;
-pub(crate) mod permits;
 pub(crate) mod push;
-pub(crate) mod shared;
+pub(crate) mod scheduler;
+mod staleness;
+pub(crate) mod ticket;
+pub(crate) mod wait;
+pub(crate) mod worker;
 
-use std::fmt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use persia_types::tables::LookupReport;
 
 use crate::batch::Batch;
-use crate::device::OnDevice;
-use crate::engine::Inner;
 use crate::error::Error;
-use crate::pipeline::permits::Stage;
-use crate::pipeline::push::Ticket;
-use crate::pipeline::shared::{Doing, Finish, Item, Line, Shared, State, deadline, join, spawn};
-use crate::step::forward::Output;
-
-/// What a wait is for. Steps are this rank's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wait {
-    /// A batch from the source.
-    Batch,
-    /// The look-up of a step.
-    Lookup {
-        /// Which.
-        step: u64,
-    },
-    /// The acknowledgement of a step's push.
-    Push {
-        /// Which.
-        step: u64,
-    },
-    /// The caller: it holds the ticket of this step, and nothing goes on until that is pushed or dropped.
-    Gradients {
-        /// Which.
-        step: u64,
-    },
-    /// The caller: this step was looked up and nobody has called `next` for it.
-    Taking {
-        /// Which.
-        step: u64,
-    },
-}
-
-impl fmt::Display for Wait {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Batch => write!(f, "a batch from the source"),
-            Self::Lookup { step } => write!(f, "the look-up of step {step}"),
-            Self::Push { step } => write!(f, "the push of step {step} to be acknowledged"),
-            Self::Gradients { step } => write!(f, "backward of step {step}, or its batch to be dropped"),
-            Self::Taking { step } => {
-                write!(f, "step {step} to be taken by its data loader, or that to be closed")
-            }
-        }
-    }
-}
+use crate::pipeline::push::PushThread;
+use crate::pipeline::scheduler::{BatchQueue, QueueItem, Scheduler, State, StreamEnd, WorkerState, deadline};
+use crate::pipeline::staleness::Stage;
+use crate::pipeline::ticket::PooledBatch;
+use crate::pipeline::wait::Wait;
+use crate::pipeline::worker::{join, spawn};
 
 /// What became of a batch offered to [`Pipeline::feed`].
 #[derive(Debug)]
 pub enum Fed {
     /// It is in the queue.
     Accepted,
-    /// The queue stayed full for the whole timeout; here is the batch again.
+    /// The queue was full for the whole timeout; the batch is returned.
     Pending {
-        /// To be offered again.
+        /// To be fed again.
         batch: Arc<Batch>,
         /// What has to happen first.
         wait: Wait,
     },
 }
 
-/// What [`Pipeline::next`] has to say.
+/// What [`Pipeline::next`] returns.
 #[derive(Debug)]
 pub enum Next {
     /// The next batch, looked up.
-    Ready(Box<Looked>),
+    Ready(Box<PooledBatch>),
     /// The source has ended and every batch was handed out.
     End,
     /// The timeout passed first.
     Pending(Wait),
 }
 
-/// A batch with its pooled rows.
-#[derive(Debug)]
-pub struct Looked {
-    /// The rank's step; for a batch that does not train, the step that would come next.
-    pub step: u64,
-    /// Shared with the ticket.
-    pub batch: Arc<Batch>,
-    /// One per id feature, in the batch's order.
-    pub outputs: Vec<Output>,
-    /// The vectors, where the engine has a device; those of `outputs` are empty then.
-    pub on_device: Option<OnDevice>,
-    /// What the look-up found.
-    pub report: LookupReport,
-    /// The right to push gradients; `None` for a batch that does not train.
-    pub ticket: Option<Ticket>,
-}
-
 /// One stream of batches: fed by one thread, taken by another, looked up in between by its own.
 ///
-/// Dropping it closes it: batches in flight are dropped, their permits come back, and its thread is waited for.
+/// Dropping it closes it: batches that were not taken are dropped, and its thread is joined.
 pub struct Pipeline {
     /// Keeps the push thread alive.
-    inner: Arc<Inner>,
-    line: u64,
+    pusher: Arc<PushThread>,
+    queue: u64,
     worker: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Pipeline {
-    pub(crate) fn open(inner: Arc<Inner>) -> Result<Self, Error> {
-        let shared = Arc::clone(&inner.shared);
-        let line = {
-            let mut state = shared.lock();
+    pub(crate) fn open(pusher: Arc<PushThread>) -> Result<Self, Error> {
+        let scheduler = Arc::clone(&pusher.scheduler);
+        let queue = {
+            let mut state = scheduler.lock();
             state.check()?;
-            let line = state.next_line;
-            state.next_line += 1;
-            state.lines.insert(line, Line::default());
-            line
+            let queue = state.next_queue;
+            state.next_queue += 1;
+            state.queues.insert(queue, BatchQueue::default());
+            queue
         };
-        // From here on a failure drops the pipeline, which removes the line.
-        let pipeline = Self { inner, line, worker: Mutex::new(None) };
-        *pipeline.worker.lock() = Some(spawn("look-up", move || lookup::run(&shared, line))?);
+        // From here on a failure drops the pipeline, which removes the queue.
+        let pipeline = Self { pusher, queue, worker: Mutex::new(None) };
+        *pipeline.worker.lock() = Some(spawn("look-up", move || lookup::run(&scheduler, queue))?);
         Ok(pipeline)
     }
 
@@ -138,19 +81,19 @@ impl Pipeline {
     /// [`Error::Closed`] after the end, or what stopped the pipeline or the engine.
     pub fn feed(&self, batch: impl Into<Arc<Batch>>, timeout: Duration) -> Result<Fed, Error> {
         let batch = batch.into();
-        let shared = self.shared();
+        let scheduler = self.scheduler();
         let deadline = deadline(timeout);
-        let mut state = shared.lock();
+        let mut state = scheduler.lock();
         loop {
-            let line = self.open_line(&mut state)?;
-            if line.fed.len() < shared.options.forward_buffer {
-                line.fed.push_back(Item::Batch(batch));
+            let queue = self.open_queue(&mut state)?;
+            if queue.fed.len() < scheduler.options.forward_buffer {
+                queue.fed.push_back(QueueItem::Batch(batch));
                 drop(state);
-                shared.wake_workers();
-                shared.wake_callers(); // `has_next` may wait for it
+                scheduler.wake_workers();
+                scheduler.wake_callers(); // `has_next` may wait for it
                 return Ok(Fed::Accepted);
             }
-            if !shared.caller_waits(&mut state, deadline) {
+            if !scheduler.caller_waits(&mut state, deadline) {
                 let wait = self.full_waits_for(&state);
                 return Ok(Fed::Pending { batch, wait });
             }
@@ -159,12 +102,12 @@ impl Pipeline {
 
     /// Say that the source has ended: after the batches before it, `next` returns [`Next::End`].
     pub fn end_of_data(&self) {
-        self.finish(Finish::End);
+        self.end(StreamEnd::Done);
     }
 
     /// Say that the source has failed: after the batches before it, `next` returns this error.
     pub fn fail(&self, error: Arc<dyn std::error::Error + Send + Sync>) {
-        self.finish(Finish::Failed(Error::Source(error)));
+        self.end(StreamEnd::Failed(Error::Source(error)));
     }
 
     /// The next batch, in the order they were fed. When `reproducible`, its look-up starts only now.
@@ -172,110 +115,113 @@ impl Pipeline {
     /// # Errors
     /// What stopped the source, the pipeline or the engine; [`Error::Closed`].
     pub fn next(&self, timeout: Duration) -> Result<Next, Error> {
-        let shared = self.shared();
+        let scheduler = self.scheduler();
         let deadline = deadline(timeout);
-        let mut state = shared.lock();
+        let mut state = scheduler.lock();
         loop {
             state.check()?;
-            let line = state.lines.get_mut(&self.line).ok_or(CLOSED)?;
-            if let Some(looked) = line.ready.pop_front() {
-                line.demand = false;
-                if looked.ticket.is_some() {
-                    state.permits.advance(looked.step, Stage::Taken);
-                    state.step = looked.step;
+            let queue = state.queues.get_mut(&self.queue).ok_or(CLOSED)?;
+            if let Some(ready) = queue.ready.pop_front() {
+                queue.demand = false;
+                if ready.plan.is_some() {
+                    state.window.advance(ready.step, Stage::Taken);
+                    state.step = ready.step;
                 }
                 drop(state);
-                shared.wake_workers();
-                return Ok(Next::Ready(Box::new(looked)));
+                scheduler.wake_workers();
+                return Ok(Next::Ready(Box::new(PooledBatch::new(scheduler, ready))));
             }
-            match &line.finish {
-                Some(Finish::End) => return Ok(Next::End),
-                Some(Finish::Failed(error)) => return Err(error.clone()),
+            match &queue.end {
+                Some(StreamEnd::Done) => return Ok(Next::End),
+                Some(StreamEnd::Failed(error)) => return Err(error.clone()),
                 None => {}
             }
-            if !line.demand {
-                line.demand = true;
-                shared.wake_workers();
+            if !queue.demand {
+                queue.demand = true;
+                scheduler.wake_workers();
             }
-            if !shared.caller_waits(&mut state, deadline) {
-                return Ok(Next::Pending(state.waiting_for(self.line)));
+            if !scheduler.caller_waits(&mut state, deadline) {
+                return Ok(Next::Pending(state.waiting_for(self.queue)));
             }
         }
     }
 
-    /// Whether `next` has a batch to give, now or after its look-up; false after the last. It asks for no look-up, so
-    /// that ranks which take turns can agree on a step before any of them begins it. `None` when the timeout passed
-    /// before the source gave a batch or ended.
+    /// Whether `next` will return a batch; false after the last. It requests no look-up, so that ranks which take turns
+    /// can agree on a step before any of them starts it. `None` when the timeout passed before the source gave a batch
+    /// or ended.
     ///
     /// # Errors
     /// As [`Self::next`].
     pub fn has_next(&self, timeout: Duration) -> Result<Option<bool>, Error> {
-        let shared = self.shared();
+        let scheduler = self.scheduler();
         let deadline = deadline(timeout);
-        let mut state = shared.lock();
+        let mut state = scheduler.lock();
         loop {
             state.check()?;
-            let line = state.lines.get(&self.line).ok_or(CLOSED)?;
-            if !line.ready.is_empty() || !matches!(line.doing, Doing::Idle) {
+            let queue = state.queues.get(&self.queue).ok_or(CLOSED)?;
+            if !queue.ready.is_empty() || !matches!(queue.worker, WorkerState::Idle) {
                 return Ok(Some(true));
             }
-            let finish = match line.fed.front() {
-                Some(Item::Batch(_)) => return Ok(Some(true)),
-                Some(Item::Finish(finish)) => Some(finish),
-                None => line.finish.as_ref(),
+            let end = match queue.fed.front() {
+                Some(QueueItem::Batch(_)) => return Ok(Some(true)),
+                Some(QueueItem::End(end)) => Some(end),
+                None => queue.end.as_ref(),
             };
-            match finish {
-                Some(Finish::End) => return Ok(Some(false)),
-                Some(Finish::Failed(error)) => return Err(error.clone()),
+            match end {
+                Some(StreamEnd::Done) => return Ok(Some(false)),
+                Some(StreamEnd::Failed(error)) => return Err(error.clone()),
                 None => {}
             }
-            if !shared.caller_waits(&mut state, deadline) {
+            if !scheduler.caller_waits(&mut state, deadline) {
                 return Ok(None);
             }
         }
     }
 
-    /// Close early. Batches that were not taken are dropped and their permits come back; a look-up on its way
-    /// is waited for. Tickets already handed out stay good.
+    /// Close early. Batches that were not taken are dropped, and their steps leave the staleness window; a look-up that
+    /// has started is waited for. Tickets already handed out stay valid.
     pub fn close(&self) {
-        let line = self.shared().lock().lines.remove(&self.line);
-        drop(line); // outside the lock: its tickets give their permits back
-        self.shared().wake_workers();
-        self.shared().wake_callers();
+        let queue = self.scheduler().lock().queues.remove(&self.queue);
+        // Without the lock, which their tickets take when they are dropped.
+        for ready in queue.into_iter().flat_map(|queue| queue.ready) {
+            drop(PooledBatch::new(self.scheduler(), ready));
+        }
+        self.scheduler().wake_workers();
+        self.scheduler().wake_callers();
         join(self.worker.lock().take());
     }
 
-    fn shared(&self) -> &Shared {
-        &self.inner.shared
+    fn scheduler(&self) -> &Arc<Scheduler> {
+        &self.pusher.scheduler
     }
 
-    /// This pipeline's line while it takes batches.
-    fn open_line<'a>(&self, state: &'a mut State) -> Result<&'a mut Line, Error> {
+    /// This pipeline's queue while it accepts batches.
+    fn open_queue<'a>(&self, state: &'a mut State) -> Result<&'a mut BatchQueue, Error> {
         state.check()?;
-        let line = state.lines.get_mut(&self.line).ok_or(CLOSED)?;
-        match &line.finish {
-            Some(Finish::Failed(error)) => Err(error.clone()),
-            _ if line.ended => Err(CLOSED),
-            _ => Ok(line),
+        let queue = state.queues.get_mut(&self.queue).ok_or(CLOSED)?;
+        match &queue.end {
+            Some(StreamEnd::Failed(error)) => Err(error.clone()),
+            _ if queue.closed => Err(CLOSED),
+            _ => Ok(queue),
         }
     }
 
-    fn finish(&self, finish: Finish) {
-        let mut state = self.shared().lock();
-        if let Some(line) = state.lines.get_mut(&self.line)
-            && !line.ended
+    fn end(&self, end: StreamEnd) {
+        let mut state = self.scheduler().lock();
+        if let Some(queue) = state.queues.get_mut(&self.queue)
+            && !queue.closed
         {
-            line.ended = true;
-            line.fed.push_back(Item::Finish(finish));
+            queue.closed = true;
+            queue.fed.push_back(QueueItem::End(end));
             drop(state);
-            self.shared().wake_workers();
-            self.shared().wake_callers();
+            self.scheduler().wake_workers();
+            self.scheduler().wake_callers();
         }
     }
 
     fn full_waits_for(&self, state: &State) -> Wait {
-        let ready = state.lines.get(&self.line).and_then(|line| line.ready.front());
-        ready.map_or_else(|| state.waiting_for(self.line), |looked| Wait::Taking { step: looked.step })
+        let ready = state.queues.get(&self.queue).and_then(|queue| queue.ready.front());
+        ready.map_or_else(|| state.waiting_for(self.queue), |ready| Wait::Taking { step: ready.step })
     }
 }
 

@@ -1,7 +1,59 @@
-//! What one step computes: which rows, pooled how, and which gradient each of them gets.
+//! What one step computes: the rows it needs, their pooling, and the gradient of each of them.
 
-pub(crate) mod backward;
-pub(crate) mod buffer;
-pub(crate) mod forward;
+pub(crate) mod gradients;
+mod on_cpu;
 mod on_device;
+pub(crate) mod output;
 pub(crate) mod plan;
+
+use persia_types::tables::Mode;
+use persia_types::token::Token;
+
+use crate::batch::Batch;
+use crate::context::Context;
+use crate::device::Device;
+use crate::error::Error;
+use crate::options::PushOptions;
+use crate::step::gradients::{Backward, PushGradients};
+use crate::step::output::Forward;
+use crate::step::plan::Plan;
+
+/// Decide how the batch is looked up and pushed.
+pub(crate) fn plan(context: &Context, batch: &Batch) -> Result<Plan, Error> {
+    Plan::new(batch, &context.schema, &context.buffers, &|dim, ids, bags| {
+        context.tables.pools(dim, ids, bags)
+    })
+}
+
+/// Look the batch up and pool it, on the device where one is given.
+pub(crate) fn forward(
+    context: &Context,
+    device: Option<&dyn Device>,
+    (batch, plan): (&Batch, &Plan),
+    token: Token,
+    mode: Mode,
+) -> Result<Forward, Error> {
+    match device {
+        Some(device) => on_device::forward(context, device, (batch, plan), token, mode),
+        None => on_cpu::forward(context, (batch, plan), token, mode)
+            .map_err(|error| Error::Lookup { step: token.seq, source: error.into() }),
+    }
+}
+
+/// Push the gradients of a batch.
+pub(crate) fn backward(
+    context: &Context,
+    (batch, plan): (&Batch, &Plan),
+    token: Token,
+    gradients: PushGradients,
+    options: PushOptions,
+) -> Result<Backward, Error> {
+    match gradients {
+        PushGradients::OnHost(gradients) => {
+            on_cpu::backward(context, (batch, plan), token, &gradients, options)
+        }
+        PushGradients::OnDevice(gradients) => {
+            on_device::backward(context, (batch, plan), token, gradients, options.lr_factor)
+        }
+    }
+}

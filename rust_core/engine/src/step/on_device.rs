@@ -1,18 +1,18 @@
-//! Forward and backward where a device pools and sums. Rows still come from the tables, straight into the device's staging
-//! memory, and gradients go back to them.
+//! Forward and backward where a device pools and sums. Rows come from the tables into the device's staging memory, and
+//! gradients go back to the tables.
 
-use persia_types::kernels::{Gradients, SegmentSum};
-use persia_types::tables::{LookupRequest, Mode, SampleUses, TableGradients, TableIds};
+use persia_kernels::{Gradients, SegmentSum};
+use persia_types::tables::{LookupRequest, Mode, TableGradients, TableIds};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
+use crate::buffer::Buffer;
+use crate::context::Context;
 use crate::device::{Device, DeviceError, DeviceFeature, DeviceGradients, DeviceTable, DeviceWork};
 use crate::error::Error;
-use crate::pipeline::shared::Context;
 use crate::stats::Stopwatch;
-use crate::step::backward::{Backward, push_all};
-use crate::step::buffer::Buffer;
-use crate::step::forward::{Forward, Output, bags, divisors, uses};
+use crate::step::gradients::{Backward, push};
+use crate::step::output::{Forward, Output};
 use crate::step::plan::{Plan, TablePlan};
 
 /// Look the batch up, and start to pool it on the device.
@@ -20,69 +20,49 @@ pub(super) fn forward(
     context: &Context,
     device: &dyn Device,
     (batch, plan): (&Batch, &Plan),
-    divisors: &[Option<Buffer>],
     token: Token,
     mode: Mode,
 ) -> Result<Forward, Error> {
     let step = token.seq;
     let failed = |source: DeviceError| Error::Device { worker: "look-up", step, source };
     let mut watch = Stopwatch::start();
-    let tables: Vec<TableIds<'_>> = plan
-        .tables()
-        .iter()
-        .map(|table| TableIds {
-            table: table.table,
-            ids: table.ids(plan, batch),
-            uses: pooled_by_holder(context, batch, plan, table, divisors),
-        })
-        .collect();
-    let work = work(context, (batch, plan), &tables, divisors, mode);
+    let tables: Vec<TableIds<'_>> =
+        plan.tables().iter().map(|table| table.request(plan, batch, table.pooled(plan, batch))).collect();
+    let work = work(context, (batch, plan), &tables, mode);
     let mut looking = device.begin(&work).map_err(failed)?;
     let request = LookupRequest { token, step, mode, tables: &tables };
     let lookup = context.tables.lookup(&request, &mut looking.rows());
     let report = lookup.map_err(|error| Error::Lookup { step, source: error.into() })?;
     let lookup = watch.lap();
     let on_device = Some(looking.launch().map_err(failed)?);
-    let outputs = (0..plan.slots().len()).map(|feature| Output::elsewhere(context, plan, feature)).collect();
+    let features = 0..plan.slots().len();
+    let outputs = features.map(|feature| Output::on_device(context, plan, feature)).collect();
     Ok(Forward { outputs, on_device, report, lookup, pool: watch.lap() })
-}
-
-/// The samples of a table, where its holder pools them: vectors of samples then travel instead of rows.
-fn pooled_by_holder<'a>(
-    context: &Context,
-    batch: &'a Batch,
-    plan: &'a Plan,
-    table: &TablePlan,
-    divisors: &'a [Option<Buffer>],
-) -> Option<SampleUses<'a>> {
-    uses(context, batch, plan, table, divisors).filter(|uses| matches!(uses, SampleUses::Pooled(_)))
 }
 
 fn work<'a>(
     context: &Context,
     (batch, plan): (&'a Batch, &'a Plan),
     tables: &[TableIds<'_>],
-    divisors: &'a [Option<Buffer>],
     mode: Mode,
 ) -> DeviceWork<'a> {
     let mut features: Vec<Option<DeviceFeature<'a>>> = plan.slots().iter().map(|_| None).collect();
     for (index, (table, ids)) in plan.tables().iter().zip(tables).enumerate() {
         for member in &table.members {
             let feature = plan.feature(batch, member.feature);
-            let own = bags(feature, divisors[member.feature].as_ref().map(AsRef::as_ref));
             features[member.feature] = Some(DeviceFeature {
                 table: index,
                 samples: feature.samples(),
-                bags: ids.uses.is_none().then_some(own),
+                bags: ids.per_sample.is_none().then(|| plan.bags(batch, member.feature)),
                 map: member.map.as_deref(),
-                uses: (mode == Mode::Train).then(|| feature.uses()),
-                use_weights: feature.grouped_weights(),
+                csr: (mode == Mode::Train).then(|| feature.csr()),
+                csr_weights: feature.csr_weights(),
                 raw: context.schema.slots[plan.slots()[member.feature]].sample_fixed_size.is_some(),
             });
         }
     }
     let table = |(plan, ids): (&TablePlan, &TableIds<'_>)| DeviceTable {
-        dim: context.schema.tables[plan.table].dim,
+        dim: context.dim(plan.table),
         vectors: ids.vectors(),
         members: plan.members.iter().map(|member| member.feature).collect(),
     };
@@ -93,8 +73,8 @@ fn work<'a>(
     }
 }
 
-/// Push the gradients that the device has summed.
-pub(super) fn push(
+/// Push the gradients that the device has summed. A table that the tables pooled has gradients of samples.
+pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),
     token: Token,
@@ -104,37 +84,36 @@ pub(super) fn push(
     let mut watch = Stopwatch::start();
     let failed = |source: DeviceError| Error::Device { worker: "push", step: token.seq, source };
     let vectors = gradients.wait().map_err(failed)?;
-    let divisors = divisors(context, batch, plan);
-    let factors: Vec<Option<Buffer>> = divisors
+    let factors: Vec<Option<Buffer>> = plan
+        .tables()
         .iter()
-        .map(|divisors| {
-            let divisors: &[f32] = divisors.as_ref()?.as_ref();
-            Some(context.buffers.collect(divisors.iter().map(|divisor| 1.0 / divisor)))
+        .map(|table| {
+            table.is_pooled().then(|| plan.factors(table.members[0].feature, &context.buffers)).flatten()
         })
         .collect();
     let requests: Vec<TableGradients<'_>> = plan
         .tables()
         .iter()
         .zip(&vectors)
-        .map(|(table, vectors)| {
-            let member = table.members[0].feature;
-            let feature = plan.feature(batch, member);
-            // Of a table that its holder pools, vectors are those of samples.
-            let gradients = match pooled_by_holder(context, batch, plan, table, &divisors) {
-                None => Gradients::Rows(vectors),
-                Some(_) => Gradients::Samples(SegmentSum {
+        .zip(&factors)
+        .map(|((table, vectors), factors)| {
+            let feature = plan.feature(batch, table.members[0].feature);
+            let gradients = if table.is_pooled() {
+                Gradients::Samples(SegmentSum {
                     gradients: vectors,
-                    dim: context.schema.tables[table.table].dim,
-                    uses: feature.uses(),
-                    factors: factors[member].as_ref().map(AsRef::as_ref),
-                    weights: feature.grouped_weights(),
+                    dim: context.dim(table.table),
+                    csr: feature.csr(),
+                    factors: factors.as_ref().map(AsRef::as_ref),
+                    per_sample_weights: feature.csr_weights(),
                     scale: 1.0,
-                }),
+                })
+            } else {
+                Gradients::Rows(vectors)
             };
             TableGradients { table: table.table, ids: table.ids(plan, batch), gradients }
         })
         .collect();
     let segment_sum = watch.lap();
-    let report = push_all(context, token, lr_factor, &requests)?;
+    let report = push(context, token, lr_factor, &requests)?;
     Ok(Backward { report, segment_sum, push: watch.lap() })
 }

@@ -1,22 +1,31 @@
-//! Which slot and table each feature of a batch belongs to; slots that share a table become one request.
+//! How a batch is looked up and pushed: the slot and table of each feature, and where its rows are pooled.
+//!
+//! Slots that share a table become one request. Everything is decided here, once, for look-up and push.
 
+use std::sync::Arc;
+
+use persia_kernels::Bags;
 use persia_types::id::ShardedIds;
 use persia_types::limits::{MAX_IDS_PER_REQUEST, MAX_OCCURRENCES};
 use persia_types::schema::{Schema, Slot};
+use persia_types::tables::{PerSample, TableIds};
 
 use crate::batch::Batch;
 use crate::batch::dedup;
 use crate::batch::expand::{Expanded, expand};
 use crate::batch::feature::IdFeature;
+use crate::buffer::{Buffer, BufferPool};
 use crate::error::Error;
 
 /// How one batch is looked up and pushed under one schema.
 #[derive(Debug)]
-pub struct Plan {
+pub(crate) struct Plan {
     /// Slot of each feature, in the batch's order.
     slots: Vec<usize>,
-    /// Per feature what its slot makes of it; `None` where it serves as it is.
+    /// Per feature what its slot makes of it; `None` where the feature is looked up as it is.
     expanded: Vec<Option<Expanded>>,
+    /// Per feature what the sums of its samples are divided by; `None` is 1.
+    divisors: Vec<Option<Buffer>>,
     /// Tables the batch needs, in the schema's order.
     tables: Vec<TablePlan>,
 }
@@ -28,8 +37,20 @@ pub(crate) struct TablePlan {
     pub(crate) table: usize,
     /// The features that share it, in the order of their slots.
     pub(crate) members: Vec<Member>,
-    /// Their ids merged; `None` where the one feature's own ids serve.
+    /// Their ids merged; `None` where there is one feature.
     merged: Option<ShardedIds>,
+    answer: Answer,
+}
+
+/// What a look-up of a table answers with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answer {
+    /// Rows of unique ids, to be pooled by the trainer.
+    Rows,
+    /// The row of each sample's one id. A device takes rows of unique ids instead.
+    Gathered,
+    /// Samples, pooled by the [tables](persia_types::Tables::pools): a middleware.
+    Pooled,
 }
 
 /// A feature's place in its table's request.
@@ -41,43 +62,97 @@ pub(crate) struct Member {
     pub(crate) map: Option<Vec<u32>>,
 }
 
+/// Whether the tables pool samples with these bags of so many ids and floats: [`persia_types::Tables::pools`].
+pub(super) type Pools<'a> = &'a dyn Fn(usize, usize, &Bags<'_>) -> bool;
+
 impl Plan {
-    /// Match features with slots and merge what shares a table.
+    /// Match features with slots, merge what shares a table, and decide where rows are pooled.
     ///
     /// # Errors
     /// [`Error::FeatureMismatch`] with every unknown and missing name, [`Error::TooLarge`] for too many ids,
     /// [`Error::BadFeature`] for per-sample weights where nothing is summed.
-    pub fn new(batch: &Batch, schema: &Schema) -> Result<Self, Error> {
+    pub(super) fn new(
+        batch: &Batch,
+        schema: &Schema,
+        buffers: &Arc<BufferPool>,
+        pools: Pools<'_>,
+    ) -> Result<Self, Error> {
         let slots = match_slots(batch.id_features(), schema)?;
         let pairs = batch.id_features().iter().zip(&slots);
         let expanded =
             pairs.map(|(feature, slot)| expand(feature, &schema.slots[*slot])).collect::<Result<_, _>>()?;
         let all: Vec<usize> = (0..slots.len()).collect();
-        let mut plan = Self { slots, expanded, tables: Vec::new() };
+        let mut plan = Self { slots, expanded, divisors: Vec::new(), tables: Vec::new() };
+        plan.divisors = all.iter().map(|feature| plan.divide(batch, schema, buffers, *feature)).collect();
         plan.tables = plan.tables_of(batch, schema, &all)?;
+        let answers: Vec<Answer> =
+            plan.tables.iter().map(|table| plan.answer(batch, schema, table, pools)).collect();
+        plan.tables.iter_mut().zip(answers).for_each(|(table, answer)| table.answer = answer);
         Ok(plan)
     }
 
+    fn divide(
+        &self,
+        batch: &Batch,
+        schema: &Schema,
+        buffers: &Arc<BufferPool>,
+        feature: usize,
+    ) -> Option<Buffer> {
+        let divisors = schema.slots[self.slots[feature]].divisors(self.feature(batch, feature).offsets())?;
+        Some(buffers.collect(divisors))
+    }
+
+    /// A raw feature needs rows: its samples are places of other samples, and it has a mask.
+    fn answer(&self, batch: &Batch, schema: &Schema, table: &TablePlan, pools: Pools<'_>) -> Answer {
+        let [Member { feature: index, map: None }] = table.members[..] else { return Answer::Rows };
+        if schema.slots[self.slots[index]].sample_fixed_size.is_some() {
+            return Answer::Rows;
+        }
+        let feature = self.feature(batch, index);
+        if feature.offsets().is_none() && feature.per_sample_weights().is_none() {
+            return Answer::Gathered;
+        }
+        let (dim, ids) = (schema.tables[table.table].dim, feature.unique().len());
+        if pools(dim, ids, &self.bags(batch, index)) { Answer::Pooled } else { Answer::Rows }
+    }
+
     /// Slot (index into the schema's) of each feature, in the batch's order.
-    pub fn slots(&self) -> &[usize] {
+    pub(crate) fn slots(&self) -> &[usize] {
         &self.slots
     }
 
-    /// A feature of the batch as its slot wants it looked up.
+    /// A feature of the batch as its slot looks it up.
     pub(crate) fn feature<'a>(&'a self, batch: &'a Batch, index: usize) -> &'a IdFeature {
         self.expanded[index].as_ref().map_or(&batch.id_features()[index], |expanded| &expanded.feature)
     }
 
-    /// How many ids of a feature were left out, because their samples have more than a raw feature has places.
-    pub(crate) fn cut(&self, feature: usize) -> usize {
-        self.expanded[feature].as_ref().map_or(0, |expanded| expanded.cut)
+    /// The rows of each sample of a feature, by the feature's own unique ids.
+    pub(crate) fn bags<'a>(&'a self, batch: &'a Batch, index: usize) -> Bags<'a> {
+        let feature = self.feature(batch, index);
+        Bags {
+            indices: feature.inverse(),
+            offsets: feature.offsets(),
+            per_sample_weights: feature.per_sample_weights(),
+            divisors: self.divisors[index].as_ref().map(AsRef::as_ref),
+        }
+    }
+
+    /// What the gradient of each sample is multiplied by: the reciprocals of the divisors; `None` is 1.
+    pub(crate) fn factors(&self, feature: usize, buffers: &Arc<BufferPool>) -> Option<Buffer> {
+        let divisors: &[f32] = self.divisors[feature].as_ref()?.as_ref();
+        Some(buffers.collect(divisors.iter().map(|divisor| 1.0 / divisor)))
+    }
+
+    /// How many ids of a raw feature were truncated, because their samples have more ids than places.
+    pub(crate) fn truncated(&self, feature: usize) -> usize {
+        self.expanded[feature].as_ref().map_or(0, |expanded| expanded.truncated)
     }
 
     pub(crate) fn tables(&self) -> &[TablePlan] {
         &self.tables
     }
 
-    /// The tables of some of the features: those that got a gradient.
+    /// The tables of some of the features, those that got a gradient. Nothing is looked up by them.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,
@@ -105,7 +180,7 @@ impl Plan {
     fn plan_table(&self, batch: &Batch, table: usize, features: &[usize]) -> Result<TablePlan, Error> {
         if let [feature] = *features {
             let members = vec![Member { feature, map: None }];
-            return Ok(TablePlan { table, members, merged: None });
+            return Ok(TablePlan { table, members, merged: None, answer: Answer::Rows });
         }
         let lists: Vec<&ShardedIds> =
             features.iter().map(|feature| self.feature(batch, *feature).unique()).collect();
@@ -117,7 +192,7 @@ impl Plan {
         let (merged, maps) = dedup::with(|deduplicator| deduplicator.merge(&lists));
         let members =
             features.iter().zip(maps).map(|(&feature, map)| Member { feature, map: Some(map) }).collect();
-        Ok(TablePlan { table, members, merged: Some(merged) })
+        Ok(TablePlan { table, members, merged: Some(merged), answer: Answer::Rows })
     }
 }
 
@@ -125,6 +200,35 @@ impl TablePlan {
     /// Unique ids to look up or push.
     pub(crate) fn ids<'a>(&'a self, plan: &'a Plan, batch: &'a Batch) -> &'a ShardedIds {
         self.merged.as_ref().unwrap_or_else(|| plan.feature(batch, self.members[0].feature).unique())
+    }
+
+    /// A look-up of it.
+    pub(crate) fn request<'a>(
+        &'a self,
+        plan: &'a Plan,
+        batch: &'a Batch,
+        per_sample: Option<PerSample<'a>>,
+    ) -> TableIds<'a> {
+        TableIds { table: self.table, ids: self.ids(plan, batch), per_sample }
+    }
+
+    /// Whether the tables pool its samples. Gradients of a device are then those of samples.
+    pub(crate) fn is_pooled(&self) -> bool {
+        self.answer == Answer::Pooled
+    }
+
+    /// What a look-up asks for in place of rows.
+    pub(crate) fn per_sample<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
+        match self.answer {
+            Answer::Rows => None,
+            Answer::Gathered => Some(PerSample::Gathered(plan.feature(batch, self.members[0].feature).csr())),
+            Answer::Pooled => self.pooled(plan, batch),
+        }
+    }
+
+    /// What a look-up for a device asks for in place of rows.
+    pub(crate) fn pooled<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
+        self.is_pooled().then(|| PerSample::Pooled(plan.bags(batch, self.members[0].feature)))
     }
 }
 
@@ -153,7 +257,9 @@ fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Er
 
 #[cfg(test)]
 mod tests {
-    use persia_types::schema::Table;
+    use std::cell::RefCell;
+
+    use persia_types::schema::{Pooling, Table};
 
     use super::*;
     use crate::batch::BatchParts;
@@ -171,10 +277,14 @@ mod tests {
         Batch::new(BatchParts { id_features, ..Default::default() }).unwrap()
     }
 
+    fn plan(batch: &Batch) -> Result<Plan, Error> {
+        Plan::new(batch, &schema(), &BufferPool::new(0), &|_, _, _| false)
+    }
+
     #[test]
     fn unknown_and_missing_features_are_named_at_once() {
         let batch = batch(&[("x", &[1]), ("b", &[1]), ("y", &[1])]);
-        let error = Plan::new(&batch, &schema()).unwrap_err();
+        let error = plan(&batch).unwrap_err();
         let Error::FeatureMismatch { unknown, missing, known } = &error else { panic!("{error}") };
         assert_eq!(unknown, &["x", "y"]);
         assert_eq!(missing, &["a", "c"]);
@@ -190,11 +300,11 @@ mod tests {
         let first = batch(&[("a", a), ("b", b), ("c", c)]);
         let second = batch(&[("c", c), ("b", b), ("a", a)]);
         let ids = |batch: &Batch| -> Vec<(usize, ShardedIds)> {
-            let plan = Plan::new(batch, &schema()).unwrap();
+            let plan = plan(batch).unwrap();
             plan.tables().iter().map(|table| (table.table, table.ids(&plan, batch).clone())).collect()
         };
         assert_eq!(ids(&first), ids(&second));
-        let plan = Plan::new(&second, &schema()).unwrap();
+        let plan = plan(&second).unwrap();
         assert_eq!(plan.slots(), [2, 1, 0]);
         assert_eq!(plan.tables().len(), 2);
         assert_eq!(plan.tables()[0].ids(&plan, &second).len(), 4);
@@ -205,5 +315,34 @@ mod tests {
                 map.iter().map(|place| plan.tables()[0].ids(&plan, &second).ids()[*place as usize]).collect();
             assert_eq!(own, mapped);
         }
+    }
+
+    #[test]
+    fn who_pools_is_decided_once_and_divisors_are_carried() {
+        let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
+        let mean = Slot { pooling: Pooling::Mean, ..slot("mean", 0) };
+        let raw = Slot { sample_fixed_size: Some(2), ..slot("raw", 2) };
+        let tables = ["mean", "one", "raw", "shared"].map(|name| Table::new(name, 4)).into();
+        let slots = vec![mean, slot("one", 1), raw, slot("left", 3), slot("right", 3)];
+        let schema = Schema { slots, tables };
+        let lists = |name: &str| IdFeature::lists(name, &[5, 6, 6], &[0, 2, 3]).unwrap();
+        let mut id_features: Vec<IdFeature> = ["mean", "raw", "left", "right"].map(lists).into();
+        id_features.insert(1, IdFeature::single("one", &[5, 6]).unwrap());
+        let batch = Batch::new(BatchParts { id_features, ..Default::default() }).unwrap();
+        let (buffers, asked) = (BufferPool::new(8), RefCell::new(Vec::new()));
+        let pools = |dim: usize, ids: usize, bags: &Bags<'_>| {
+            asked.borrow_mut().push((dim, ids, bags.divisors.map(<[f32]>::to_vec)));
+            true
+        };
+        let plan = Plan::new(&batch, &schema, &buffers, &pools).unwrap();
+        assert_eq!(*asked.borrow(), [(4, 2, Some(vec![2.0, 1.0]))], "only the mean may be pooled elsewhere");
+        let answers: Vec<Answer> = plan.tables().iter().map(|table| table.answer).collect();
+        assert_eq!(answers, [Answer::Pooled, Answer::Gathered, Answer::Rows, Answer::Rows]);
+        assert_eq!(plan.factors(0, &buffers).unwrap().as_ref(), [0.5, 1.0]);
+        assert!(plan.factors(1, &buffers).is_none());
+        let [mean, one, ..] = plan.tables() else { panic!("four tables") };
+        assert!(matches!(mean.pooled(&plan, &batch), Some(PerSample::Pooled(_))));
+        assert!(matches!(one.per_sample(&plan, &batch), Some(PerSample::Gathered(_))));
+        assert!(one.pooled(&plan, &batch).is_none(), "a device gathers rows itself");
     }
 }

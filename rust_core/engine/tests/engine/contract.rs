@@ -1,9 +1,8 @@
-//! The contract suite on the store and on the plain model, and on models with a defect each that it must catch.
+//! The contract of `Tables` on the plain model, and on models with one defect each, which it must catch.
 
 use std::sync::Arc;
 
-use persia_engine::contract;
-use persia_store::{Store, StoreOptions};
+use persia_contract as contract;
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Tables, TablesError};
 
 use crate::plain::PlainTables;
@@ -12,11 +11,6 @@ use crate::support::{Wrapped, tables_by_wrapping};
 #[test]
 fn plain_tables_keep_the_contract() {
     contract::run_all(&|| Arc::new(PlainTables::new(contract::schema())));
-}
-
-#[test]
-fn the_store_keeps_the_contract() {
-    contract::run_all(&|| Arc::new(Store::new(contract::schema(), StoreOptions::default()).unwrap()));
 }
 
 /// Cases that fail on tables with this defect.
@@ -28,7 +22,7 @@ fn caught(make: contract::Make<'_>) -> Vec<&'static str> {
 }
 
 #[test]
-fn the_suite_catches_a_push_that_counts_twice() {
+fn the_contract_catches_a_push_that_counts_twice() {
     struct Twice(PlainTables);
     tables_by_wrapping!(Twice);
     impl Wrapped for Twice {
@@ -47,7 +41,7 @@ fn the_suite_catches_a_push_that_counts_twice() {
 }
 
 #[test]
-fn the_suite_catches_an_evaluation_that_inserts() {
+fn the_contract_catches_an_evaluation_that_inserts() {
     struct Inserting(PlainTables);
     tables_by_wrapping!(Inserting);
     impl Wrapped for Inserting {
@@ -67,7 +61,7 @@ fn the_suite_catches_an_evaluation_that_inserts() {
 }
 
 #[test]
-fn the_suite_catches_gradients_that_shift_behind_a_missing_id() {
+fn the_contract_catches_gradients_that_shift_after_a_missing_id() {
     struct Shifting(PlainTables);
     tables_by_wrapping!(Shifting);
     impl Wrapped for Shifting {
@@ -82,7 +76,7 @@ fn the_suite_catches_gradients_that_shift_behind_a_missing_id() {
                 .iter()
                 .zip(&shifted)
                 .map(|(table, rows)| {
-                    let gradients = persia_types::kernels::Gradients::Rows(rows);
+                    let gradients = persia_kernels::Gradients::Rows(rows);
                     persia_types::tables::TableGradients { gradients, ..*table }
                 })
                 .collect();
@@ -90,5 +84,5 @@ fn the_suite_catches_gradients_that_shift_behind_a_missing_id() {
         }
     }
     let caught = caught(&|| Arc::new(Shifting(PlainTables::new(contract::schema()))));
-    assert!(caught.contains(&"a missing id shifts nobody"), "{caught:?}");
+    assert!(caught.contains(&"a missing id shifts no other"), "{caught:?}");
 }

@@ -1,4 +1,4 @@
-//! Failures are told to everybody, stay, and lose nothing silently.
+//! Every later call reports a failure, and nothing is lost silently.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn next_error(pipeline: &Pipeline) -> Error {
     }
 }
 
-/// Everybody hears the same error from now on.
+/// Every call returns the same error.
 fn assert_sticky(engine: &Engine, pipeline: &Pipeline, is_it: fn(&Error) -> bool) {
     for _ in 0..2 {
         assert!(is_it(&pipeline.next(LONG).unwrap_err()));
@@ -66,7 +66,7 @@ fn a_failed_look_up_stops_the_engine() {
 }
 
 #[test]
-fn a_failed_push_is_told_and_its_permit_never_returns() {
+fn a_failed_push_is_reported_and_its_step_stays_in_the_window() {
     let (tables, engine) = rigged(|tables| tables.fail_push_at = Some(2));
     let pipeline = engine.pipeline().unwrap();
     for step in 0..8 {
@@ -109,7 +109,7 @@ fn a_panic_in_the_tables_becomes_an_error() {
 }
 
 #[test]
-fn a_failing_source_is_heard_after_the_batches_before_it() {
+fn a_failing_source_is_reported_after_the_batches_before_it() {
     let (_, engine) = rigged(|_| {});
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&[1], true));
@@ -131,11 +131,11 @@ fn a_failing_source_is_heard_after_the_batches_before_it() {
 }
 
 #[test]
-fn a_batch_that_does_not_fit_is_told_in_order_and_ends_its_pipeline_alone() {
+fn a_batch_that_does_not_fit_is_reported_in_order_and_ends_its_pipeline_only() {
     let (_, engine) = rigged(|_| {});
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&[1], true));
-    let id_features = vec![IdFeature::single("stranger", &[1]).unwrap()];
+    let id_features = vec![IdFeature::single("unknown", &[1]).unwrap()];
     feed(&pipeline, Batch::new(BatchParts { id_features, ..Default::default() }).unwrap());
     push(ready(&pipeline), 1.0);
     for _ in 0..2 {
@@ -147,7 +147,7 @@ fn a_batch_that_does_not_fit_is_told_in_order_and_ends_its_pipeline_alone() {
 }
 
 #[test]
-fn bad_gradients_are_refused_and_give_the_permit_back() {
+fn bad_gradients_are_refused_and_their_step_leaves_the_window() {
     let (tables, engine) = rigged(|_| {});
     let pipeline = engine.pipeline().unwrap();
     let floats = |count: usize| Some(Box::new(vec![1.0f32; count]) as Gradient);
@@ -209,7 +209,7 @@ fn the_engine_may_be_dropped_by_its_own_push_thread() {
 }
 
 #[test]
-fn a_report_that_leaves_rows_out_is_no_acknowledgement() {
+fn a_report_that_omits_rows_is_no_acknowledgement() {
     struct Forgetful(PlainTables);
     tables_by_wrapping!(Forgetful);
     impl Wrapped for Forgetful {

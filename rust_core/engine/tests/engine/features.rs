@@ -34,7 +34,7 @@ fn mixed_schema() -> Schema {
     Schema { slots, tables }
 }
 
-/// The rows that stand for an id.
+/// The rows of an id.
 fn rows_of(slot: &Slot, id: Id) -> Vec<Id> {
     slot.hash_stack.map_or_else(|| vec![id], |stack| stack.buckets_of(id).collect())
 }
@@ -155,11 +155,11 @@ proptest! {
             let mask: Vec<bool> =
                 samples.iter().flat_map(|sample| (0..size).map(|place| place < sample.len())).collect();
             prop_assert_eq!((raw.places, &raw.mask), (size, &mask));
-            let cut: usize = samples.iter().map(|sample| sample.len().saturating_sub(size)).sum();
-            prop_assert_eq!(raw.cut, cut);
+            let truncated: usize = samples.iter().map(|sample| sample.len().saturating_sub(size)).sum();
+            prop_assert_eq!(raw.truncated, truncated);
         }
-        let cuts: u64 = engine.stats().slots.iter().map(|slot| slot.cut).sum();
-        prop_assert_eq!(cuts, looked.outputs.iter().filter_map(|o| o.raw()).map(|raw| raw.cut as u64).sum::<u64>());
+        let truncated: u64 = engine.stats().slots.iter().map(|slot| slot.truncated).sum();
+        prop_assert_eq!(truncated, looked.outputs.iter().filter_map(|o| o.raw()).map(|raw| raw.truncated as u64).sum::<u64>());
 
         let gradients: Vec<Vec<f32>> =
             looked.outputs.iter().map(|output| output.as_ref().iter().map(|v| v * 0.3 + 0.1).collect()).collect();
@@ -182,7 +182,7 @@ proptest! {
 }
 
 #[test]
-fn ids_that_were_cut_off_are_neither_inserted_nor_updated() {
+fn truncated_ids_are_neither_inserted_nor_updated() {
     let schema = Schema {
         slots: vec![Slot { name: "raw".into(), sample_fixed_size: Some(2), ..Slot::default() }],
         tables: vec![Table::new("t", DIM)],
@@ -211,7 +211,7 @@ fn a_hash_stack_holds_no_more_rows_than_buckets() {
 }
 
 #[test]
-fn weights_where_nothing_is_summed_end_the_pipeline_by_name() {
+fn weights_without_a_sum_end_the_pipeline_and_are_named() {
     let schema = Schema {
         slots: vec![Slot { name: "weighted".into(), pooling: Pooling::Mean, ..Slot::default() }],
         tables: vec![Table::new("t", DIM)],

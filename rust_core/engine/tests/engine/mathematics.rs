@@ -3,10 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use persia_engine::{
-    Batch, BatchParts, Drained, EngineOptions, Gradient, IdFeature, PushOptions,
-    kernels::{self, Bags, Pool, SegmentSum, Uses},
-};
+use persia_engine::{Batch, BatchParts, Drained, EngineOptions, Gradient, IdFeature, PushOptions};
 use persia_types::Mode;
 use persia_types::schema::{Pooling, Schema};
 use proptest::prelude::*;
@@ -207,67 +204,6 @@ fn pushed_gradients_equal_finite_differences() {
                 let pushed = f64::from(before[table][&id][column] - after); // lr = 1
                 let expected = differences[table][&id][column];
                 assert!((pushed - expected).abs() < 2e-2, "{table} {id} {column}: {pushed} {expected}");
-            }
-        }
-    }
-}
-
-/// Rows and places for the kernels alone.
-fn numbers(count: usize, seed: u64) -> Vec<f32> {
-    (0..count).map(|i| (persia_types::id::hash_id(i as u64 ^ seed) >> 40) as f32 / 1e6 - 8.0).collect()
-}
-
-#[test]
-fn kernels_give_the_bits_of_plain_loops_for_every_dimension() {
-    let places: Vec<u32> = vec![3, 0, 0, 2, 5, 5, 1, 4, 2];
-    let offsets: Vec<u32> = vec![0, 2, 2, 7, 9];
-    let divisors = [2.0, 1.0, 5.0, 3.0];
-    for dim in (1..=40).chain([63, 64, 65, 127, 128, 129, 200, 256, 300]) {
-        let rows = numbers(6 * dim, 1);
-        let mut out = vec![f32::NAN; 4 * dim];
-        let bags =
-            Bags { places: &places, offsets: Some(&offsets), weights: None, divisors: Some(&divisors) };
-        kernels::pool(&Pool { rows: &rows, dim, bags }, &mut out);
-        for sample in 0..4 {
-            for column in 0..dim {
-                let mut sum = 0.0f32;
-                for place in &places[offsets[sample] as usize..offsets[sample + 1] as usize] {
-                    sum += rows[*place as usize * dim + column];
-                }
-                assert_eq!(out[sample * dim + column], sum / divisors[sample]);
-            }
-        }
-        let mut single = vec![f32::NAN; places.len() * dim];
-        let bags = Bags { offsets: None, divisors: None, ..bags };
-        kernels::pool(&Pool { rows: &rows, dim, bags }, &mut single);
-        for (place, row) in places.iter().zip(single.chunks(dim)) {
-            assert_eq!(row, &rows[*place as usize * dim..][..dim]);
-        }
-
-        let factors = numbers(6, 2);
-        let map = [4, 1, 3, 0];
-        for (factors, map) in [(None, None), (Some(&factors[..]), None), (Some(&factors[..]), Some(&map[..]))]
-        {
-            let start = numbers(5 * dim, 3);
-            let mut out = start.clone();
-            let (gradients, samples) = (&rows, &places);
-            let uses = Uses { starts: &offsets, samples };
-            let scale = if map.is_some() { 1.0 } else { 0.7 };
-            let input = SegmentSum { gradients, dim, uses, factors, weights: None, scale };
-            match map {
-                None => kernels::segment_sum(&input, 0, &mut out[..4 * dim]),
-                Some(map) => kernels::segment_sum_onto(&input, map, &mut out),
-            }
-            for unique in 0..4 {
-                let target = map.map_or(unique, |map| map[unique] as usize);
-                for column in 0..dim {
-                    let mut sum = if map.is_some() { start[target * dim + column] } else { 0.0 };
-                    for sample in &samples[offsets[unique] as usize..offsets[unique + 1] as usize] {
-                        let factor = factors.map_or(1.0, |factors| factors[*sample as usize]);
-                        sum += gradients[*sample as usize * dim + column] * factor;
-                    }
-                    assert_eq!(out[target * dim + column], sum * scale);
-                }
             }
         }
     }

@@ -33,7 +33,7 @@ fn a_reproducible_look_up_waits_for_next_and_sees_every_push() {
 }
 
 #[test]
-fn reproducible_evaluation_waits_for_pushes_on_their_way() {
+fn reproducible_evaluation_waits_for_pushes_in_flight() {
     let tables = Arc::new(Rigged::new(&one_slot()));
     tables.open_until(0);
     let engine = engine(tables.clone(), &one_slot(), reproducible());
@@ -108,7 +108,7 @@ fn batches_come_in_the_order_they_were_fed() {
 }
 
 #[test]
-fn steps_go_on_over_pipelines_and_resume_where_they_are_told() {
+fn steps_continue_over_pipelines_and_start_at_first_seq() {
     let options = EngineOptions { first_seq: 41, ..with_staleness(2) };
     let engine = engine(Arc::new(plain(&one_slot())), &one_slot(), options);
     assert_eq!(engine.step(), 40);
@@ -129,7 +129,7 @@ fn steps_go_on_over_pipelines_and_resume_where_they_are_told() {
 }
 
 #[test]
-fn breaking_off_early_returns_permits_and_the_next_pipeline_works() {
+fn closing_early_empties_the_window_and_the_next_pipeline_works() {
     let tables = Arc::new(Rigged::new(&one_slot()));
     let engine = engine(tables.clone(), &one_slot(), with_staleness(3));
     let mut kept = Vec::new();
@@ -186,7 +186,7 @@ fn waiting_for_the_source_is_named_and_ends_with_its_batch() {
 }
 
 #[test]
-fn evaluation_now_works_from_many_threads_beside_training() {
+fn evaluation_works_from_many_threads_during_training() {
     let tables = Arc::new(plain(&one_slot()));
     tables.set(0, 5, vec![3.0, 4.0]);
     let engine = engine(tables, &one_slot(), with_staleness(4));
@@ -213,7 +213,7 @@ fn evaluation_now_works_from_many_threads_beside_training() {
 /// Threads of this process whose name starts with `persia-`; other tests have some too.
 #[cfg(target_os = "linux")]
 #[test]
-fn no_thread_is_left_behind_and_queued_pushes_are_applied() {
+fn no_thread_is_leaked_and_queued_pushes_are_applied() {
     let tables = Arc::new(Rigged::new(&one_slot()));
     tables.open_until(0);
     let weak = {
@@ -244,7 +244,7 @@ fn no_thread_is_left_behind_and_queued_pushes_are_applied() {
 }
 
 #[test]
-fn a_pipeline_keeps_its_engine_going() {
+fn a_pipeline_keeps_its_engine_alive() {
     let tables: Arc<PlainTables> = Arc::new(plain(&one_slot()));
     let pipeline = engine(tables.clone(), &one_slot(), with_staleness(1)).pipeline().unwrap();
     feed(&pipeline, batch(&[3], true));

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard};
 use persia_types::id::{Id, hash_id};
 use persia_types::schema::{Initializer, Optimizer, Schema};
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, SampleUses, Snapshot, Stats,
+    FileEntry, LookupReport, LookupRequest, Mode, PerSample, PushReport, PushRequest, Run, Snapshot, Stats,
     TableGradients, Tables, TablesError,
 };
 use persia_types::token::{JobId, SeenTokens};
@@ -52,7 +52,7 @@ impl PlainTables {
         self.lock().rows[table].iter().map(|(id, row)| (*id, row.weights.clone())).collect()
     }
 
-    /// What gradients would be if those behind a missing id moved up by one.
+    /// The gradients, if those after a missing id moved up by one.
     pub(crate) fn shifted_by_missing(&self, table: &TableGradients<'_>) -> Vec<f32> {
         let dim = self.schema.tables.get(table.table).map_or(1, |table| table.dim);
         let all = table.gradients.rows(0..table.ids.len(), dim);
@@ -74,7 +74,11 @@ impl PlainTables {
 
     fn check_tables(&self, tables: &[(usize, usize, usize)]) -> Result<(), TablesError> {
         for (index, (table, ids, floats)) in tables.iter().enumerate() {
-            let bad = |what| TablesError::BadTable { table: *table, tables: self.schema.tables.len(), what };
+            let bad = |what: &str| TablesError::BadTable {
+                table: *table,
+                tables: self.schema.tables.len(),
+                what: what.into(),
+            };
             let found = self.schema.tables.get(*table).ok_or_else(|| bad("unknown"))?;
             if tables[..index].iter().any(|(other, ..)| other == table) {
                 return Err(bad("named twice"));
@@ -183,10 +187,10 @@ impl Tables for PlainTables {
             .collect();
         self.check_tables(&shapes)?;
         for table in request.tables {
-            match table.uses {
+            match table.per_sample {
                 None => {}
-                Some(SampleUses::Each(uses)) => uses.check(table.ids.len(), uses.samples.len())?,
-                Some(SampleUses::Pooled(_)) => {
+                Some(PerSample::Gathered(csr)) => csr.check(table.ids.len(), csr.indices.len())?,
+                Some(PerSample::Pooled(_)) => {
                     return Err(TablesError::BadShape { what: "these tables do not pool".into() });
                 }
             }
@@ -212,7 +216,7 @@ impl Tables for PlainTables {
                 }
                 let row = held.get(&id).map_or_else(|| vec![0.0; dim], |row| row.weights.clone());
                 let one = [number as u32];
-                for place in table.each().map_or(&one[..], |uses| uses.of(number)) {
+                for place in table.gathered().map_or(&one[..], |csr| csr.of(number)) {
                     target[*place as usize * dim..][..dim].copy_from_slice(&row);
                 }
             }

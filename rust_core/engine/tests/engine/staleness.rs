@@ -73,7 +73,7 @@ fn without_backward_the_wait_names_the_caller() {
     let (first, second) = (ready(&pipeline), ready(&pipeline));
     let next = pipeline.next(SHORT).unwrap();
     assert!(matches!(next, Next::Pending(Wait::Gradients { step: 1 })), "{next:?}");
-    drop(first); // a dropped ticket gives its permit back
+    drop(first); // the step of a dropped ticket leaves the window
     assert_eq!(ready(&pipeline).step, 3);
     drop(second);
     assert_eq!(ready(&pipeline).step, 4);
@@ -109,7 +109,7 @@ fn a_full_queue_gives_the_batch_back_and_says_why() {
 }
 
 #[test]
-fn batches_that_do_not_train_need_no_permit() {
+fn batches_that_do_not_train_need_no_room() {
     let tables = Arc::new(Rigged::new(&one_slot()));
     tables.open_until(0);
     let engine = engine(tables.clone(), &one_slot(), with_staleness(1));
@@ -117,7 +117,7 @@ fn batches_that_do_not_train_need_no_permit() {
     feed(&training, batch(&[1], true));
     push(ready(&training), 1.0);
     tables.wait_for_push(1);
-    let evaluation = engine.pipeline().unwrap(); // beside the other, while its permit is held
+    let evaluation = engine.pipeline().unwrap(); // while the other's step is in the window
     for _ in 0..5 {
         feed(&evaluation, batch(&[1, 2], false));
     }
@@ -131,7 +131,7 @@ fn batches_that_do_not_train_need_no_permit() {
 }
 
 #[test]
-fn held_nothing_is_looked_up_and_a_drain_leaves_nothing_under_way() {
+fn paused_nothing_is_looked_up_and_a_drain_leaves_nothing_in_flight() {
     let tables = Arc::new(Rigged::new(&one_slot()));
     let engine = engine(tables.clone(), &one_slot(), with_staleness(4));
     let pipeline = engine.pipeline().unwrap();

@@ -1,11 +1,12 @@
-//! Schemas, batches and tables that can be held up or broken.
+//! Schemas, batches, and tables that block or fail on request.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use persia_engine::{
-    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Looked, Next, Pipeline, PushOptions,
+    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, Pipeline, PooledBatch,
+    PushOptions,
 };
 use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Run, Tables, TablesError};
@@ -84,7 +85,7 @@ pub(crate) fn feed(pipeline: &Pipeline, batch: Batch) {
     assert!(matches!(fed, Fed::Accepted), "{fed:?}");
 }
 
-pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
+pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {
     match pipeline.next(LONG).unwrap() {
         Next::Ready(looked) => *looked,
         other => panic!("{other:?}"),
@@ -92,12 +93,12 @@ pub(crate) fn ready(pipeline: &Pipeline) -> Looked {
 }
 
 /// The same value for every output of the batch.
-pub(crate) fn gradients(looked: &Looked, value: f32) -> Vec<Option<Gradient>> {
+pub(crate) fn gradients(looked: &PooledBatch, value: f32) -> Vec<Option<Gradient>> {
     let gradient = |floats: usize| Some(Box::new(vec![value; floats]) as Gradient);
     looked.outputs.iter().map(|output| gradient(output.as_ref().len())).collect()
 }
 
-pub(crate) fn push(mut looked: Looked, value: f32) {
+pub(crate) fn push(mut looked: PooledBatch, value: f32) {
     let gradients = gradients(&looked, value);
     looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
 }
@@ -223,7 +224,7 @@ impl Rigged {
         self.gate.lock().staleness.clone()
     }
 
-    /// Wait until the push of `step` stands at the gate.
+    /// Wait until the push of `step` is at the gate.
     pub(crate) fn wait_for_push(&self, step: u64) {
         let mut gate = self.gate.lock();
         let here = |gate: &mut Gate| !gate.arrived.contains(&step);

@@ -1,4 +1,4 @@
-//! Several ranks that take turns: every step is looked up and pushed, and agreed on before it is begun.
+//! Several ranks that take turns: every step is looked up and pushed, and agreed on before it starts.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ fn one_of_two() -> EngineOptions {
 }
 
 #[test]
-fn a_ticket_dropped_unused_pushes_nothing_by_its_name() {
+fn a_ticket_dropped_unused_makes_an_empty_push() {
     let tables = Arc::new(Rigged::new(&one_slot()));
     let engine = engine(tables.clone(), &one_slot(), one_of_two());
     let pipeline = engine.pipeline().unwrap();

@@ -1,17 +1,17 @@
 //! Look-ups and pushes as a trainer sends them.
 
-use persia_types::kernels::{Bags, Gradients, SegmentSum, Uses};
+use persia_kernels::{Bags, Csr, Gradients, SegmentSum};
 use persia_types::{Dtype, JobId, Mode, ShardedIds, Token};
-use persia_wire::chunk::{gradient_chunks, id_chunks, word_chunks};
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::{self, lookup_request, push_request};
 use persia_wire::samples::Samples;
+use persia_wire::send::{gradient_chunks, id_chunks, word_chunks};
 use prost::Message;
 
 use super::PUSH;
 
-/// See the module of all targets.
+/// Accepted inputs.
 pub fn seeds() -> Vec<Vec<u8>> {
     let ids = ShardedIds::group(&[1, 2, 3, 900, u64::MAX]).expect("some ids");
     let half = RowFormat { dim: 3, dtype: Dtype::F16 };
@@ -25,15 +25,21 @@ pub fn seeds() -> Vec<Vec<u8>> {
     // Two samples: of all ids, and of none.
     let (places, ones) = ([0, 1, 2, 3, 4], [1.0; 5]);
     let bags = Bags {
-        places: &places,
+        indices: &places,
         offsets: Some(&[0, 5, 5]),
-        weights: Some(&ones),
+        per_sample_weights: Some(&ones),
         divisors: Some(&[2.0, 1.0]),
     };
-    let uses = Uses { starts: &[0, 1, 2, 3, 4, 5], samples: &[0, 1, 0, 1, 0] };
+    let csr = Csr { offsets: &[0, 1, 2, 3, 4, 5], indices: &[0, 1, 0, 1, 0] };
     let gradients = [0.5; 4];
-    let sum =
-        SegmentSum { gradients: &gradients, dim: 2, uses, factors: None, weights: Some(&ones), scale: 0.5 };
+    let sum = SegmentSum {
+        gradients: &gradients,
+        dim: 2,
+        csr,
+        factors: None,
+        per_sample_weights: Some(&ones),
+        scale: 0.5,
+    };
     let part = Part::new(0, RowFormat::f32(2), &ids);
     let pooled = [
         lookup_of(&[part.clone().with_samples(Samples::of_bags(&bags))], &ids, Some(bags), 2),
@@ -61,9 +67,9 @@ fn lookup_of(parts: &[Part], ids: &ShardedIds, bags: Option<Bags<'_>>, how: u8) 
     let sent = parts.iter().map(Part::to_proto).collect();
     let mut all = vec![Message::Head(proto::LookupHead { token: token(), step: 1, mode, parts: sent })];
     if let Some(bags) = bags {
-        let (weights, divisors) = (bits(bags.weights), bits(bags.divisors));
-        let lists = [bags.places, bags.offsets.unwrap_or_default(), &weights, &divisors];
-        all.extend(word_chunks(0, lists).map(Message::Uses));
+        let (weights, divisors) = (bits(bags.per_sample_weights), bits(bags.divisors));
+        let lists = [bags.indices, bags.offsets.unwrap_or_default(), &weights, &divisors];
+        all.extend(word_chunks(0, lists).map(Message::Csr));
     }
     all.extend((0..parts.len()).flat_map(|at| id_chunks(at as u32, ids.ids())).map(Message::Ids));
     let all: Vec<_> = all.into_iter().map(|part| proto::LookupRequest { part: Some(part) }).collect();
@@ -76,10 +82,8 @@ fn push_of(parts: &[Part], ids: &ShardedIds, sum: Option<SegmentSum<'_>>, how: u
     let head = proto::PushHead { token: token(), step: 1, lr_factor: 1.0, parts: sent, only: vec![] };
     let mut all = vec![Message::Head(head)];
     if let Some(sum) = &sum {
-        let (weights, factors) = (bits(sum.weights), bits(sum.factors));
-        all.extend(
-            word_chunks(0, [sum.uses.samples, sum.uses.starts, &weights, &factors]).map(Message::Uses),
-        );
+        let (weights, factors) = (bits(sum.per_sample_weights), bits(sum.factors));
+        all.extend(word_chunks(0, [sum.csr.indices, sum.csr.offsets, &weights, &factors]).map(Message::Csr));
     }
     for (at, part) in parts.iter().enumerate() {
         let rows = vec![0.25; part.vectors() * part.format.dim];

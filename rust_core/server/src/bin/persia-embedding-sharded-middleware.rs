@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use persia_server::args::MiddlewareArgs;
 use persia_server::exit::Exit;
-use persia_server::middleware::{Link, MiddlewareService, Servers};
-use persia_server::process::{self, Kind, Process};
+use persia_server::kind::Kind;
+use persia_server::middleware::{Link, MiddlewareService, ServerPool};
+use persia_server::process::{self, Process};
 use persia_server::serve::{HealthService, serve};
 use persia_wire::bounded;
 use persia_wire::discovery::Service;
@@ -20,16 +21,16 @@ fn main() -> ExitCode {
 }
 
 async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> Result<(), Exit> {
-    let stop = process::told_to_stop()?;
+    let signals = process::stop_signals()?;
     let link = Link { secret: process.secret.clone(), tls: process.client_tls.clone() };
     let servers = match (&process.discovery, args.servers.as_slice()) {
         (None, []) => {
             return Err(Exit::Usage(
-                "no way to find the servers: set PERSIA_NATS_URL (or --nats-url), or give --servers".into(),
+                "no servers: set PERSIA_NATS_URL (or --nats-url), or give --servers".into(),
             ));
         }
-        (Some(discovery), []) => Servers::discovered(discovery.clone(), link),
-        (_, endpoints) => Servers::fixed(endpoints, &link)?,
+        (Some(discovery), []) => ServerPool::discovered(discovery.clone(), link),
+        (_, endpoints) => ServerPool::fixed(endpoints, &link)?,
     };
     let servers = Arc::new(servers);
     let metrics = process.serve_metrics(|| {}).await?;
@@ -39,7 +40,7 @@ async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> R
     let timeout = Duration::from_secs(args.common.rpc_timeout);
     let (listener, host) = process.into_serving();
     let service = bounded!(MiddlewareServer::new(MiddlewareService::new(servers, timeout, peer)));
-    let (first, second) = (stop.told(1), stop.told(2));
+    let (first, second) = (signals.reached(1), signals.reached(2));
     let stop = async move {
         first.await;
         drop(announced);

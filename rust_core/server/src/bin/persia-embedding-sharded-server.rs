@@ -1,15 +1,16 @@
 //! An embedding server; see [`persia_server`].
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use persia_server::args::ServerArgs;
 use persia_server::exit::Exit;
+use persia_server::kind::Kind;
 use persia_server::metrics;
-use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
-use persia_server::process::{self, Kind, Process};
+use persia_server::node::{CheckpointRoot, GenerationFile, LogOptions, Node, NodeOptions};
+use persia_server::process::{self, Process};
 use persia_server::serve::{HealthService, serve};
 use persia_server::service::EmbeddingService;
 use persia_types::config::LogSync;
@@ -23,11 +24,14 @@ fn main() -> ExitCode {
     process::run(KIND, |args: &ServerArgs| &args.common, run)
 }
 
-/// Where the journal is, if one is to be kept.
-fn journal(log: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<(PathBuf, LogSync)>, Exit> {
-    match (log, data_dir) {
+/// The directory of the log below the data directory; the name of the first version.
+const LOG_DIR: &str = "journal";
+
+/// Where the log is, with `durability: log`.
+fn log_options(sync: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<LogOptions>, Exit> {
+    match (sync, data_dir) {
         (None, _) => Ok(None),
-        (Some(sync), Some(dir)) => Ok(Some((dir.join("journal"), sync))),
+        (Some(sync), Some(dir)) => Ok(Some(LogOptions { dir: dir.join(LOG_DIR), sync })),
         (Some(_), None) => Err(Exit::Usage(
             "durability: log needs a directory that outlives this process: set PERSIA_DATA_DIR or --data-dir"
                 .into(),
@@ -36,7 +40,7 @@ fn journal(log: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<(Path
 }
 
 async fn run(process: Process, health: HealthService, args: ServerArgs) -> Result<(), Exit> {
-    let stop = process::told_to_stop()?;
+    let signals = process::stop_signals()?;
     let options = NodeOptions {
         job: process.job.clone(),
         index: args.common.replica_index,
@@ -46,13 +50,13 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         snapshot_threads: process.global.checkpoint_workers,
         max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
         checkpoints: CheckpointRoot::new(args.checkpoint_root),
-        // Less than a middleware leaves of one try of a trainer, so that it hears who is missing.
+        // Less than one try of a trainer by way of a middleware, so that the trainer gets the names of missing ranks.
         turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,
         address: process.listener.endpoint().to_string(),
-        journal: journal(process.global.log, args.data_dir.as_deref())?,
+        log: log_options(process.global.log, args.data_dir.as_deref())?,
     };
     let generation = GenerationFile::open(args.data_dir.as_deref())?;
-    // It may read a long journal.
+    // It may replay a long log.
     let node = tokio::task::spawn_blocking(|| Node::new(options, generation)).await;
     let node = Arc::new(node.map_err(|error| Exit::Again(format!("the start failed: {error}")))??);
     let gauges = Arc::clone(&node);
@@ -60,7 +64,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
     let announced = process.announce(metrics, std::future::ready(()))?;
     let (listener, host) = process.into_serving();
     let service = bounded!(EmbeddingServerServer::new(EmbeddingService::new(node)));
-    let (first, second) = (stop.told(1), stop.told(2));
+    let (first, second) = (signals.reached(1), signals.reached(2));
     let stop = async move {
         first.await;
         drop(announced);

@@ -1,4 +1,4 @@
-//! One look-up: ids to the servers, rows to the caller as they come, or pooled.
+//! [`Lookup`]: sends the ids of one look-up to the servers, and their rows to the caller, as they arrive or pooled.
 
 use std::sync::Arc;
 
@@ -15,39 +15,39 @@ use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::inlets::{HeldUp, Inlets};
-use super::pooled::{AllUses, Kept, of_samples};
-use super::{INLET, Member, late, named, until};
+use super::fanout::{Fanout, SlowestServer};
+use super::pooled::{AllCsr, CollectedRows, of_samples};
+use super::{SERVER_QUEUE, ServerClient, late, named, until};
 
 type Out = mpsc::Sender<Result<proto::LookupReply, Status>>;
-type ToServers = Inlets<proto::LookupRequest>;
+type ToServers = Fanout<proto::LookupRequest>;
 
-/// See the module's documentation.
+/// One look-up.
 pub(super) struct Lookup {
-    pub(super) members: Vec<Arc<Member>>,
+    pub(super) servers: Vec<Arc<ServerClient>>,
     pub(super) head: proto::LookupHead,
     pub(super) split: Arc<Split>,
-    pub(super) uses: AllUses,
+    pub(super) csr: AllCsr,
     pub(super) deadline: Instant,
 }
 
 impl Lookup {
-    /// Send rows to `out`; the first server that fails ends it.
+    /// Send rows to `out`. The first server that fails ends the look-up.
     pub(super) async fn run(
         self,
         incoming: impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin,
         out: &Out,
     ) -> Result<LookupReport, Status> {
-        // Dropped with the future: a look-up that ended leaves no call behind.
+        // Dropped with the future: the calls of a look-up end with it.
         let mut calls = JoinSet::new();
-        let mut inlets = ToServers::new(self.deadline);
-        let (keep, kept) = mpsc::channel(INLET);
-        for server in 0..self.members.len() {
+        let mut fanout = ToServers::new(self.deadline);
+        let (keep, kept) = mpsc::channel(SERVER_QUEUE);
+        for server in 0..self.servers.len() {
             let head = proto::LookupHead { parts: self.split.parts_of(server), ..self.head.clone() };
-            let messages = inlets.open(proto::LookupRequest { part: Some(lookup_request::Part::Head(head)) });
-            let (members, split) = (self.members.clone(), Arc::clone(&self.split));
-            let outlet = Outlet { out: out.clone(), keep: keep.clone() };
-            calls.spawn(call(members, server, split, messages, outlet, inlets.held_up(), self.deadline));
+            let messages = fanout.open(proto::LookupRequest { part: Some(lookup_request::Part::Head(head)) });
+            let (servers, split) = (self.servers.clone(), Arc::clone(&self.split));
+            let sink = RowSink { out: out.clone(), keep: keep.clone() };
+            calls.spawn(call(servers, server, split, messages, sink, fanout.slowest(), self.deadline));
         }
         drop(keep);
         let sum = async {
@@ -57,40 +57,42 @@ impl Lookup {
             }
             Ok(sum)
         };
-        let kept = Kept::all(&self.split, kept);
-        let ((), kept, report) = tokio::try_join!(self.feed(incoming, inlets), kept, sum)?;
-        let sent = timeout_at(self.deadline, kept.send(self.split, self.uses, out)).await;
-        sent.map_err(|_| Status::deadline_exceeded("the caller did not read its samples in time"))??;
+        let kept = CollectedRows::receive(&self.split, kept);
+        let ((), kept, report) = tokio::try_join!(self.feed(incoming, fanout), kept, sum)?;
+        let sent = timeout_at(self.deadline, kept.send(self.split, self.csr, out)).await;
+        sent.map_err(|_| {
+            Status::deadline_exceeded("the caller did not read its samples before the deadline")
+        })??;
         Ok(report)
     }
 
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin,
-        inlets: ToServers,
+        fanout: ToServers,
     ) -> Result<(), Status> {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
                 return Err(Status::invalid_argument(
-                    "after the head and uses of a look-up only ids may come",
+                    "after the head and the lists of samples of a look-up only ids may come",
                 ));
             };
             for (server, piece) in self.split.ids(chunk)? {
                 let message = proto::LookupRequest { part: Some(lookup_request::Part::Ids(piece)) };
-                inlets.send(server, message).await;
+                fanout.send(server, message).await;
             }
         }
         Ok(())
     }
 }
 
-/// Where rows go: to the caller, or where they are pooled.
-struct Outlet {
+/// Sends rows to the caller, or to where they are pooled.
+struct RowSink {
     out: Out,
     keep: mpsc::Sender<proto::Chunk>,
 }
 
-impl Outlet {
+impl RowSink {
     async fn send(&self, split: &Split, chunk: proto::Chunk) -> Result<(), Status> {
         let sent = if of_samples(split, &chunk) {
             self.keep.send(chunk).await.is_ok()
@@ -98,38 +100,38 @@ impl Outlet {
             let rows = Some(lookup_reply::Part::Rows(chunk));
             self.out.send(Ok(proto::LookupReply { part: rows })).await.is_ok()
         };
-        if sent { Ok(()) } else { Err(Status::cancelled("the caller is gone")) }
+        if sent { Ok(()) } else { Err(Status::cancelled("the caller disconnected")) }
     }
 }
 
 async fn call(
-    members: Vec<Arc<Member>>,
-    server: usize,
+    servers: Vec<Arc<ServerClient>>,
+    index: usize,
     split: Arc<Split>,
     messages: mpsc::Receiver<proto::LookupRequest>,
-    outlet: Outlet,
-    held_up: HeldUp,
+    sink: RowSink,
+    slowest: SlowestServer,
     deadline: Instant,
 ) -> Result<LookupReport, Status> {
-    let member: &Member = &members[server];
+    let server: &ServerClient = &servers[index];
     let called = async {
-        let replies = member.data().lookup(until(deadline, ReceiverStream::new(messages))).await;
-        let mut replies = replies.map_err(|status| named(member, &status))?.into_inner();
+        let replies = server.data().lookup(until(deadline, ReceiverStream::new(messages))).await;
+        let mut replies = replies.map_err(|status| named(server, &status))?;
         let mut report = None;
-        while let Some(reply) = replies.message().await.map_err(|status| named(member, &status))? {
+        while let Some(reply) = replies.message().await.map_err(|status| named(server, &status))? {
             match reply.part {
                 Some(lookup_reply::Part::Rows(chunk)) => {
-                    outlet.send(&split, split.rows(server, chunk)?).await?;
+                    sink.send(&split, split.rows(index, chunk)?).await?;
                 }
                 Some(lookup_reply::Part::Report(sent)) => report = Some(sent.into()),
                 None => {}
             }
         }
-        let cut_short = || ChunkError::CutShort { what: format!("{} sent no report", member.peer) };
-        Ok(report.ok_or_else(cut_short)?)
+        let incomplete = || ChunkError::CutShort { what: format!("{} sent no report", server.peer) };
+        Ok(report.ok_or_else(incomplete)?)
     };
     match timeout_at(deadline, called).await {
         Ok(report) => report,
-        Err(_) => Err(to_status(&late(&members[held_up.by(server)], "look-up"))),
+        Err(_) => Err(to_status(&late(&servers[slowest.or(index)], "look-up"))),
     }
 }

@@ -1,26 +1,32 @@
-//! [`MiddlewareService`]: divides every request among the servers and puts their answers together.
+//! [`MiddlewareService`]: divides every request among the servers and merges their answers.
 //!
-//! Where a caller wants samples pooled it does the caller's arithmetic besides, with the caller's kernels.
+//! Where the caller wants samples pooled, it pools them, with the kernels of the caller.
 //!
-//! It holds nothing between two calls and tries each once: only the caller knows whether a retry makes sense. Every
-//! server gets every request, also one without ids for it, so that each knows what was asked of the job.
+//! It has no state between two calls and tries each once: only the caller knows whether a retry makes sense. Every server
+//! gets every request, even without ids for it, so that each knows all requests of the job.
+//!
+//! * [`lookup`], [`push`], [`admin`]: requests
+//! * [`pooled`]: pooling and summing for samples
+//! * [`fanout`]: the queues of one request to the servers
+//! * [`server_pool`]: the known servers
 
 mod admin;
-mod fleet;
-mod inlets;
+mod fanout;
 mod lookup;
 mod pooled;
 mod push;
+mod server_pool;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use persia_types::TablesError;
 use persia_wire::auth::{Role, require};
+use persia_wire::csr::receive_csr;
 use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
-use persia_wire::samples::{Verb, receive_uses};
+use persia_wire::samples::Verb;
 use persia_wire::{proto, receive};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -28,28 +34,28 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
 
-pub use fleet::{Client, Link, Member, Servers};
+pub use server_pool::{Link, ServerClient, ServerPool};
 
 use crate::metrics::Timer;
 
-/// Messages under way to one server, and to the caller.
-const INLET: usize = 8;
-const OUTLET: usize = 16;
+/// Messages in a queue to one server, and to the caller.
+const SERVER_QUEUE: usize = 8;
+const CALLER_QUEUE: usize = 16;
 
-/// See the module's documentation.
+/// Serves the middleware's methods.
 #[derive(Clone)]
 pub struct MiddlewareService {
-    servers: Arc<Servers>,
-    /// What a request may take whose caller does not say.
+    servers: Arc<ServerPool>,
+    /// The timeout of a request whose caller sets none.
     timeout: Duration,
     peer: String,
-    room: pooled::Room,
+    memory: pooled::MemoryBudget,
 }
 
 impl MiddlewareService {
-    /// Serve what `servers` hold; `peer` is what messages call it.
-    pub fn new(servers: Arc<Servers>, timeout: Duration, peer: String) -> Self {
-        Self { servers, timeout, peer, room: pooled::Room::new() }
+    /// A middleware of `servers`; `peer` is its name in messages.
+    pub fn new(servers: Arc<ServerPool>, timeout: Duration, peer: String) -> Self {
+        Self { servers, timeout, peer, memory: pooled::MemoryBudget::new() }
     }
 
     async fn start_lookup(
@@ -60,25 +66,25 @@ impl MiddlewareService {
         let started = async {
             require(request.extensions(), "Lookup", &[Role::Trainer])?;
             let deadline = deadline(request.metadata(), self.timeout);
-            let members = self.servers.all().await.map_err(|error| to_status(&error))?;
+            let servers = self.servers.all().await.map_err(|error| to_status(&error))?;
             let mut incoming = request.into_inner();
             let head = receive::lookup_head(&mut incoming).await?;
-            let split = Split::new(&head.parts, members.len()).map_err(|error| to_status(&error))?;
+            let split = Split::new(&head.parts, servers.len()).map_err(|error| to_status(&error))?;
             let chunk = |message: proto::LookupRequest| match message.part {
-                Some(proto::lookup_request::Part::Uses(chunk)) => Some(chunk),
+                Some(proto::lookup_request::Part::Csr(chunk)) => Some(chunk),
                 _ => None,
             };
-            let room = self.room.take(split.parts(), Verb::Lookup, deadline).await?;
-            let uses = receive_uses(&mut incoming, Verb::Lookup, split.parts(), chunk);
-            let late = |_| Status::deadline_exceeded("the look-up did not come whole before its deadline");
-            let uses = timeout_at(deadline, uses).await.map_err(late)??;
-            Ok((lookup::Lookup { members, head, split: Arc::new(split), uses, deadline }, incoming, room))
+            let memory = self.memory.take(split.parts(), Verb::Lookup, deadline).await?;
+            let csr = receive_csr(&mut incoming, Verb::Lookup, split.parts(), chunk);
+            let late = |_| Status::deadline_exceeded("the look-up was not complete before its deadline");
+            let csr = timeout_at(deadline, csr).await.map_err(late)??;
+            Ok((lookup::Lookup { servers, head, split: Arc::new(split), csr, deadline }, incoming, memory))
         };
-        let (lookup, incoming, room) = match started.await {
+        let (lookup, incoming, memory) = match started.await {
             Ok(started) => started,
             Err(status) => return timer.end(Err(status)),
         };
-        let (out, replies) = mpsc::channel(OUTLET);
+        let (out, replies) = mpsc::channel(CALLER_QUEUE);
         let servers = Arc::clone(&self.servers);
         let deadline = lookup.deadline;
         tokio::spawn(async move {
@@ -86,12 +92,12 @@ impl MiddlewareService {
                 result = lookup.run(incoming, &out) => timer.end(result),
                 () = out.closed() => return,
             };
-            look_again_after(&servers, result.as_ref().err());
+            refresh_after(&servers, result.as_ref().err());
             let last = result.map(|report| proto::LookupReply {
                 part: Some(proto::lookup_reply::Part::Report(report.into())),
             });
-            drop(room);
-            // A caller that is gone, or does not read, needs no report.
+            drop(memory);
+            // A caller that disconnected, or does not read, needs no report.
             let _ = timeout_at(deadline, out.send(last)).await;
         });
         Ok(ReceiverStream::new(replies))
@@ -103,70 +109,70 @@ impl MiddlewareService {
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer])?;
         let deadline = deadline(request.metadata(), self.timeout);
-        let members = self.servers.all().await.map_err(|error| to_status(&error))?;
+        let servers = self.servers.all().await.map_err(|error| to_status(&error))?;
         let mut incoming = request.into_inner();
         let head = receive::push_head(&mut incoming).await?;
-        let split = Split::new(&head.parts, members.len()).map_err(|error| to_status(&error))?;
+        let split = Split::new(&head.parts, servers.len()).map_err(|error| to_status(&error))?;
         let chunk = |message: proto::PushRequest| match message.part {
-            Some(proto::push_request::Part::Uses(chunk)) => Some(chunk),
+            Some(proto::push_request::Part::Csr(chunk)) => Some(chunk),
             _ => None,
         };
-        let _room = self.room.take(split.parts(), Verb::Push, deadline).await?;
-        let uses = receive_uses(&mut incoming, Verb::Push, split.parts(), chunk);
-        let uses = timeout_at(deadline, uses).await.map_err(push::late_caller)??;
-        let push = push::Push { members, head, split: Arc::new(split), uses, deadline };
+        let _memory = self.memory.take(split.parts(), Verb::Push, deadline).await?;
+        let csr = receive_csr(&mut incoming, Verb::Push, split.parts(), chunk);
+        let csr = timeout_at(deadline, csr).await.map_err(push::late_caller)??;
+        let push = push::Push { servers, head, split: Arc::new(split), csr, deadline };
         let reply = push.run(incoming).await?;
         if push::first_failure(&reply).is_some() {
-            self.servers.look_again();
+            self.servers.refresh();
         }
         Ok(reply)
     }
 }
 
-/// The announcements are worth reading when a server was not reached.
-fn look_again_after(servers: &Servers, status: Option<&Status>) {
+/// Read the announcements again if a server was not reached.
+fn refresh_after(servers: &ServerPool, status: Option<&Status>) {
     if status.is_some_and(|status| status.code() == tonic::Code::Unavailable) {
-        servers.look_again();
+        servers.refresh();
     }
 }
 
-/// The error of a server's answer, with the server's name, as a status for the caller.
-fn named(member: &Member, status: &Status) -> Status {
-    to_status(&error_of(member, status))
+/// The error of a server, with its name, as a status for the caller.
+fn named(server: &ServerClient, status: &Status) -> Status {
+    to_status(&error_of(server, status))
 }
 
-fn error_of(member: &Member, status: &Status) -> TablesError {
-    match from_status(&member.peer, status) {
-        TablesError::BadRun { what } => TablesError::BadRun { what: format!("{}: {what}", member.peer) },
-        TablesError::NotBegun => TablesError::Lost { peer: member.peer.clone(), what: FORGOTTEN.into() },
+fn error_of(server: &ServerClient, status: &Status) -> TablesError {
+    match from_status(&server.peer, status) {
+        TablesError::BadRun { what } => TablesError::BadRun { what: format!("{}: {what}", server.peer) },
+        TablesError::NotBegun => TablesError::Lost { peer: server.peer.clone(), what: FORGOTTEN.into() },
         other => other,
     }
 }
 
-/// A server did not end a call in time.
-fn late(member: &Member, what: &str) -> TablesError {
+/// A server did not answer a call before its deadline.
+fn late(server: &ServerClient, what: &str) -> TablesError {
     TablesError::Unreachable {
-        peer: member.peer.clone(),
+        peer: server.peer.clone(),
         what: format!("no answer to a {what} before its deadline"),
     }
 }
 
-/// A message that a server serves before `deadline`, or gives up.
+/// A request that a server serves before `deadline`, or cancels.
 fn until<T>(deadline: Instant, message: T) -> Request<T> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut request = Request::new(message);
-    // A little more, because tonic's own end of a call does not say who was waited for.
+    // A little longer than the caller's own timeout, whose error names the server; tonic's error does not.
     request.set_timeout(left + left / 20 + Duration::from_millis(100));
     request
 }
 
-/// When servers must have answered: the caller's time, or `otherwise`. A fifth of the caller's time is kept, so that the
-/// name of a server that is silent still reaches it.
-fn deadline(metadata: &MetadataMap, otherwise: Duration) -> Instant {
-    Instant::now() + grpc_timeout(metadata).map_or(otherwise, |left| left.mul_f32(0.8))
+/// When servers must have answered: the timeout of the caller, or `default`. A fifth of the caller's timeout is left, so
+/// that an error which names a silent server still reaches the caller.
+fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
+    Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }
 
-/// The time a caller leaves, by gRPC's header: up to eight digits and a unit.
+/// The timeout of the caller in gRPC's header: up to eight digits and a unit.
 fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -220,14 +226,14 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<proto::PrepareSnapshotRequest>,
     ) -> Result<Response<proto::PrepareSnapshotReply>, Status> {
-        Timer::start("prepare_snapshot").end(self.serve_prepare_snapshot(request).await).map(Response::new)
+        Timer::start("prepare_snapshot").end(self.forward(request).await).map(Response::new)
     }
 
     async fn abort_snapshot(
         &self,
         request: Request<proto::AbortSnapshotRequest>,
     ) -> Result<Response<proto::AbortSnapshotReply>, Status> {
-        Timer::start("abort_snapshot").end(self.serve_abort_snapshot(request).await).map(Response::new)
+        Timer::start("abort_snapshot").end(self.forward(request).await).map(Response::new)
     }
 
     async fn write_snapshot(
@@ -241,7 +247,7 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<proto::CommitSnapshotRequest>,
     ) -> Result<Response<proto::CommitSnapshotReply>, Status> {
-        Timer::start("commit_snapshot").end(self.serve_commit_snapshot(request).await).map(Response::new)
+        Timer::start("commit_snapshot").end(self.forward(request).await).map(Response::new)
     }
 
     async fn restore(
@@ -262,7 +268,7 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<proto::ClearRequest>,
     ) -> Result<Response<proto::ClearReply>, Status> {
-        Timer::start("clear").end(self.serve_clear(request).await).map(Response::new)
+        Timer::start("clear").end(self.forward(request).await).map(Response::new)
     }
 }
 

@@ -1,43 +1,45 @@
-//! Samples in the place of ids: rows of ids are kept here until all have come, then pooled; gradients of samples are kept
-//! until all have come, then summed per id. Both are made chunk after chunk, as there is room for them.
+//! Pooling: rows of ids are collected and pooled into vectors of samples; gradients of samples are collected and summed
+//! for each id. Results are computed chunk by chunk, as the receiver takes them.
 
 use std::sync::Arc;
 
+use persia_kernels::Gradients;
 use persia_types::ShardedIds;
-use persia_types::kernels::Gradients;
 use persia_types::limits::MAX_KEPT_BYTES;
-use persia_wire::chunk::{ChunkError, gradient_chunks, pooled_chunks};
+use persia_wire::chunk::ChunkError;
+use persia_wire::csr::ReceivedCsr;
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
-use persia_wire::samples::{SentUses, Verb};
+use persia_wire::samples::Verb;
 use persia_wire::scatter::Scatter;
+use persia_wire::send::{gradient_chunks, pooled_chunks};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
-use super::INLET;
-use super::inlets::Inlets;
+use super::SERVER_QUEUE;
+use super::fanout::Fanout;
 
-/// Bits of a mebibyte, in which memory is counted.
+/// Memory is counted in mebibytes: 2^20 bytes.
 const MIB: u32 = 20;
 
-/// The uses of every part of a request; None where rows of ids travel.
-pub(super) type AllUses = Vec<Option<SentUses>>;
+/// The lists of samples of every part of a request; None for parts whose rows are not pooled.
+pub(super) type AllCsr = Vec<Option<ReceivedCsr>>;
 
-/// Whether vectors of samples travel in the place of what `chunk` belongs to.
+/// Whether `chunk` belongs to a part with vectors of samples.
 pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
     split.parts().get(chunk.part as usize).is_some_and(|part| part.samples.is_some())
 }
 
-/// Memory for what is kept for samples, of all requests together.
+/// A budget of memory for collected rows and gradients, shared by all requests.
 #[derive(Clone)]
-pub(super) struct Room {
+pub(super) struct MemoryBudget {
     free: Arc<Semaphore>,
     mib: u32,
 }
 
-impl Room {
+impl MemoryBudget {
     pub(super) fn new() -> Self {
         Self::of((MAX_KEPT_BYTES >> MIB) as u32)
     }
@@ -46,8 +48,8 @@ impl Room {
         Self { free: Arc::new(Semaphore::new(mib as usize)), mib }
     }
 
-    /// Wait for room for what a request keeps of parts that have samples: rows or gradients, and uses. It is given back when
-    /// dropped.
+    /// Wait for the memory of a request: rows or gradients of its parts with samples, and their lists. Dropping the permit
+    /// releases it.
     pub(super) async fn take(
         &self,
         parts: &[Part],
@@ -61,13 +63,13 @@ impl Room {
             })
         };
         let words: usize = parts.iter().map(words).sum();
-        // A request is smaller than the whole: `Split` has checked it.
+        // `Split` has checked that a request is smaller than the budget.
         let share = (words as u64 * 4).div_ceil(1 << MIB).min(self.mib.into()) as u32;
         match timeout_at(deadline, Arc::clone(&self.free).acquire_many_owned(share)).await {
             Ok(Ok(permit)) => Ok(permit),
             Ok(Err(closed)) => Err(Status::internal(closed.to_string())),
             Err(_) => Err(Status::unavailable(format!(
-                "no room to pool samples in before the deadline: other requests hold {} of {} MiB; start more middlewares",
+                "no memory for pooling before the deadline: other requests hold {} of {} MiB; start more middlewares",
                 self.mib as usize - self.free.available_permits(),
                 self.mib
             ))),
@@ -75,32 +77,32 @@ impl Room {
     }
 }
 
-/// Rows of the parts whose samples are pooled; empty for others.
-pub(super) struct Kept {
+/// The collected rows of parts with samples; empty for others.
+pub(super) struct CollectedRows {
     rows: Vec<Vec<f32>>,
     whole: Result<(), ChunkError>,
 }
 
-impl Kept {
-    /// Write `chunks` down until no server sends any more.
-    pub(super) async fn all(split: &Split, mut chunks: mpsc::Receiver<Chunk>) -> Result<Self, Status> {
+impl CollectedRows {
+    /// Collect `chunks` until all servers have sent theirs.
+    pub(super) async fn receive(split: &Split, mut chunks: mpsc::Receiver<Chunk>) -> Result<Self, Status> {
         let pooled = |part: &Part| match part.samples {
             Some(_) => part.clone().with_samples(None),
             None => Part::new(part.table, part.format, &ShardedIds::default()),
         };
         let parts: Vec<Part> = split.parts().iter().map(pooled).collect();
         let mut rows: Vec<Vec<f32>> = vec![Vec::new(); parts.len()];
-        // Memory is taken once a server has answered, and so has got and checked all its ids.
+        // Memory is allocated once a server has answered: it has then checked all its ids.
         let mut next = chunks.recv().await;
         if next.is_some() {
             rows = parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect();
         } else if parts.iter().any(|part| !part.is_empty()) {
-            let what = "no rows came of the samples' ids".into();
+            let what = "no rows arrived for the ids of the samples".into();
             return Ok(Self { rows, whole: Err(ChunkError::CutShort { what }) });
         }
-        let uses = vec![None; parts.len()];
+        let csr = vec![None; parts.len()];
         let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-        let mut scatter = Scatter::new(&parts, &uses, &mut buffers).map_err(|error| to_status(&error))?;
+        let mut scatter = Scatter::new(&parts, &csr, &mut buffers).map_err(|error| to_status(&error))?;
         while let Some(chunk) = next {
             scatter.take(&chunk)?;
             next = chunks.recv().await;
@@ -113,34 +115,34 @@ impl Kept {
     pub(super) async fn send(
         self,
         split: Arc<Split>,
-        uses: AllUses,
+        csr: AllCsr,
         out: &mpsc::Sender<Result<proto::LookupReply, Status>>,
     ) -> Result<(), Status> {
-        // Why rows are missing, their server has said before.
+        // The server has already reported why rows are missing.
         self.whole?;
-        if uses.iter().all(Option::is_none) {
+        if csr.iter().all(Option::is_none) {
             return Ok(());
         }
-        let (made, mut pooled) = mpsc::channel(INLET);
+        let (computed_chunks, mut pooled) = mpsc::channel(SERVER_QUEUE);
         let work = computed(move || {
-            for (index, ((part, uses), rows)) in split.parts().iter().zip(&uses).zip(&self.rows).enumerate() {
-                let Some(uses) = uses else { continue };
-                for chunk in pooled_chunks(index as u32, part.format, rows, uses.bags()) {
-                    if made.blocking_send(chunk).is_err() {
-                        return; // who stopped listening says why
+            for (index, ((part, csr), rows)) in split.parts().iter().zip(&csr).zip(&self.rows).enumerate() {
+                let Some(csr) = csr else { continue };
+                for chunk in pooled_chunks(index as u32, part.format, rows, csr.bags()) {
+                    if computed_chunks.blocking_send(chunk).is_err() {
+                        return; // the receiver reports why it stopped
                     }
                 }
             }
         });
-        let pass_on = async {
+        let forward = async {
             while let Some(chunk) = pooled.recv().await {
                 let rows = Some(lookup_reply::Part::Rows(chunk));
                 let sent = out.send(Ok(proto::LookupReply { part: rows })).await;
-                sent.map_err(|_| Status::cancelled("the caller is gone"))?;
+                sent.map_err(|_| Status::cancelled("the caller disconnected"))?;
             }
             Ok(())
         };
-        tokio::try_join!(work, pass_on).map(drop)
+        tokio::try_join!(work, forward).map(drop)
     }
 }
 
@@ -148,48 +150,48 @@ impl Kept {
 /// samples.
 pub(super) async fn send_sums(
     split: &Split,
-    uses: AllUses,
+    csr: AllCsr,
     gradients: Vec<Vec<f32>>,
-    inlets: Inlets<proto::PushRequest>,
+    fanout: Fanout<proto::PushRequest>,
 ) -> Result<(), Status> {
-    // Nobody waits for the sums of a push that every server has ended.
-    if uses.iter().all(Option::is_none) || inlets.all_closed() {
+    // The sums of a push that every server has ended are not needed.
+    if csr.iter().all(Option::is_none) || fanout.all_closed() {
         return Ok(());
     }
-    // A channel of its own ends the loop when this future is dropped, whatever a server does.
-    let (made, mut sums) = mpsc::channel(INLET);
+    // A channel between them ends the computation when this future is dropped, independent of the servers.
+    let (computed_chunks, mut sums) = mpsc::channel(SERVER_QUEUE);
     let parts = split.parts().to_vec();
     let work = computed(move || {
-        for (index, ((part, uses), rows)) in parts.into_iter().zip(&uses).zip(&gradients).enumerate() {
-            let Some(uses) = uses else { continue };
-            let sum = uses.sum(rows, part.format.dim);
+        for (index, ((part, csr), rows)) in parts.into_iter().zip(&csr).zip(&gradients).enumerate() {
+            let Some(csr) = csr else { continue };
+            let sum = csr.sum(rows, part.format.dim);
             let part = part.with_samples(None);
             for chunk in gradient_chunks(index as u32, &part, Gradients::Samples(sum)) {
-                if made.blocking_send(chunk).is_err() {
+                if computed_chunks.blocking_send(chunk).is_err() {
                     return;
                 }
             }
         }
     });
-    let pass_on = async {
+    let forward = async {
         while let Some(chunk) = sums.recv().await {
             for (server, piece) in split.gradients(chunk)? {
                 let piece = Some(push_request::Part::Gradients(piece));
-                inlets.send(server, proto::PushRequest { part: piece }).await;
+                fanout.send(server, proto::PushRequest { part: piece }).await;
             }
-            if inlets.all_closed() {
+            if fanout.all_closed() {
                 sums.close();
             }
         }
         Ok(())
     };
-    tokio::try_join!(work, pass_on).map(drop)
+    tokio::try_join!(work, forward).map(drop)
 }
 
-/// Run a loop over floats where it does not hold up other requests.
+/// Run a computation on a thread where it blocks no other request.
 async fn computed(work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| Status::internal(format!("adding up samples failed: {error}")))
+    done.map_err(|error| Status::internal(format!("pooling failed: {error}")))
 }
 
 #[cfg(test)]
@@ -202,29 +204,34 @@ mod tests {
 
     use super::*;
 
-    /// A part whose samples take almost `mib` mebibytes, and their uses some bytes.
+    /// A part whose samples need almost `mib` mebibytes, and their lists some bytes.
     fn part(mib: usize) -> Part {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
-        let samples =
-            Samples { samples: (mib << 8) - 1, uses: 1, weights: false, factors: false, scale: 1.0 };
+        let samples = Samples {
+            samples: (mib << 8) - 1,
+            indices: 1,
+            per_sample_weights: false,
+            factors: false,
+            scale: 1.0,
+        };
         Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
     }
 
-    async fn take(room: &Room, mib: usize) -> Result<OwnedSemaphorePermit, Status> {
+    async fn take(room: &MemoryBudget, mib: usize) -> Result<OwnedSemaphorePermit, Status> {
         let deadline = Instant::now() + Duration::from_millis(50);
         room.take(&[part(mib)], Verb::Push, deadline).await
     }
 
     #[tokio::test]
-    async fn a_request_waits_for_room_that_others_hold_and_is_told_of_it() {
-        let room = Room::of(4);
+    async fn a_request_waits_for_memory_that_others_hold_and_its_error_says_so() {
+        let room = MemoryBudget::of(4);
         let held = take(&room, 3).await.unwrap();
         let refused = take(&room, 2).await.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::Unavailable);
         assert!(refused.message().contains("other requests hold 3 of 4 MiB"), "{refused}");
         let small = take(&room, 1).await.unwrap();
         drop((held, small));
-        // What is larger than all there is gets all of it.
+        // A request above the budget gets all of it.
         drop(take(&room, 9).await.unwrap());
         let rows_of_ids = part(4).with_samples(None);
         let _all = take(&room, 4).await.unwrap();

@@ -1,10 +1,11 @@
-//! One push: gradients to the servers, of samples summed per id, and what each of them did back to the caller.
+//! [`Push`]: sends the gradients of one push to the servers, those of samples summed for each id, and returns the outcome of
+//! each server.
 
 use std::sync::Arc;
 
 use futures_util::Stream;
 use persia_types::TablesError;
-use persia_wire::chunk::Collect;
+use persia_wire::collect::Collector;
 use persia_wire::error::{from_failure, to_failure};
 use persia_wire::parts::Split;
 use persia_wire::{proto, receive};
@@ -16,42 +17,42 @@ use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::inlets::{HeldUp, Inlets};
-use super::pooled::{AllUses, of_samples, send_sums};
-use super::{Member, error_of, late, until};
+use super::fanout::{Fanout, SlowestServer};
+use super::pooled::{AllCsr, of_samples, send_sums};
+use super::{ServerClient, error_of, late, until};
 
-type ToServers = Inlets<proto::PushRequest>;
+type ToServers = Fanout<proto::PushRequest>;
 
-/// See the module's documentation.
+/// One push.
 pub(super) struct Push {
-    pub(super) members: Vec<Arc<Member>>,
+    pub(super) servers: Vec<Arc<ServerClient>>,
     pub(super) head: proto::PushHead,
     pub(super) split: Arc<Split>,
-    pub(super) uses: AllUses,
+    pub(super) csr: AllCsr,
     pub(super) deadline: Instant,
 }
 
 impl Push {
-    /// One server's failure does not keep the others from applying their part; a caller's that breaks off does.
+    /// Run the push. If one server fails, the others still apply their parts. If the caller disconnects, none does.
     pub(super) async fn run(
         mut self,
         incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
     ) -> Result<proto::PushReply, Status> {
-        let uses = std::mem::take(&mut self.uses);
-        let asked = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
-        // Dropped with the future: calls that have not ended are broken off, and apply nothing.
+        let csr = std::mem::take(&mut self.csr);
+        let called = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
+        // Dropped with the future: calls that have not ended are cancelled, and apply nothing.
         let mut calls = JoinSet::new();
-        let mut inlets = ToServers::new(self.deadline);
-        for server in 0..self.members.len() {
-            if !asked(server) {
-                inlets.skip();
+        let mut fanout = ToServers::new(self.deadline);
+        for server in 0..self.servers.len() {
+            if !called(server) {
+                fanout.skip();
                 continue;
             }
             let parts = self.split.parts_of(server);
             let head = proto::PushHead { parts, only: Vec::new(), ..self.head.clone() };
-            let messages = inlets.open(proto::PushRequest { part: Some(push_request::Part::Head(head)) });
-            let (members, held_up, deadline) = (self.members.clone(), inlets.held_up(), self.deadline);
-            calls.spawn(async move { (server, call(&members, server, messages, &held_up, deadline).await) });
+            let messages = fanout.open(proto::PushRequest { part: Some(push_request::Part::Head(head)) });
+            let (servers, slowest, deadline) = (self.servers.clone(), fanout.slowest(), self.deadline);
+            calls.spawn(async move { (server, call(&servers, server, messages, &slowest, deadline).await) });
         }
         let outcomes = async {
             let mut servers = Vec::with_capacity(calls.len());
@@ -71,29 +72,29 @@ impl Push {
             Ok(servers)
         };
         let feed = async {
-            let gradients = self.feed(incoming, &inlets).await?;
-            // The calls end with their inlets.
-            send_sums(&self.split, uses, gradients, inlets).await
+            let gradients = self.feed(incoming, &fanout).await?;
+            // The calls end with their queues.
+            send_sums(&self.split, csr, gradients, fanout).await
         };
         let ((), servers) = tokio::try_join!(feed, outcomes)?;
         Ok(proto::PushReply { servers })
     }
 
-    /// Pass on what comes; the gradients of samples are given back.
+    /// Forward messages to the servers. Returns the gradients of samples.
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
-        inlets: &ToServers,
+        fanout: &ToServers,
     ) -> Result<Vec<Vec<f32>>, Status> {
-        let mut gradients = Collect::sample_gradients(self.split.parts());
+        let mut gradients = Collector::sample_gradients(self.split.parts());
         loop {
-            if inlets.all_closed() {
+            if fanout.all_closed() {
                 return Ok(Vec::new());
             }
             let message = match timeout_at(self.deadline, receive::next(&mut incoming)).await {
                 Ok(message) => message?,
-                // Servers let the caller wait, not the caller them: their calls say why.
-                Err(_) if inlets.any_closed() => return Ok(Vec::new()),
+                // ServerPool let the caller wait, not the caller them: their calls say why.
+                Err(_) if fanout.any_closed() => return Ok(Vec::new()),
                 Err(late) => return Err(late_caller(late)),
             };
             let Some(message) = message else { return Ok(gradients.finish()?) };
@@ -111,23 +112,24 @@ impl Push {
                     pieces.map(|(server, piece)| (server, push_request::Part::Gradients(piece))).collect()
                 }
                 _ => {
-                    let what = "after the head and uses of a push only ids and gradients may come";
+                    let what =
+                        "after the head and the lists of samples of a push only ids and gradients may come";
                     return Err(Status::invalid_argument(what));
                 }
             };
             for (server, piece) in pieces {
-                inlets.send(server, proto::PushRequest { part: Some(piece) }).await;
+                fanout.send(server, proto::PushRequest { part: Some(piece) }).await;
             }
         }
     }
 }
 
-/// A caller's push did not come in time.
+/// The push of the caller was not complete before its deadline.
 pub(super) fn late_caller(_: Elapsed) -> Status {
-    Status::deadline_exceeded("the push did not come whole before its deadline")
+    Status::deadline_exceeded("the push was not complete before its deadline")
 }
 
-/// Why the first server that did not apply its part did not.
+/// The error of the first server that did not apply its part.
 pub(super) fn first_failure(reply: &proto::PushReply) -> Option<TablesError> {
     reply.servers.iter().find_map(|server| match &server.outcome {
         Some(server_push::Outcome::Failed(failure)) => Some(from_failure("a server", failure)),
@@ -136,25 +138,25 @@ pub(super) fn first_failure(reply: &proto::PushReply) -> Option<TablesError> {
 }
 
 async fn call(
-    members: &[Arc<Member>],
-    server: usize,
+    servers: &[Arc<ServerClient>],
+    index: usize,
     messages: mpsc::Receiver<proto::PushRequest>,
-    held_up: &HeldUp,
+    slowest: &SlowestServer,
     deadline: Instant,
 ) -> Result<proto::PushReport, TablesError> {
-    let member: &Member = &members[server];
+    let server: &ServerClient = &servers[index];
     let request = until(deadline, ReceiverStream::new(messages));
-    let mut client = member.data();
-    let Ok(reply) = timeout_at(deadline, client.push(request)).await else {
-        return Err(late(&members[held_up.by(server)], "push"));
+    let mut rpc = server.data();
+    let Ok(reply) = timeout_at(deadline, rpc.push(request)).await else {
+        return Err(late(&servers[slowest.or(index)], "push"));
     };
-    let reply = reply.map_err(|status| error_of(member, &status))?.into_inner();
+    let reply = reply.map_err(|status| error_of(server, &status))?;
     match reply.servers.into_iter().next().and_then(|server| server.outcome) {
         Some(server_push::Outcome::Applied(report)) => Ok(report),
-        Some(server_push::Outcome::Failed(failure)) => Err(from_failure(&member.peer, &failure)),
+        Some(server_push::Outcome::Failed(failure)) => Err(from_failure(&server.peer, &failure)),
         None => Err(TablesError::Incompatible {
-            peer: member.peer.clone(),
-            what: "it acknowledged a push without saying what it did".into(),
+            peer: server.peer.clone(),
+            what: "it acknowledged a push without an outcome".into(),
         }),
     }
 }

@@ -1,34 +1,36 @@
-//! [`GenerationFile`]: the highest generation a server ever accepted, kept on disk and owned by one process.
+//! [`GenerationFile`]: the highest generation that a server accepted, in a directory that one process owns.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use parking_lot::Mutex;
+use persia_store::checkpoint::replace_file;
 use persia_types::TablesError;
 use rustix::fs::{FlockOperation, flock};
 
 use crate::exit::Exit;
 
-// Its name in the first version, kept so that a data directory outlives an upgrade.
-const FILE: &str = "epoch";
+const FILE: &str = "generation";
+/// The file of the first version, read where there is no newer one.
+const FIRST_FILE: &str = "epoch";
 const LOCK: &str = "lock";
 
-/// The generation, in a directory or, without one, in memory only.
+/// The highest generation: in a directory, or in memory only.
 #[derive(Debug)]
 pub struct GenerationFile {
     dir: Option<PathBuf>,
     generation: Mutex<u64>,
-    /// Holding it open holds the lock.
+    /// An open file holds the lock.
     _lock: Option<File>,
 }
 
 impl GenerationFile {
-    /// Take the directory, made where it is missing, and read the generation in it; 0 where there is none.
+    /// Lock the directory, which is created if it is missing, and read the generation, 0 if there is none.
     ///
     /// # Errors
-    /// `Again` when another process has the directory, `Corrupt` for a file that holds no generation, `Usage` when the
-    /// directory can't be used.
+    /// `Again` if another process uses the directory, `Corrupt` for a file without a generation, `Usage` if the
+    /// directory cannot be used.
     pub fn open(dir: Option<&Path>) -> Result<Self, Exit> {
         let Some(dir) = dir else {
             return Ok(Self { dir: None, generation: Mutex::new(0), _lock: None });
@@ -50,22 +52,24 @@ impl GenerationFile {
             )),
             error => unusable(error.into()),
         })?;
-        let generation = match fs::read_to_string(dir.join(FILE)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => 0,
-            Err(error) => return Err(unusable(error)),
-            Ok(text) => text.trim().parse().map_err(|_| {
-                let path = dir.join(FILE);
-                Exit::Corrupt(format!(
-                    "{} holds {:?} and no generation; remove it when no trainer of an earlier run is alive",
-                    path.display(),
-                    text.chars().take(40).collect::<String>()
-                ))
-            })?,
-        };
-        Ok(Self { dir: Some(dir.to_owned()), generation: Mutex::new(generation), _lock: Some(lock) })
+        for path in [FILE, FIRST_FILE].map(|name| dir.join(name)) {
+            match fs::read_to_string(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(unusable(error)),
+                Ok(text) => {
+                    let generation = text.trim().parse().map_err(|_| damaged(&path, &text))?;
+                    return Ok(Self::locked(dir, generation, lock));
+                }
+            }
+        }
+        Ok(Self::locked(dir, 0, lock))
     }
 
-    /// The highest generation there was.
+    fn locked(dir: &Path, generation: u64, lock: File) -> Self {
+        Self { dir: Some(dir.to_owned()), generation: Mutex::new(generation), _lock: Some(lock) }
+    }
+
+    /// The highest generation so far.
     pub fn get(&self) -> u64 {
         *self.generation.lock()
     }
@@ -73,24 +77,23 @@ impl GenerationFile {
     /// Make `generation` the highest, durably.
     ///
     /// # Errors
-    /// `Io`: it is then not.
+    /// `Io`: it stays as it was.
     pub fn set(&self, generation: u64) -> Result<(), TablesError> {
         let mut current = self.generation.lock();
         if let Some(dir) = &self.dir {
-            write(dir, generation).map_err(|source| TablesError::Io { path: dir.join(FILE), source })?;
+            replace_file(&dir.join(FILE), format!("{generation}\n").as_bytes())?;
         }
         *current = generation;
         Ok(())
     }
 }
 
-fn write(dir: &Path, generation: u64) -> io::Result<()> {
-    let temporary = dir.join(".generation.tmp");
-    let mut file = File::create(&temporary)?;
-    writeln!(file, "{generation}")?;
-    file.sync_all()?;
-    fs::rename(&temporary, dir.join(FILE))?;
-    File::open(dir)?.sync_all() // the rename itself must survive
+fn damaged(path: &Path, text: &str) -> Exit {
+    let text: String = text.chars().take(40).collect();
+    Exit::Corrupt(format!(
+        "{} holds {text:?}, which is no generation; remove the file once no trainer of an earlier run is alive",
+        path.display()
+    ))
 }
 
 #[cfg(test)]
@@ -109,6 +112,17 @@ mod tests {
     }
 
     #[test]
+    fn a_directory_of_the_first_version_keeps_its_generation() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join(FIRST_FILE), "6\n").unwrap();
+        let file = GenerationFile::open(Some(dir.path())).unwrap();
+        assert_eq!(file.get(), 6);
+        file.set(7).unwrap();
+        drop(file);
+        assert_eq!(GenerationFile::open(Some(dir.path())).unwrap().get(), 7);
+    }
+
+    #[test]
     fn a_second_owner_and_a_damaged_file_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         let first = GenerationFile::open(Some(dir.path())).unwrap();
@@ -121,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_is_named() {
+    fn a_directory_that_cannot_be_created_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         fs::write(&file, "").unwrap();

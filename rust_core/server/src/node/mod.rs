@@ -1,82 +1,79 @@
-//! [`Node`]: what one embedding server holds, and what it refuses.
+//! [`Node`]: one embedding server: its rows, its run, and the requests it refuses.
+//!
+//! * [`admission`]: the path of a training request
+//! * [`snapshot`]: requests of a checkpoint
+//! * [`sequencer`]: the order of requests in a reproducible run
+//! * [`log`]: what the log starts from; [`recovery`]: resuming from it
+//! * [`generation`], [`checkpoint_root`]: directories
 
+mod admission;
+mod checkpoint_root;
 mod generation;
-mod journal;
-mod order;
-mod record;
+mod log;
 mod recovery;
-mod root;
-mod segment;
+mod sequencer;
+mod snapshot;
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
-use persia_store::checkpoint::probe_file;
 use persia_store::{Store, StoreOptions};
-use persia_types::config::LogSync;
-use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
-};
-use persia_types::{JobId, Mode, Schema, Tables, TablesError, Token, server_shards};
+use persia_types::tables::{Run, Stats};
+use persia_types::{JobId, Schema, Tables, TablesError, Token, server_shards};
 use persia_wire::VERSION;
 
-use self::journal::{Journal, Mark, Owner, Rows};
-use self::record::Record;
+use self::log::{Owner, RequestLog, WalPosition};
 use crate::exit::Exit;
 
-pub use generation::GenerationFile;
-pub use order::{Order, Phase, Turn};
-pub use root::CheckpointRoot;
+pub use self::checkpoint_root::CheckpointRoot;
+pub use self::generation::GenerationFile;
+pub use self::log::LogOptions;
+pub use self::sequencer::{Phase, RankSequencer, Turn};
 
-/// How long a cut waits for another administrative request: more than any that touches no file takes.
-const CUT_PATIENCE: Duration = Duration::from_secs(1);
-
-/// What a server is started with.
+/// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct NodeOptions {
-    /// The only job it works for.
+    /// The only job it serves.
     pub job: String,
-    /// Which of the job's servers it is, from 0.
+    /// Its index among the job's servers, from 0.
     pub index: u32,
-    /// How many there are.
+    /// The number of the job's servers.
     pub servers: u32,
     /// Slots and tables.
     pub schema: Schema,
-    /// Rows of the whole job. Every virtual shard has its share, so that evictions do not depend on the number of
-    /// servers.
+    /// Rows of the whole job. Each shard has an equal part, so that evictions do not depend on the number of servers.
     pub capacity: u64,
     /// Threads that write and read a snapshot.
     pub snapshot_threads: usize,
     /// As [`StoreOptions::max_copy_bytes`].
     pub max_copy_bytes: u64,
-    /// Where snapshots may be.
+    /// The directory for snapshots.
     pub checkpoints: CheckpointRoot,
-    /// How long a request of a reproducible run waits for the ranks before it.
+    /// How long a request of a reproducible run waits for its turn.
     pub turn_timeout: Duration,
-    /// Where it listens, for messages.
+    /// Its address, for messages.
     pub address: String,
-    /// Where a journal is kept, and when it is durable; None where the job goes on from its last checkpoint.
-    pub journal: Option<(PathBuf, LogSync)>,
+    /// The log of training requests. Without one the job resumes from its last checkpoint.
+    pub log: Option<LogOptions>,
 }
 
-/// See the module's documentation.
+/// One embedding server.
 pub struct Node {
     options: NodeOptions,
     peer: String,
-    store: Store,
+    store: Arc<Store>,
     generation: GenerationFile,
-    order: Arc<Order>,
-    journal: Option<Journal>,
+    sequencer: Arc<RankSequencer>,
+    log: Option<RequestLog>,
     /// The run in progress.
     begun: RwLock<Option<Run>>,
-    /// One administrative request at a time: what was checked holds until it is done.
+    /// Held by an administrative request: what it checked holds until it is done.
     admin: Mutex<()>,
 }
 
-/// A run that a request claims to be of.
+/// The run that a request claims to belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fence {
     /// Its job.
@@ -85,346 +82,127 @@ pub struct Fence {
     pub generation: u64,
 }
 
-fn empty_store(options: &NodeOptions) -> Result<Store, Exit> {
+fn empty_store(options: &NodeOptions) -> Result<Arc<Store>, Exit> {
     let store_options = StoreOptions {
         capacity: options.capacity,
         snapshot_threads: options.snapshot_threads,
         shards: server_shards(options.index as usize, options.servers as usize),
         max_copy_bytes: options.max_copy_bytes,
+        // A server throttles before a request takes its turn.
+        throttle: Duration::ZERO,
     };
-    Store::new(options.schema.clone(), store_options).map_err(|error| Exit::Usage(error.to_string()))
+    let store = Store::new(options.schema.clone(), store_options);
+    store.map(Arc::new).map_err(|error| Exit::Usage(error.to_string()))
 }
 
 impl Node {
-    /// A server that goes on where its journal ends, or, without one that can be used, an empty one.
+    /// A server that resumes from its log, or, without a usable one, starts empty.
     ///
     /// # Errors
-    /// `Usage` for an index that is not below the number of servers, what [`Store::new`] refuses, and a journal that cannot
-    /// be kept where it is to be.
+    /// `Usage` for an index that is not below the number of servers, for options that [`Store::new`] refuses, and for a
+    /// log directory that cannot be used.
     pub fn new(options: NodeOptions, generation: GenerationFile) -> Result<Self, Exit> {
         let (index, servers) = (options.index, options.servers);
         if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
-            return Err(Exit::Usage(format!("no server {index} of {servers}")));
+            return Err(Exit::Usage(format!("there is no server {index} of {servers}")));
         }
         let owner = Owner { version: VERSION.into(), index, servers, capacity: options.capacity };
-        let journal =
-            options.journal.clone().map(|(dir, sync)| Journal::open(dir, sync, owner)).transpose()?;
+        let log = options.log.clone().map(|log| RequestLog::open(log, owner)).transpose()?;
         let mut node = Self {
             peer: format!("server {index} of {servers} ({})", options.address),
             store: empty_store(&options)?,
             options,
             generation,
-            order: Arc::default(),
-            journal,
+            sequencer: Arc::default(),
+            log,
             begun: RwLock::new(None),
             admin: Mutex::new(()),
         };
         if let Err(why) = node.recover() {
-            tracing::warn!("the journal cannot be used; the job goes on from its last checkpoint: {why}");
+            tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
             node.store = empty_store(&node.options)?;
-            node.order = Arc::default();
+            node.sequencer = Arc::default();
             node.begun = RwLock::new(None);
         }
         Ok(node)
     }
 
-    /// Begin `run`, and serve it.
-    fn start(&self, run: &Run) -> Result<(), TablesError> {
-        self.store.begin(run)?;
-        let ordered = run.reproducible && run.optimizer.is_some();
-        self.order.begin(run.generation, if ordered { run.world_size } else { 1 });
-        *self.begun.write() = Some(run.clone());
-        Ok(())
-    }
-
-    /// Where the run stands. Nothing is being applied.
-    fn mark(&self) -> Mark {
-        Mark { progress: self.store.progress(), reached: self.order.reached() }
-    }
-
-    /// What it was started with.
+    /// Its settings.
     pub fn options(&self) -> &NodeOptions {
         &self.options
     }
 
-    /// How messages name it.
+    /// Its name in messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// Begin a run, or with `check_only` say why not. The generation is durable before this returns.
+    /// Begin a run, or with `check_only` report why it cannot begin. The generation is durable before this returns.
     ///
     /// # Errors
-    /// `Incompatible` for another job or number of servers, `Io` when the generation can't be kept; else as
+    /// `Incompatible` for another job or number of servers, `Io` if the generation cannot be written; otherwise as
     /// [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        let Run { job, generation, .. } = run;
-        let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
-        if *job != self.options.job {
-            return differs(format!("it works for job {:?}, the run is of job {job:?}", self.options.job));
-        }
-        if servers != self.options.servers {
-            return differs(format!(
-                "the caller counts {servers} servers, it counts {}",
-                self.options.servers
-            ));
-        }
-        let highest = self.generation.get();
-        if *generation <= highest {
-            let what = format!("generation {generation} is not above {highest}, the highest there was");
-            return Err(TablesError::BadRun { what });
-        }
-        self.store.check_begin(run)?;
+        self.check_begin(servers, run)?;
         if check_only {
             return Ok(());
         }
         // First: a begin that fails here has dropped no row.
-        self.generation.set(*generation)?;
-        match &self.journal {
+        self.generation.set(run.generation)?;
+        match &self.log {
             None => self.start(run)?,
-            Some(journal) if !run.fresh && journal.has_base() => journal.begin(run, || self.start(run))?,
-            Some(journal) => {
-                let begun = journal.restart(|| {
+            Some(log) if !run.fresh && log.has_base() => log.begin(run, || self.start(run))?,
+            // A log without these rows would lose them. It stays closed until a restore or a fresh run.
+            Some(_) if !run.fresh && self.holds_rows()? => self.start(run)?,
+            Some(log) => {
+                let restarted = log.restart(|| {
                     self.start(run)?;
-                    Ok((run.clone(), None, self.mark()))
+                    Ok((run.clone(), None, self.position()))
                 });
-                if begun.is_err() {
+                if restarted.is_err() {
                     *self.begun.write() = None;
                 }
-                begun?;
+                restarted?;
             }
         }
-        tracing::info!(generation, ranks = run.world_size, reproducible = run.reproducible, "a run began");
+        let Run { generation, world_size: ranks, reproducible, .. } = run;
+        tracing::info!(generation, ranks, reproducible, "run begun");
         Ok(())
     }
 
-    /// Whether training requests are to [wait](Self::wait_for_room) before anything else.
-    pub fn is_full(&self) -> bool {
-        self.store.is_full()
-    }
-
-    /// Wait until files that are written for a checkpoint need fewer copies of rows, for a part of the time that a
-    /// [turn](Self::turn) is waited for.
-    pub fn wait_for_room(&self) {
-        self.store.wait_for_room(self.options.turn_timeout / 4);
-    }
-
-    /// Wait for the turn of a training request, if the run has turns. To be given to [`Self::lookup`] or
-    /// [`Self::push`].
-    ///
-    /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming who is missing.
-    pub async fn turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
-        let begun = self.current()?;
-        if (begun.job, begun.generation) != (token.job, token.generation) {
-            return Err(TablesError::StaleGeneration { token, current: begun.generation });
+    fn check_begin(&self, servers: u32, run: &Run) -> Result<(), TablesError> {
+        let Run { job, generation, .. } = run;
+        let NodeOptions { job: own, servers: configured, .. } = &self.options;
+        let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
+        if job != own {
+            return differs(format!("it serves job {own:?}, the run is of job {job:?}"));
         }
-        self.order.turn(token, phase, self.options.turn_timeout, &self.peer).await
-    }
-
-    /// Read rows. `turn` is of [`Self::turn`] for [`Mode::Train`], else None.
-    ///
-    /// # Errors
-    /// As [`Tables::lookup`].
-    pub fn lookup(
-        &self,
-        turn: Option<Turn>,
-        request: &LookupRequest<'_>,
-        rows: &mut [&mut [f32]],
-    ) -> Result<LookupReport, TablesError> {
-        debug_assert!(turn.is_none() || request.mode == Mode::Train);
-        let apply = || {
-            let report = self.named(self.store.lookup_at_once(request, rows))?;
-            turn.into_iter().for_each(Turn::done);
-            Ok(report)
-        };
-        match &self.journal {
-            Some(journal) if request.mode == Mode::Train => {
-                self.logged(journal.append(&Record::lookup(request), apply))
-            }
-            _ => apply(),
+        if servers != *configured {
+            return differs(format!("the caller counts {servers} servers, it counts {configured}"));
         }
-    }
-
-    /// Apply gradients once. `turn` is of [`Self::turn`].
-    ///
-    /// # Errors
-    /// As [`Tables::push`].
-    pub fn push(&self, turn: Option<Turn>, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
-        let apply = || {
-            let report = self.named(self.store.push_at_once(request))?;
-            turn.into_iter().for_each(Turn::done);
-            Ok(report)
-        };
-        match &self.journal {
-            None => apply(),
-            Some(journal) => self.logged(journal.append(&Record::push(request), apply)),
+        let highest = self.generation.get();
+        if *generation <= highest {
+            let what = format!("generation {generation} is not above {highest}, the highest so far");
+            return Err(TablesError::BadRun { what });
         }
+        self.store.check_begin(run)
     }
 
-    /// Keep the rows as they are now, for a snapshot of this cut.
-    ///
-    /// # Errors
-    /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
-    pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
-        self.check(fence)?;
-        // Ranks stand still until a cut is made: it does not wait for a disk.
-        let Some(_alone) = self.admin.try_lock_for(CUT_PATIENCE) else {
-            return Err(
-                self.io(io::ErrorKind::ResourceBusy, "the files of an earlier save are still being written")
-            );
-        };
-        self.check(fence)?;
-        match &self.journal {
-            None => self.store.prepare_snapshot(number),
-            Some(journal) => journal.cut(number, || {
-                self.store.prepare_snapshot(number)?;
-                Ok(self.mark())
-            }),
-        }
-    }
-
-    /// Forget this cut, if it is held.
-    ///
-    /// # Errors
-    /// `NotBegun`, `StaleGeneration`.
-    pub fn abort_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
-        let _alone = self.admin.lock();
-        self.check(fence)?;
-        self.forget(number)
-    }
-
-    fn forget(&self, number: u64) -> Result<(), TablesError> {
-        self.store.abort_snapshot(number)?;
-        if let Some(journal) = self.journal.as_ref().filter(|journal| journal.has_base())
-            && let Err(error) = journal.append(&Record::uncut(number), || Ok(()))
-        {
-            tracing::warn!(
-                number,
-                "a server that goes on where its log ends would copy rows for a cut: {error}"
-            );
-        }
+    /// Begin `run`, whose checks passed.
+    fn start(&self, run: &Run) -> Result<(), TablesError> {
+        self.store.begin(run)?;
+        let ordered = run.reproducible && run.optimizer.is_some();
+        self.sequencer.begin(run.generation, if ordered { run.world_size } else { 1 });
+        *self.begun.write() = Some(run.clone());
         Ok(())
     }
 
-    /// The snapshot of this cut is part of the checkpoint that `files` in `directory` are: the journal begins behind it from
-    /// now on, if no other cut was made since.
-    ///
-    /// # Errors
-    /// As [`Self::write_snapshot`].
-    pub fn commit_snapshot(
-        &self,
-        fence: Fence,
-        number: u64,
-        directory: &str,
-        files: &[FileEntry],
-    ) -> Result<(), TablesError> {
-        let _alone = self.admin.lock();
-        self.check(fence)?;
-        self.options.checkpoints.resolve(directory)?;
-        let Some(journal) = &self.journal else { return Ok(()) };
-        let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
-        journal.rebase(number, run, Rows { directory: directory.into(), files: files.to_vec() })
+    fn holds_rows(&self) -> Result<bool, TablesError> {
+        Ok(self.store.stats()?.rows.iter().any(|rows| *rows > 0))
     }
 
-    /// Say whether a snapshot can be written into `directory`, below the checkpoint root.
-    ///
-    /// # Errors
-    /// As [`Self::write_snapshot`].
-    pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
-        self.check(fence)?;
-        self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir)).map_err(|error| {
-            match error {
-                TablesError::Io { path, source } => {
-                    let what = format!("server {}: {source}", self.options.index);
-                    TablesError::Io { path, source: std::io::Error::new(source.kind(), what) }
-                }
-                other => other,
-            }
-        })
-    }
-
-    /// Write the rows held into `directory`, below the checkpoint root.
-    ///
-    /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`.
-    pub fn write_snapshot(
-        &self,
-        fence: Fence,
-        directory: &str,
-        number: Option<u64>,
-    ) -> Result<Snapshot, TablesError> {
-        let _alone = self.admin.lock();
-        self.check(fence)?;
-        let snapshot = self
-            .options
-            .checkpoints
-            .resolve(directory)
-            .and_then(|dir| self.store.write_snapshot(&dir, number));
-        if let (Err(_), Some(number)) = (&snapshot, number) {
-            self.forget(number)?;
-        }
-        let snapshot = snapshot?;
-        tracing::info!(directory, files = snapshot.files.len(), "snapshot written");
-        Ok(snapshot)
-    }
-
-    /// Replace the rows held by those of `files` that belong here, or with `check_only` say why not.
-    ///
-    /// # Errors
-    /// As [`Self::write_snapshot`]; `Corrupt` and `Foreign` name the file.
-    pub fn restore(
-        &self,
-        fence: Fence,
-        directory: &str,
-        files: &[FileEntry],
-        check_only: bool,
-    ) -> Result<(), TablesError> {
-        let _alone = self.admin.lock();
-        self.check(fence)?;
-        let dir = self.options.checkpoints.resolve(directory)?;
-        if check_only {
-            return self.store.check_restore(&dir, files);
-        }
-        let rows = Rows { directory: directory.into(), files: files.to_vec() };
-        self.replace(Some(rows), || self.store.restore(&dir, files))?;
-        tracing::info!(dir = %dir.display(), "rows restored");
-        Ok(())
-    }
-
-    /// Drop all rows.
-    ///
-    /// # Errors
-    /// `NotBegun`, `StaleGeneration`.
-    pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
-        let _alone = self.admin.lock();
-        self.check(fence)?;
-        self.replace(None, || self.store.clear())?;
-        tracing::info!("rows dropped");
-        Ok(())
-    }
-
-    /// Do what puts `rows` in the place of all that are held. Of the run in progress.
-    fn replace(
-        &self,
-        rows: Option<Rows>,
-        change: impl FnOnce() -> Result<(), TablesError>,
-    ) -> Result<(), TablesError> {
-        let Some(journal) = &self.journal else { return change() };
-        let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
-        journal.restart(|| {
-            change()?;
-            Ok((run, rows, self.mark()))
-        })
-    }
-
-    /// Bytes of the journal; None where there is none.
-    pub fn journal_bytes(&self) -> Option<u64> {
-        self.journal.as_ref().map(Journal::bytes)
-    }
-
-    /// Counters and gauges; the generation is the highest there was, also before a restart.
+    /// Counters and gauges. The generation is the highest so far, including those before a restart.
     ///
     /// # Errors
     /// None of its own.
@@ -433,16 +211,23 @@ impl Node {
         Ok(Stats { generation: stats.generation.max(self.generation.get()), ..stats })
     }
 
+    /// Bytes of the log, if there is one.
+    pub fn log_bytes(&self) -> Option<u64> {
+        self.log.as_ref().map(RequestLog::bytes)
+    }
+
+    /// How far the run has come. No request is being applied.
+    fn position(&self) -> WalPosition {
+        WalPosition { progress: self.store.progress(), reached: self.sequencer.reached() }
+    }
+
     fn current(&self) -> Result<Fence, TablesError> {
         let begun = self.begun.read();
         let run = begun.as_ref().ok_or(TablesError::NotBegun)?;
         Ok(Fence { job: JobId::from_name(&run.job), generation: run.generation })
     }
 
-    fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {
-        TablesError::Io { path: self.peer.clone().into(), source: io::Error::new(kind, what) }
-    }
-
+    /// Refuse a request of another run.
     fn check(&self, fence: Fence) -> Result<(), TablesError> {
         let begun = self.current()?;
         if fence == begun {
@@ -452,103 +237,10 @@ impl Node {
         Err(TablesError::StaleGeneration { token, current: begun.generation })
     }
 
-    /// There may be room for a journal again: whoever asks is to try again for a while.
-    fn logged<T>(&self, result: Result<T, TablesError>) -> Result<T, TablesError> {
-        result.map_err(|error| match error {
-            TablesError::Io { path, source } => TablesError::Unreachable {
-                peer: self.peer.clone(),
-                what: format!("it cannot write its log, {}: {source}", path.display()),
-            },
-            other => other,
-        })
-    }
-
-    /// The store does not know who it is.
-    fn named<T>(&self, result: Result<T, TablesError>) -> Result<T, TablesError> {
-        result.map_err(|error| match error {
-            TablesError::WrongShard { held, shard, .. } => {
-                TablesError::WrongShard { peer: self.peer.clone(), held, shard }
-            }
-            other => other,
-        })
+    fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {
+        TablesError::Io { path: self.peer.clone().into(), source: io::Error::new(kind, what) }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use persia_types::tables::TableIds;
-    use persia_types::{Initializer, Optimizer, ShardedIds, Table};
-
-    use super::*;
-
-    fn node(data: &std::path::Path) -> Node {
-        node_with(data, None)
-    }
-
-    fn node_with(data: &std::path::Path, checkpoints: Option<PathBuf>) -> Node {
-        let schema = Schema { slots: vec![], tables: vec![Table::new("a", 4)] };
-        let options = NodeOptions {
-            job: "job".into(),
-            index: 0,
-            servers: 1,
-            schema,
-            capacity: 1000,
-            snapshot_threads: 1,
-            max_copy_bytes: u64::MAX,
-            checkpoints: CheckpointRoot::new(checkpoints),
-            turn_timeout: Duration::from_secs(1),
-            address: "here".into(),
-            journal: None,
-        };
-        Node::new(options, GenerationFile::open(Some(data)).unwrap()).unwrap()
-    }
-
-    fn run(node: &Node, generation: u64) -> Run {
-        Run {
-            job: "job".into(),
-            generation,
-            schema: node.options.schema.clone(),
-            seed: 7,
-            optimizer: Some(Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 }),
-            initializer: Initializer::Zero,
-            admit_probability: 1.0,
-            admit_min_count: 1,
-            weight_bound: 0.0,
-            fresh: true,
-            world_size: 1,
-            reproducible: false,
-        }
-    }
-
-    #[test]
-    fn a_begin_whose_generation_cannot_be_kept_changes_nothing() {
-        let dir = tempfile::tempdir().unwrap();
-        let data = dir.path().join("data");
-        let node = node(&data);
-        node.begin(1, &run(&node, 1), false).unwrap();
-        let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
-        let token = Token { job: JobId::from_name("job"), generation: 1, rank: 0, seq: 1 };
-        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
-        let request = LookupRequest { token, step: 1, mode: Mode::Train, tables: &tables };
-        node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
-        std::fs::remove_dir_all(&data).unwrap();
-        let error = node.begin(1, &run(&node, 2), false).unwrap_err();
-        assert!(matches!(error, TablesError::Io { .. }), "{error}");
-        let stats = node.stats().unwrap();
-        assert_eq!((stats.rows, stats.generation), (vec![3], 1));
-    }
-
-    #[test]
-    fn a_directory_that_this_server_cannot_write_into_is_told() {
-        let dir = tempfile::tempdir().unwrap();
-        // Nobody may make files below it, whoever this test runs as.
-        let node = node_with(dir.path(), Some("/proc".into()));
-        node.begin(1, &run(&node, 1), false).unwrap();
-        let fence = Fence { job: JobId::from_name("job"), generation: 1 };
-        let error = node.check_storage(fence, "sys").unwrap_err().to_string();
-        assert!(
-            error.contains("/proc/sys: server 0: user ") && error.contains("cannot write here"),
-            "{error}"
-        );
-    }
-}
+mod tests;

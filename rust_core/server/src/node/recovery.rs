@@ -1,100 +1,114 @@
-//! How a [`Node`] that was killed goes on: the base of its journal, then every request behind it, by the code that applied it.
+//! How a [`Node`] resumes from its log: the base, then every request after it, applied by the code that applied it first.
 
 use std::time::Instant;
 
-use persia_types::kernels::Gradients;
+use persia_kernels::Gradients;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients, TableIds};
-use persia_types::{Mode, ShardedIds, Tables, TablesError};
+use persia_types::{Mode, ShardedIds, Tables, TablesError, Token};
 
 use super::Node;
-use super::journal::{Base, Mark, Rows};
-use super::order::Phase;
-use super::record::Entry;
+use super::log::{Rows, WalBase, WalPosition};
+use super::sequencer::Phase;
+use crate::wal::ReplayOp;
 
 impl Node {
-    /// Go on where the journal ends. Where that fails, rows are not to be used.
+    /// Resume from the log, if there is one.
+    ///
+    /// # Errors
+    /// Why the log cannot be used; rows are then undefined.
     pub(super) fn recover(&self) -> Result<(), String> {
-        let Some(journal) = &self.journal else { return Ok(()) };
+        let Some(log) = &self.log else { return Ok(()) };
         let started = Instant::now();
-        let begin = |base: &Base| self.resume(base).map_err(|error| error.to_string());
-        let apply = |entry| self.replay(entry).map_err(|error| error.to_string());
-        let Some(recovered) = journal.recover(begin, apply)? else { return Ok(()) };
+        let Some(base) = log.base()? else { return Ok(()) };
+        self.resume(&base).map_err(|error| error.to_string())?;
+        let replayed = log.replay(&base, |op| self.replay(op).map_err(|error| error.to_string()))?;
         let generation = self.current().map_err(|error| error.to_string())?.generation;
-        if generation != self.generation.get() {
+        let highest = self.generation.get();
+        if generation != highest {
             return Err(format!(
-                "it is of generation {generation}, and generation {} began since",
-                self.generation.get()
+                "it is of generation {generation}, but generation {highest} has begun since"
             ));
         }
-        if recovered.torn > 0 {
+        if replayed.torn > 0 {
+            let bytes = replayed.torn;
             tracing::warn!(
-                bytes = recovered.torn,
-                "the journal ends in a record that is not whole: it was not acknowledged, or not yet durable"
+                bytes,
+                "dropped a torn record at the end of the log: it was not acknowledged, or not yet durable"
             );
         }
-        tracing::info!(
-            generation,
-            records = recovered.records,
-            seconds = started.elapsed().as_secs_f64(),
-            "the run goes on where the journal ends"
-        );
+        let (records, seconds) = (replayed.records, started.elapsed().as_secs_f64());
+        tracing::info!(generation, records, seconds, "run resumed from the log");
         Ok(())
     }
 
-    /// Begin a run of the journal: a directory may have been another job's.
-    fn start_again(&self, run: &Run) -> Result<(), TablesError> {
-        if run.job == self.options.job {
-            return self.start(run);
-        }
-        let what = format!("it is of job {:?}, this server works for {:?}", run.job, self.options.job);
-        Err(TablesError::BadRun { what })
-    }
-
-    fn resume(&self, base: &Base) -> Result<(), TablesError> {
-        self.start_again(&base.run)?;
+    fn resume(&self, base: &WalBase) -> Result<(), TablesError> {
+        self.begin_logged(&base.run)?;
         if let Some(Rows { directory, files }) = &base.rows {
             let dir = self.options.checkpoints.resolve(directory)?;
             self.store.restore(&dir, files)?;
         }
-        self.store.resume(base.mark.progress.clone());
-        self.order.resume(base.mark.reached);
+        self.store.resume(base.position.progress.clone());
+        self.sequencer.resume(base.position.reached);
         Ok(())
     }
 
-    /// Do again what a record says; a cut with where the run stood then.
-    fn replay(&self, entry: Entry) -> Result<Option<(u64, Mark)>, TablesError> {
-        match entry {
-            Entry::Begin(run) => self.start_again(&run)?,
-            Entry::Cut(cut) => {
-                self.store.prepare_snapshot(cut)?;
-                return Ok(Some((cut, self.mark())));
+    /// Begin a run of the log. The directory may have been another job's.
+    fn begin_logged(&self, run: &Run) -> Result<(), TablesError> {
+        if run.job == self.options.job {
+            return self.start(run);
+        }
+        let what = format!("it is of job {:?}, this server serves {:?}", run.job, self.options.job);
+        Err(TablesError::BadRun { what })
+    }
+
+    /// Apply a record. For a cut, returns its number and how far the run had come.
+    fn replay(&self, op: ReplayOp) -> Result<Option<(u64, WalPosition)>, TablesError> {
+        match op {
+            ReplayOp::Begin(run) => self.begin_logged(&run)?,
+            ReplayOp::PrepareSnapshot(number) => {
+                self.store.prepare_snapshot(number)?;
+                return Ok(Some((number, self.position())));
             }
-            Entry::Uncut(cut) => self.store.abort_snapshot(cut)?,
-            Entry::Lookup { token, step, tables } => {
-                let floats = |(table, ids): &(usize, ShardedIds)| {
-                    self.options.schema.tables.get(*table).map_or(0, |table| table.dim * ids.len())
-                };
-                let mut rows: Vec<Vec<f32>> = tables.iter().map(|part| vec![0.0; floats(part)]).collect();
-                let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-                let tables: Vec<TableIds<'_>> =
-                    tables.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
-                let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
-                self.store.lookup_at_once(&request, &mut rows)?;
-                self.order.pass(token, Phase::Lookup);
-            }
-            Entry::Push { token, step, lr_factor, tables } => {
-                let tables: Vec<TableGradients<'_>> = tables
-                    .iter()
-                    .map(|(table, ids, gradients)| TableGradients {
-                        table: *table,
-                        ids,
-                        gradients: Gradients::Rows(gradients),
-                    })
-                    .collect();
-                self.store.push_at_once(&PushRequest { token, step, lr_factor, tables: &tables })?;
-                self.order.pass(token, Phase::Push);
+            ReplayOp::AbortSnapshot(number) => self.store.abort_snapshot(number)?,
+            ReplayOp::Lookup { token, step, tables } => self.replay_lookup(token, step, &tables)?,
+            ReplayOp::Push { token, step, lr_factor, tables } => {
+                self.replay_push(token, step, lr_factor, &tables)?;
             }
         }
         Ok(None)
+    }
+
+    fn replay_lookup(
+        &self,
+        token: Token,
+        step: u64,
+        tables: &[(usize, ShardedIds)],
+    ) -> Result<(), TablesError> {
+        let dim = |table: usize| self.options.schema.tables.get(table).map_or(0, |table| table.dim);
+        let mut rows: Vec<Vec<f32>> =
+            tables.iter().map(|(table, ids)| vec![0.0; dim(*table) * ids.len()]).collect();
+        let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
+        let tables: Vec<TableIds<'_>> =
+            tables.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
+        let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
+        self.store.lookup(&request, &mut rows)?;
+        self.sequencer.advance(token, Phase::Lookup);
+        Ok(())
+    }
+
+    fn replay_push(
+        &self,
+        token: Token,
+        step: u64,
+        lr_factor: f32,
+        tables: &[(usize, ShardedIds, Vec<f32>)],
+    ) -> Result<(), TablesError> {
+        let tables: Vec<TableGradients<'_>> = tables
+            .iter()
+            .map(|(table, ids, rows)| TableGradients { table: *table, ids, gradients: Gradients::Rows(rows) })
+            .collect();
+        self.store.push(&PushRequest { token, step, lr_factor, tables: &tables })?;
+        self.sequencer.advance(token, Phase::Push);
+        Ok(())
     }
 }

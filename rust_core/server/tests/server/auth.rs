@@ -1,4 +1,4 @@
-//! Who may call what, and over which wire.
+//! Which role may call which method, and TLS.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn secret(text: &str) -> Secret {
     Secret::read(file.path()).unwrap()
 }
 
-/// The code that each verb answers a call without content with.
+/// The status code of each method for an empty request.
 async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 10] {
     let channel = stack.servers[0].channel(None).unwrap();
     let mut client = EmbeddingServerClient::with_interceptor(channel, credentials);
@@ -47,7 +47,7 @@ async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 10] {
 fn every_role_may_do_what_it_is_for_and_nothing_else() {
     let good = secret("a secret of at least thirty-two bytes");
     let stack = Stack::start(Plan { secret: Some(good.clone()), middleware: false, ..Plan::new(1) });
-    // What is asked for makes no sense, so whoever may ask hears of that.
+    // The requests are invalid: a caller with the right role gets that error.
     let data = [Code::InvalidArgument; 2];
     let no = Code::PermissionDenied;
     let admin = [Code::FailedPrecondition; 7];
@@ -64,9 +64,9 @@ fn every_role_may_do_what_it_is_for_and_nothing_else() {
     for (role, expected) in matrix {
         let found = stack.block_on(codes(&stack, Credentials::new(role, Some(&good))));
         assert_eq!(found, expected, "{role}");
-        let strangers = [None, Some(secret("another secret of thirty-two bytes"))];
-        for stranger in strangers {
-            let found = stack.block_on(codes(&stack, Credentials::new(role, stranger.as_ref())));
+        let unauthenticated = [None, Some(secret("another secret of thirty-two bytes"))];
+        for peer in unauthenticated {
+            let found = stack.block_on(codes(&stack, Credentials::new(role, peer.as_ref())));
             assert_eq!(found, [Code::Unauthenticated; 10], "{role}");
         }
     }

@@ -1,8 +1,8 @@
-//! The contract of `Tables`, kept over the network as it is in memory.
+//! The contract of `Tables`, over the network.
 
 use std::sync::Arc;
 
-use persia_engine::contract;
+use persia_contract as contract;
 
 use crate::stack::{Held, Plan, Stack};
 

@@ -1,4 +1,4 @@
-//! Requests that are wrong in every way, by the thousand: servers stay up, memory stays flat, no row changes.
+//! Thousands of malformed requests: servers stay up, memory stays constant, no row changes.
 //!
 //! `PERSIA_HOSTILE=1000000 cargo test --release -p persia-embedding-sharded-server --test server hostile -- --nocapture` sends a
 //! million.
@@ -14,11 +14,11 @@ use bytes::{BufMut, Bytes, BytesMut};
 use h2::client::SendRequest;
 use persia_types::{Id, Mode, ShardedIds, Tables, Token};
 use persia_wire::auth::{Role, Secret};
-use persia_wire::chunk::{id_chunks, row_chunks, word_chunks};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::{self, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks, word_chunks};
 use persia_wire::settings::Endpoint;
 use prost::Message;
 use tokio::io::AsyncWriteExt;
@@ -28,7 +28,7 @@ use crate::running::{PATIENCE, Process, Setting, plan};
 use crate::stack::{Plan, lookup, push, run_of, token};
 
 const IDS: u64 = 500;
-/// Requests under way at a time, each on a connection of its own.
+/// Concurrent requests, each on its own connection.
 const ATTACKERS: u64 = 16;
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 const UNKNOWN: i32 = 2;
@@ -55,7 +55,7 @@ impl Random {
     }
 }
 
-/// A request as bytes, before anything is done to it.
+/// An encoded request, before it is damaged.
 struct Call {
     verb: &'static str,
     messages: Vec<Vec<u8>>,
@@ -67,7 +67,7 @@ const OTHER_GENERATION: u64 = 0x5555_5555;
 const ADMIN: &[&str] =
     &["Begin", "PrepareSnapshot", "AbortSnapshot", "WriteSnapshot", "CommitSnapshot", "Restore", "Clear"];
 
-/// Calls that make sense but for their generation: none may change a row, whatever becomes of the rest.
+/// Calls that are valid except for their generation: none may change a row, however they are damaged.
 fn calls() -> Vec<Call> {
     let ids = ShardedIds::group(&(0..200).collect::<Vec<Id>>()).unwrap();
     let stale: proto::Token = Token { generation: OTHER_GENERATION, ..token(0, 1) }.into();
@@ -88,11 +88,12 @@ fn calls() -> Vec<Call> {
         let head = proto::PushHead { token: Some(stale), step: 1, lr_factor: 1.0, parts, only: vec![] };
         pushed(push_request::Part::Head(head))
     };
-    // Every id once, by two samples, and its weight.
+    // Each id once, in two samples, with its weight.
     let uses: Vec<u32> = (0..ids.len() as u32).collect();
     let (half, all, one) = (uses.len() as u32 / 2, uses.len() as u32, [1.0_f32.to_bits()]);
     let weights = one.repeat(uses.len());
-    let samples = proto::Samples { samples: 2, uses: all, weights: true, factors: false, scale: 1.0 };
+    let samples =
+        proto::Samples { samples: 2, indices: all, per_sample_weights: true, factors: false, scale: 1.0 };
     let pooled = [proto::TablePart { samples: Some(samples), ..parts[0].clone() }];
     let bags = [&uses[..], &[0, half, all], &weights, &[]].concat();
     let of_ids: Vec<u32> = uses.iter().map(|at| at % 2).collect();
@@ -118,7 +119,7 @@ fn calls() -> Vec<Call> {
             verb: "Lookup",
             messages: vec![
                 head(&pooled),
-                asked(lookup_request::Part::Uses(words(&bags))),
+                asked(lookup_request::Part::Csr(words(&bags))),
                 asked(lookup_request::Part::Ids(chunk.clone())),
             ],
         },
@@ -134,7 +135,7 @@ fn calls() -> Vec<Call> {
             verb: "Push",
             messages: vec![
                 push_head(&pooled),
-                pushed(push_request::Part::Uses(words(&sums))),
+                pushed(push_request::Part::Csr(words(&sums))),
                 pushed(push_request::Part::Ids(chunk)),
                 pushed(push_request::Part::Gradients(of_samples)),
             ],
@@ -175,7 +176,7 @@ fn damage(messages: &[Vec<u8>], random: &mut Random) -> Vec<Vec<u8>> {
                 let to = random.below(messages.len());
                 messages.swap(at, to);
             }
-            // A number of the largest kind, somewhere.
+            // The largest number, at a random position.
             _ => {
                 let from = random.below(len + 1);
                 drop(messages[at].splice(from..from, [0xFF; 9]));
@@ -185,7 +186,7 @@ fn damage(messages: &[Vec<u8>], random: &mut Random) -> Vec<Vec<u8>> {
     messages
 }
 
-/// A message as gRPC sends it; now and then it claims to be longer, or packed.
+/// A message in gRPC's frame, which sometimes claims a greater length or compression.
 fn framed(message: &[u8], random: &mut Random) -> Bytes {
     let (flag, len) = match random.below(20) {
         0 => (0, u32::MAX),
@@ -206,7 +207,7 @@ struct Attacker {
     service: &'static str,
     secret: Secret,
     connection: Option<SendRequest<Bytes>>,
-    /// Answers by their gRPC status; -1 is none.
+    /// Answers by gRPC status; -1 for none.
     answers: BTreeMap<i32, u64>,
 }
 
@@ -263,7 +264,7 @@ impl Attacker {
         let (answer, mut body) = connection.send_request(request.body(()).unwrap(), false)?;
         self.connection = Some(connection);
         for message in messages {
-            // What does not fit into the window is given up with the request.
+            // What exceeds the window is cancelled with the request.
             body.send_data(framed(message, &mut self.random), false)?;
         }
         if self.random.below(10) == 0 {
@@ -278,14 +279,14 @@ impl Attacker {
         let trailers = body.trailers().await?.unwrap_or(head.headers);
         let said = |name| trailers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
         let status = said("grpc-status").parse().unwrap_or(-1);
-        // So gRPC's own layer calls what is no message.
+        // The error of the gRPC layer for what is no message.
         let undecoded = ["decod", "Missing%20request", "compression", "compressed", "protocol"];
         let known = status != INTERNAL || undecoded.iter().any(|word| said("grpc-message").contains(word));
         assert!(known, "{verb}: {}", said("grpc-message"));
         Ok(status)
     }
 
-    /// Bytes that are no HTTP, or stop being any.
+    /// Bytes that are not HTTP, or stop being HTTP.
     async fn noise(&mut self) {
         let Endpoint::Tcp { host, port } = &self.target else { panic!("a TCP port") };
         let mut stream = TcpStream::connect((host.as_str(), *port)).await.unwrap();
@@ -311,7 +312,7 @@ fn resident_mib(process: &Process) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
 }
 
-/// Send so many requests to a server and a middleware, and say how they were answered.
+/// Send this many requests to a server and a middleware, and print how they were answered.
 fn attack(targets: &[Endpoint; 2], secret: &Secret, seed: u64, count: u64) -> BTreeMap<i32, u64> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (calls, sent) = (Arc::new(calls()), Arc::new(AtomicU64::new(0)));
@@ -387,5 +388,5 @@ fn hostile_requests_change_nothing_and_leave_everything_up() {
     assert_eq!(rows(), before);
     lookup(&client, token(0, 3), Mode::Train, &[4], &ids).unwrap();
     push(&client, token(0, 3), &[4], &ids).unwrap();
-    assert_ne!(rows(), before, "training goes on");
+    assert_ne!(rows(), before, "training continues");
 }

@@ -1,14 +1,14 @@
-//! What is refused before it costs anything, or changes anything.
+//! Requests that are refused before they cost or change anything.
 
 use persia_types::tables::Run;
 use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
-use persia_wire::chunk::{id_chunks, row_chunks};
 use persia_wire::error::from_status;
 use persia_wire::floats::RowFormat;
 use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::{self, BeginRequest, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks};
 use persia_wire::{PROTOCOL, VERSION, bounded};
 use tonic::Status;
 
@@ -23,7 +23,7 @@ fn begun(servers: u32) -> (Stack, persia_wire::client::WireTables) {
     (stack, client)
 }
 
-/// Call a server without the client's care.
+/// Call a server without the checks of the client.
 fn raw_lookup(stack: &Stack, server: usize, messages: Vec<lookup_request::Part>) -> Result<(), Status> {
     let endpoint = stack.servers[server].clone();
     stack.block_on(async {
@@ -79,7 +79,7 @@ fn claims_cost_nothing() {
         let status = raw_lookup(&stack, 0, vec![lookup_request::Part::Head(head.clone())]).unwrap_err();
         assert!(status.message().contains("cut short"), "{status}");
     }
-    // One such request, believed, would take a gigabyte.
+    // A server that trusted such a request would allocate a gigabyte.
     assert!(memory_kib() - before < 200 * 1024, "{} KiB more", memory_kib() - before);
 }
 

@@ -1,9 +1,9 @@
-//! Servers that die under a run.
+//! Servers that end during a run.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use persia_types::kernels::{Gradients, SegmentSum, Uses};
+use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::tables::{PushRequest, TableGradients};
 use persia_types::{Mode, ShardedIds, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
@@ -22,7 +22,7 @@ fn impatient(endpoint: Endpoint, rpc_timeout_s: u64) -> WireTables {
     WireTables::connect(options).unwrap()
 }
 
-/// Two servers behind a middleware, and a run that has begun.
+/// Two servers, a middleware, and a run.
 fn begun() -> (Setting, [Process; 2], Process, WireTables) {
     let (setting, servers, middleware, client) = begun_with(Setting::new(), &plan(), 4);
     lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
@@ -56,7 +56,7 @@ fn a_server_that_was_killed_is_named_and_the_run_is_lost() {
         let text = error.to_string();
         assert!(text.contains("server 1 of 2") && text.contains(&address), "{text}");
     }
-    // The other one applied its part, once.
+    // The other server applied its part, once.
     let stats = client.stats().unwrap_err();
     assert!(stats.to_string().contains("server 1 of 2"), "{stats}");
 }
@@ -77,14 +77,14 @@ fn a_server_that_came_back_without_the_run_is_lost_too() {
     }
 }
 
-/// Goes on when the test ends.
+/// Resumes a process when the test ends.
 struct Stopped<'a>(&'a Process);
 
 impl<'a> Stopped<'a> {
     fn stop(process: &'a Process) -> Self {
         process.signal("-STOP");
-        // The signal has come when kill returns; until a thread has seen to it, others may still serve.
-        wait_until("every thread to stand still", || {
+        // The signal is pending when kill returns; threads may still serve until one of them handles it.
+        wait_until("every thread to stop", || {
             let threads = std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
             let mut stats =
                 threads.map(|thread| std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap());
@@ -112,18 +112,18 @@ fn a_server_that_hangs_is_named_and_the_run_is_lost() {
         assert!(named, "{error}");
     }
     drop(stopped);
-    wait_until("the server to go on", || client.stats().is_ok());
+    wait_until("the server to resume", || client.stats().is_ok());
     lookup(&client, token(0, 2), Mode::Train, &[4], &ids()).unwrap();
 }
 
-/// The first server gets its part before the second one, until it takes no more.
+/// The first server gets its part before the second one, until its queue is full.
 #[test]
-fn a_server_that_takes_no_more_of_a_large_push_is_blamed_and_not_the_one_that_waits_behind_it() {
+fn a_server_that_blocks_a_large_push_is_named_and_not_the_one_after_it() {
     const DIM: usize = 64;
     const WIDE: &str = "slots_config:\n  a: {dim: 64}\n";
     let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 16);
     let _stopped = Stopped::stop(&servers[0]);
-    // More than may be under way to a server that does not read, and so that it gets there within one of four tries.
+    // More than fits between the middleware and a server that does not read, and little enough to be sent within one of four tries.
     let ids = ShardedIds::group(&(0..700_000).collect::<Vec<u64>>()).unwrap();
     let rows = vec![0.5; ids.len() * DIM];
     let of_samples = vec![0.5; 10 * DIM];
@@ -132,8 +132,8 @@ fn a_server_that_takes_no_more_of_a_large_push_is_blamed_and_not_the_one_that_wa
     let sum = SegmentSum {
         gradients: &of_samples,
         dim: DIM,
-        uses: Uses { starts: &starts, samples: &samples },
-        weights: None,
+        csr: Csr { offsets: &starts, indices: &samples },
+        per_sample_weights: None,
         factors: None,
         scale: 1.0,
     };
@@ -165,14 +165,14 @@ fn a_middleware_that_was_killed_is_replaced_by_another_under_the_same_token() {
     assert_eq!((stats.rows, stats.pushes.rows_applied, stats.pushes.rows_duplicate), (vec![200], 200, 0));
 }
 
-/// Each asks for rows again and again; the middleware that all of them use is killed and started again under them.
+/// Clients look up repeatedly while the middleware that all of them use is killed and restarted.
 #[test]
 fn fifty_clients_come_back_at_once_and_all_are_served() {
     const CLIENTS: usize = 50;
     let setting = Setting::new();
     let servers = [0, 1].map(|index| setting.server(index, 2, &[]));
     let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
-    // No port: with nobody there, a connection to a free one may be made to itself, and take it.
+    // No port: a connection to a free port can connect to itself, and occupy it.
     let listen = format!("unix:{}", setting.path("middleware.sock"));
     let start = || setting.middleware(&["--servers", &addresses, "--listen", &listen]);
     let mut middleware = start();
@@ -186,7 +186,7 @@ fn fifty_clients_come_back_at_once_and_all_are_served() {
     let ended = AtomicBool::new(false);
     let all_served = |what: &str| {
         let before: Vec<u64> = served.iter().map(|count| count.load(Ordering::Relaxed)).collect();
-        // The look-up that was on its way may have been answered before.
+        // The look-up in progress may have been answered before.
         let further = |(count, before): (&AtomicU64, u64)| count.load(Ordering::Relaxed) >= before + 2;
         wait_until(what, || served.iter().zip(before.iter().copied()).all(further));
     };

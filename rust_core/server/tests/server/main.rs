@@ -1,12 +1,12 @@
-//! Servers and middlewares over real sockets: in this process, and as the binaries they are shipped as.
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on panics")]
+//! Servers and middlewares over sockets: in this process, and as binaries.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test panics when it fails")]
 
 mod auth;
 mod contract;
 mod equal;
 mod hostile;
-mod journal;
 mod limits;
+mod log;
 mod lost;
 mod pooled;
 mod pooled_limits;

@@ -1,4 +1,4 @@
-//! Features of many ids, pooled by the middleware: the bits of a store in memory, and fewer bytes.
+//! Features of many ids, pooled by the middleware: the same bits as a store in memory, in fewer bytes.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -11,9 +11,9 @@ use std::time::Duration;
 use persia_engine::{
     Batch, BatchParts, Drained, Engine, EngineOptions, Gradient, IdFeature, Next, Output, PushOptions,
 };
+use persia_kernels::{Bags, Gradients};
 use persia_store::{Store, StoreOptions};
 use persia_types::id::hash_id;
-use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
 };
@@ -28,16 +28,16 @@ use crate::stack::{JOB, Plan, Stack, run_of};
 const LONG: Duration = Duration::from_secs(60);
 const STEPS: u64 = 8;
 const SAMPLES: u64 = 64;
-/// Few enough that rows are evicted all the time.
+/// So few that rows are evicted constantly.
 const CAPACITY: u64 = 3_000;
 
-/// Name, dimension, and what its slot does with many ids. The last two share a table.
+/// Name, dimension and pooling. The last two share a table.
 fn slots() -> Vec<(&'static str, usize, Slot)> {
     let mean = Slot { pooling: Pooling::Mean, ..Slot::default() };
     let root = Slot { sqrt_scaling: true, ..Slot::default() };
     let stacked = Slot { hash_stack: Some(HashStack { rounds: 2, buckets: 500 }), ..root.clone() };
     let raw = Slot { sample_fixed_size: Some(4), ..Slot::default() };
-    // Its batches have more buckets than places: pooled, they would be fewer bytes.
+    // Its batches have more buckets than positions: pooled, they would be fewer bytes.
     let raw_stacked = Slot { hash_stack: Some(HashStack { rounds: 2, buckets: 1_000_000 }), ..raw.clone() };
     vec![
         ("sum", 8, Slot::default()),
@@ -101,9 +101,9 @@ fn plan(servers: u32) -> Plan {
     Plan { schema: schema(), capacity: CAPACITY, ..Plan::new(servers) }
 }
 
-/// What samples of a feature got, as bits, and of a raw feature places and mask.
+/// The values of a feature's samples, as bits; positions and mask of a raw feature.
 type Seen = (Vec<u32>, Option<(usize, Vec<bool>)>);
-/// What all features had at every step, and what was counted.
+/// The values of all features in each step, and the counters.
 type Trained = (Vec<Vec<Seen>>, Stats);
 
 fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
@@ -121,7 +121,7 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
             (bits, output.raw().map(|raw| (raw.places, raw.mask.clone())))
         };
         steps.push(looked.outputs.iter().map(seen).collect());
-        // A gradient of its own for each number, and of each sign.
+        // A different gradient for each number, with both signs.
         let gradient = |out: &&[f32]| {
             let of = |(at, value): (usize, &f32)| value + (hash_id(at as u64) % 100) as f32 / 50.0 - 1.0;
             Some(Box::new(out.iter().enumerate().map(of).collect::<Vec<f32>>()) as Gradient)
@@ -135,11 +135,11 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
         assert!(matches!(engine.drain(LONG).unwrap(), Drained::Done));
     }
     let stats = tables.stats().unwrap();
-    // What several servers count in their own way.
+    // Several servers count these differently.
     (steps, Stats { memory_bytes: 0, tokens: BTreeMap::new(), ..stats })
 }
 
-/// Asks for rows of ids only, or counts how often it does not.
+/// Looks up only rows of ids, or counts the other look-ups.
 struct Watched {
     tables: WireTables,
     only_rows: bool,
@@ -235,7 +235,7 @@ fn training_on_samples_pooled_elsewhere_gives_the_bits_of_a_store_in_memory() {
         let found = trained(Arc::clone(&tables) as Arc<dyn Tables>, &run(&stack.plan));
         let Plan { servers, middleware, .. } = stack.plan;
         assert!(found == reference, "{servers} servers, middleware: {middleware}");
-        // The first seven features, at every step.
+        // The first seven features, in each step.
         let pooled = if middleware { 7 * STEPS } else { 0 };
         assert_eq!(tables.pooled.load(Ordering::Relaxed), pooled);
     }
@@ -254,7 +254,7 @@ fn numbers_of_sixteen_bits_give_equal_bits_on_any_number_of_servers() {
     }
 }
 
-/// Passes connections on to `target`, and counts the bytes of both ways.
+/// Forwards connections to `target`, and counts the bytes in both directions.
 fn relay(target: &Endpoint) -> (Endpoint, Arc<AtomicU64>) {
     let Endpoint::Tcp { host, port } = target.clone() else { panic!("a TCP endpoint") };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -292,6 +292,6 @@ fn fewer_bytes_travel_between_trainer_and_middleware() {
     };
     let ((pooled, less), (rows, more)) = (through(false), through(true));
     assert!(pooled == rows, "the same training");
-    // Five of twelve features travel as before, and so do all ids.
+    // Five of twelve features, and all ids, are sent as before.
     assert!(less * 2 < more, "{less} bytes instead of {more}");
 }

@@ -1,12 +1,11 @@
-//! What a middleware refuses of samples, and what becomes of sixteen bits there.
+//! Samples that a middleware refuses, and 16-bit floats there.
 
+use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::{self, Bags, Gradients, Pool, SegmentSum, Uses};
-use persia_types::tables::{LookupRequest, PushRequest, SampleUses, TableGradients, TableIds};
+use persia_types::tables::{LookupRequest, PerSample, PushRequest, TableGradients, TableIds};
 use persia_types::{Dtype, Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
 use persia_wire::bounded;
-use persia_wire::chunk::{id_chunks, row_chunks, word_chunks};
 use persia_wire::client::WireTables;
 use persia_wire::error::from_status;
 use persia_wire::floats::RowFormat;
@@ -14,6 +13,7 @@ use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
 use persia_wire::proto::middleware_client::MiddlewareClient;
 use persia_wire::proto::{self, lookup_request, push_request};
+use persia_wire::send::{id_chunks, row_chunks, word_chunks};
 use tonic::Status;
 
 use crate::equal::sixteen_bits;
@@ -21,7 +21,7 @@ use crate::limits::memory_kib;
 use crate::stack::{self, Plan, Stack, lookup, run_of, token};
 
 const DIM: usize = 4;
-/// Wide enough that samples are fewer bytes than rows.
+/// So wide that samples are fewer bytes than rows.
 const WIDE: usize = 32;
 const IDS: usize = 3;
 
@@ -30,7 +30,7 @@ const PLACES: &[u32] = &[0, 1, 2, 0];
 const OFFSETS: &[u32] = &[0, 2, 4];
 const WEIGHTS: &[f32] = &[1.0, 1.0, 1.0, 1.0];
 const DIVISORS: &[f32] = &[2.0, 2.0];
-/// The same by id.
+/// The same, by id.
 const SAMPLES: &[u32] = &[0, 1, 0, 1];
 const STARTS: &[u32] = &[0, 2, 3, 4];
 
@@ -46,7 +46,8 @@ fn ids() -> ShardedIds {
 }
 
 fn part() -> proto::TablePart {
-    let samples = proto::Samples { samples: 2, uses: 4, weights: true, factors: true, scale: 1.0 };
+    let samples =
+        proto::Samples { samples: 2, indices: 4, per_sample_weights: true, factors: true, scale: 1.0 };
     proto::TablePart { samples: Some(samples), ..Part::new(0, RowFormat::f32(DIM), &ids()).to_proto() }
 }
 
@@ -61,7 +62,7 @@ fn words(list: &[u32], starts: &[u32], weights: &[f32], factors: &[f32]) -> Vec<
     [list, starts, &floats].concat()
 }
 
-/// Call a middleware, or a server, without the client's care.
+/// Call a middleware, or a server, without the checks of the client.
 fn raw_lookup(
     stack: &Stack,
     server: Option<usize>,
@@ -103,7 +104,7 @@ fn raw_push(stack: &Stack, server: Option<usize>, messages: Vec<push_request::Pa
 fn lookup_messages(part: proto::TablePart, words: &[u32]) -> Vec<lookup_request::Part> {
     let mode = proto::Mode::Train.into();
     let head = proto::LookupHead { token: Some(token(0, 1).into()), step: 1, mode, parts: vec![part] };
-    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(lookup_request::Part::Uses);
+    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(lookup_request::Part::Csr);
     let mut messages = vec![lookup_request::Part::Head(head)];
     messages.extend(uses.chain(id_chunks(0, ids().ids()).map(lookup_request::Part::Ids)));
     messages
@@ -112,7 +113,7 @@ fn lookup_messages(part: proto::TablePart, words: &[u32]) -> Vec<lookup_request:
 fn push_messages(part: proto::TablePart, words: &[u32], gradients: Vec<f32>) -> Vec<push_request::Part> {
     let (token, parts) = (Some(token(0, 1).into()), vec![part]);
     let head = proto::PushHead { token, step: 1, lr_factor: 1.0, parts, only: vec![] };
-    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(push_request::Part::Uses);
+    let uses = word_chunks(0, [&words[..5], &words[5..], &[], &[]]).map(push_request::Part::Csr);
     let mut messages = vec![push_request::Part::Head(head)];
     messages.extend(uses.chain(id_chunks(0, ids().ids()).map(push_request::Part::Ids)));
     messages.extend(row_chunks(0, RowFormat::f32(DIM), gradients).map(push_request::Part::Gradients));
@@ -134,22 +135,22 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
         assert!(error.to_string().contains("table 0") && error.to_string().contains(named), "{error}");
     };
     refused(with(|samples| samples.samples = 1 << 25), &good, "33554432 samples, the limit is");
-    refused(with(|samples| samples.uses = u32::MAX), &good, "uses of ids, the limit is");
+    refused(with(|samples| samples.indices = u32::MAX), &good, "indices of ids, the limit is");
     refused(proto::TablePart { shard_counts: vec![0; 256], ..part() }, &good, "2 samples use no ids");
     refused(part(), &words(&[0, 1, 2, 3], OFFSETS, WEIGHTS, DIVISORS), "a sample uses row 3 of 3");
-    refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples ascend");
+    refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples must ascend");
     refused(part(), &words(PLACES, &[0, 2, 3], WEIGHTS, DIVISORS), "from 0 to 3");
-    refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN of use 1");
+    refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN at index 1");
     refused(part(), &words(PLACES, OFFSETS, WEIGHTS, &[2.0, 0.0]), "divisor 0 of sample 1");
-    let status = raw_lookup(&stack, None, lookup_messages(with(|samples| samples.uses = 1 << 28), &good));
-    assert!(status.unwrap_err().message().contains("bytes of samples and their uses"));
+    let status = raw_lookup(&stack, None, lookup_messages(with(|samples| samples.indices = 1 << 28), &good));
+    assert!(status.unwrap_err().message().contains("bytes of samples and their indices"));
 
     let whole = lookup_messages(part(), &good);
     let missing = [&whole[..2], &whole[3..]].concat();
     let late = [&whole[..1], &whole[3..], &whole[1..3]].concat();
     for messages in [missing, late] {
         let status = raw_lookup(&stack, None, messages).unwrap_err();
-        assert!(status.message().contains("the uses of all its samples come first"), "{status}");
+        assert!(status.message().contains("the lists of all its samples come first"), "{status}");
     }
     assert!(raw_lookup(&stack, None, whole[..2].to_vec()).unwrap_err().message().contains("cut short"));
     let twice = [&whole[..], &whole[2..3]].concat();
@@ -173,7 +174,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
     };
     let of = |list, starts| words(list, starts, WEIGHTS, &[0.5, 0.5]);
     refused(part(), &of(&[0, 1, 0, 2], STARTS), gradients.clone(), "table 0: sample 2 of 2");
-    refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: starts of samples ascend");
+    refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: offsets of ids must ascend");
     refused(part(), &of(SAMPLES, &[0, 2, 3, 9]), gradients.clone(), "from 0 to 9");
     refused(with(|samples| samples.samples = 1 << 25), &good, gradients.clone(), "the limit is");
     refused(part(), &good, vec![1.0; DIM], "cut short");
@@ -195,7 +196,7 @@ fn claims_of_samples_cost_nothing() {
     let claim = proto::TablePart {
         shard_counts: vec![7_800; 256],
         dim: 128,
-        ..with(|samples| (samples.samples, samples.uses) = (1 << 20, 1 << 26))
+        ..with(|samples| (samples.samples, samples.indices) = (1 << 20, 1 << 26))
     };
     for _ in 0..20 {
         let messages = lookup_messages(claim.clone(), &[0; 1000]);
@@ -203,7 +204,7 @@ fn claims_of_samples_cost_nothing() {
         let messages = push_messages(claim.clone(), &[0; 1000], vec![]);
         raw_push(&stack, None, messages[..2].to_vec()).unwrap_err();
     }
-    // One such request, believed, would take more than a gigabyte.
+    // A middleware that trusted such a request would allocate more than a gigabyte.
     assert!(memory_kib() - before < 200 * 1024, "{} KiB more", memory_kib() - before);
 }
 
@@ -213,13 +214,18 @@ fn sixteen_bits_are_rounded_between_all_processes() {
     let ids = ShardedIds::group(&(0..400).collect::<Vec<Id>>()).unwrap();
     let offsets: Vec<u32> = (0..=samples).map(|sample| sample * 15).collect();
     let divisors = vec![15.0; samples as usize];
-    let bags = Bags { places: &places, offsets: Some(&offsets), weights: None, divisors: Some(&divisors) };
+    let bags = Bags {
+        indices: &places,
+        offsets: Some(&offsets),
+        per_sample_weights: None,
+        divisors: Some(&divisors),
+    };
     let (mut starts, mut of_ids) = (vec![0], Vec::new());
     for unique in 0..400 {
         of_ids.extend((0..600).filter(|use_| places[*use_ as usize] == unique).map(|use_: u32| use_ / 15));
         starts.push(of_ids.len() as u32);
     }
-    let uses = Uses { starts: &starts, samples: &of_ids };
+    let csr = Csr { offsets: &starts, indices: &of_ids };
     let gradients: Vec<f32> = (0..40 * WIDE).map(|place| (place as f32 / 3.0 - 20.0) * 1024.0).collect();
     let factors = [1.0 / 15.0; 40];
     for dtype in [Dtype::F16, Dtype::Bf16] {
@@ -236,18 +242,18 @@ fn sixteen_bits_are_rounded_between_all_processes() {
         let all = [ids.ids().to_vec()];
         for seq in 1..=2 {
             let mut out = vec![f32::NAN; 40 * WIDE];
-            let tables = [TableIds { table: 0, ids: &ids, uses: Some(SampleUses::Pooled(bags)) }];
+            let tables = [TableIds { table: 0, ids: &ids, per_sample: Some(PerSample::Pooled(bags)) }];
             let request =
                 LookupRequest { token: token(0, seq), step: seq, mode: Mode::Train, tables: &tables };
             client.lookup(&request, &mut [&mut out]).unwrap();
             let rows = lookup(&store, token(0, seq), Mode::Train, &[WIDE], &all).unwrap().1.remove(0);
             let mut pooled = vec![0.0; 40 * WIDE];
-            kernels::pool(&Pool { rows: &round(&rows), dim: WIDE, bags }, &mut pooled);
+            persia_kernels::pool(&Pool { rows: &round(&rows), dim: WIDE, bags }, &mut pooled);
             assert_eq!(out, round(&pooled), "{dtype:?}");
 
             let sum = |gradients, scale| {
                 let factors = Some(&factors[..]);
-                SegmentSum { gradients, dim: WIDE, uses, factors, weights: None, scale }
+                SegmentSum { gradients, dim: WIDE, csr, factors, per_sample_weights: None, scale }
             };
             let loss_scale = 1.0 / 1024.0;
             let gradients_of_samples = Gradients::Samples(sum(&gradients, loss_scale));

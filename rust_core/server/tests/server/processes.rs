@@ -1,4 +1,4 @@
-//! The binaries as they are shipped: real processes, real signals, a real nats-server.
+//! The binaries: processes, signals, and nats-server.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -76,7 +76,7 @@ fn started_in_reverse_order_everything_finds_everything_and_nats_may_go() {
 
     let metrics = http(&servers[0].metrics(), "/metrics");
     for series in [
-        "persia_request_seconds_bucket{verb=\"lookup\"",
+        "persia_request_duration_seconds_bucket{method=\"lookup\"",
         "persia_lookup_rows_total{outcome=\"inserted\"}",
         "persia_push_rows_total{outcome=\"applied\"}",
         "persia_rows{table=\"a\"}",
@@ -100,14 +100,14 @@ fn sigterm_lets_connections_finish_and_ends_with_zero() {
         process.signal("-TERM");
         process.logged("waiting for open connections");
     }
-    // The connections of a run go on, new ones do not come about.
+    // Open connections continue, new ones are refused.
     let ids = vec![vec![1, 2, 3]];
     crate::stack::lookup(&client, crate::stack::token(0, 1), persia_types::Mode::Train, &[4], &ids).unwrap();
     assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 1);
     drop(client);
     assert_eq!(middleware.ended().code(), Some(0), "{}", middleware.log());
     assert_eq!(server.ended().code(), Some(0), "{}", server.log());
-    // The next one on the same directory knows which generation was.
+    // The next process with the directory knows the generation.
     let server = setting.server(0, 1, &["--data-dir", &setting.path("data")]);
     let options = ClientOptions {
         service: Service::Server,
@@ -147,18 +147,18 @@ fn a_second_signal_ends_the_grace_period() {
     server.logged("waiting for open connections");
     server.signal("-INT");
     assert_eq!(server.ended().code(), Some(0));
-    assert!(server.log().contains("told to stop again"), "{}", server.log());
+    assert!(server.log().contains("second signal"), "{}", server.log());
 }
 
 #[test]
-fn strangers_are_counted_and_do_not_fill_the_log() {
+fn unauthenticated_calls_are_counted_and_do_not_fill_the_log() {
     let setting = Setting::new();
     let token = setting.path("token");
     fs::write(&token, "0123456789abcdef0123456789abcdef").unwrap();
     let server = setting.server(0, 1, &["--token-file", &token]);
     let (endpoint, start) = (server.endpoint(), Instant::now());
-    const STRANGERS: usize = 30;
-    for _ in 0..STRANGERS {
+    const CALLS: usize = 30;
+    for _ in 0..CALLS {
         let options = ClientOptions {
             service: Service::Server,
             ..ClientOptions::new(Targets::Fixed(vec![endpoint.clone()]))
@@ -166,13 +166,13 @@ fn strangers_are_counted_and_do_not_fill_the_log() {
         let error = WireTables::connect(options).unwrap().wait_ready(PATIENCE).unwrap_err();
         assert!(matches!(error, TablesError::Refused { .. }), "{error}");
     }
-    let told: Vec<_> =
+    let lines: Vec<_> =
         server.log().lines().filter(|line| line.contains("refused: ")).map(str::to_owned).collect();
-    assert!((1..=1 + start.elapsed().as_secs() as usize).contains(&told.len()), "{told:?}");
-    assert!(told[0].contains("127.0.0.1:") && told[0].contains("PERSIA_TOKEN_FILE"), "{}", told[0]);
+    assert!((1..=1 + start.elapsed().as_secs() as usize).contains(&lines.len()), "{lines:?}");
+    assert!(lines[0].contains("127.0.0.1:") && lines[0].contains("PERSIA_TOKEN_FILE"), "{}", lines[0]);
     let metrics = http(&server.metrics(), "/metrics");
     let counted = metrics.lines().find_map(|line| line.strip_prefix("persia_refused_calls_total "));
-    assert!(counted.is_some_and(|count| count.parse::<usize>().unwrap() >= STRANGERS), "{metrics}");
+    assert!(counted.is_some_and(|count| count.parse::<usize>().unwrap() >= CALLS), "{metrics}");
 }
 
 #[test]
@@ -213,13 +213,13 @@ fn what_cannot_work_says_so_in_one_line() {
         (SERVER, &["--no-such-flag"], 2, "--no-such-flag"),
         (SERVER, &["--job", "a b"], 2, "a b"),
         (SERVER, &["--global-config", "/no/such/file.yml"], 2, "/no/such/file.yml"),
-        (SERVER, &["--listen", &taken], 2, "something else listens there"),
-        (SERVER, &["--metrics-listen", &taken], 2, "something else listens there"),
+        (SERVER, &["--listen", &taken], 2, "the address is in use"),
+        (SERVER, &["--metrics-listen", &taken], 2, "the address is in use"),
         (SERVER, &["--listen", "0.0.0.0:0"], 5, "PERSIA_TOKEN_FILE"),
         (SERVER, &["--token-file", &token], 5, "9 bytes"),
         (SERVER, &["--tls-cert", &token], 2, "PERSIA_TLS_KEY"),
         (SERVER, &["--data-dir", &data], 75, "in use by another server"),
-        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\" and no generation"),
+        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is no generation"),
         (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
     ];
     for (binary, arguments, code, text) in cases {
@@ -276,8 +276,8 @@ fn a_secret_opens_the_door_and_stands_in_no_log() {
     let endpoint = Endpoint::Tcp { host: "127.0.0.1".into(), port };
     let mut options = ClientOptions::new(Targets::Fixed(vec![endpoint.clone()]));
     options.service = Service::Server;
-    let stranger = WireTables::connect(options.clone()).unwrap().wait_ready(PATIENCE).unwrap_err();
-    assert!(stranger.to_string().contains("refused"), "{stranger}");
+    let refused = WireTables::connect(options.clone()).unwrap().wait_ready(PATIENCE).unwrap_err();
+    assert!(refused.to_string().contains("refused"), "{refused}");
     options.secret = Some(persia_wire::auth::Secret::read(Path::new(&token)).unwrap());
     let client = WireTables::connect(options).unwrap();
     client.begin(&run_of(&Plan { servers: 1, ..plan() })).unwrap();

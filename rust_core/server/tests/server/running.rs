@@ -16,7 +16,7 @@ use crate::stack::{JOB, Plan};
 
 pub(crate) const SERVER: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-server");
 pub(crate) const MIDDLEWARE: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-middleware");
-/// What a starved machine may need for anything that is to happen soon.
+/// The longest that a busy machine needs for anything quick.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 const EMBEDDING: &str = "slots_config:\n  a: {dim: 4}\n";
 
@@ -79,7 +79,7 @@ impl Process {
         line().unwrap()
     }
 
-    /// Where it listens.
+    /// Its address.
     pub(crate) fn endpoint(&self) -> Endpoint {
         let line: serde_json::Value = serde_json::from_str(&self.logged("\"listening\"")).unwrap();
         line["endpoint"].as_str().unwrap().parse().unwrap()
@@ -113,7 +113,7 @@ impl Process {
         status.unwrap()
     }
 
-    /// Its exit code and last line; it has to end by itself.
+    /// The exit code and the last line of a process that ends by itself.
     pub(crate) fn fails(mut self) -> (i32, String) {
         let code = self.ended().code().unwrap();
         wait_until("its last line", || self.log().contains("error: "));
@@ -121,7 +121,7 @@ impl Process {
     }
 }
 
-/// A directory with the configuration, and the flags every process gets.
+/// A directory with the configuration, and the flags of every process.
 pub(crate) struct Setting {
     dir: tempfile::TempDir,
 }
@@ -131,7 +131,7 @@ impl Setting {
         Self::of(EMBEDDING)
     }
 
-    /// Of another embedding config.
+    /// With another embedding configuration.
     pub(crate) fn of(embedding: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("embedding_config.yml"), embedding).unwrap();

@@ -1,15 +1,15 @@
-//! Servers and a middleware in this process, and requests in one line.
+//! Servers and a middleware in this process, and short functions for requests.
 
 use std::future::pending;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use persia_server::middleware::{Link, MiddlewareService, Servers};
+use persia_kernels::{Bags, Gradients};
+use persia_server::middleware::{Link, MiddlewareService, ServerPool};
 use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::EmbeddingService;
-use persia_types::kernels::{Bags, Gradients};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -30,7 +30,7 @@ use tokio::runtime::Runtime;
 
 pub(crate) const JOB: &str = "test";
 
-/// What a stack is made of.
+/// The settings of a stack.
 #[derive(Clone)]
 pub(crate) struct Plan {
     pub(crate) job: String,
@@ -60,7 +60,7 @@ impl Plan {
     }
 }
 
-/// Everything a [`Plan`] names, running until it is dropped.
+/// The servers and the middleware of a [`Plan`], running until dropped.
 pub(crate) struct Stack {
     pub(crate) plan: Plan,
     pub(crate) servers: Vec<Endpoint>,
@@ -91,13 +91,13 @@ impl Stack {
         Self { plan, servers, front, runtime: Some(runtime), dir }
     }
 
-    /// As rank 0 and admin, in the right way.
+    /// A client of rank 0, with the role of an admin.
     pub(crate) fn options(&self) -> ClientOptions {
         let mut options = ClientOptions::new(Targets::Fixed(vec![self.front.clone()]));
         options.service = if self.plan.middleware { Service::Middleware } else { Service::Server };
         options.secret.clone_from(&self.plan.secret);
         options.tls = self.plan.tls.client().unwrap();
-        // Contract cases choose directories of their own.
+        // Cases of the contract choose their directories.
         options.checkpoint_root = Some(std::env::temp_dir());
         options
     }
@@ -145,7 +145,7 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
         checkpoints: CheckpointRoot::new(Some(std::env::temp_dir())),
         turn_timeout: plan.turn_timeout,
         address: endpoint.to_string(),
-        journal: None,
+        log: None,
     };
     let data = dir.join(format!("data-{index}"));
     let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
@@ -159,7 +159,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     let listener = bind(plan, "middleware", dir).await;
     let endpoint = listener.endpoint().clone();
     let link = Link { secret: plan.secret.clone(), tls: plan.tls.client().unwrap() };
-    let servers = Arc::new(Servers::fixed(servers, &link).unwrap());
+    let servers = Arc::new(ServerPool::fixed(servers, &link).unwrap());
     let (host, health) = host(plan, &listener).await;
     let service = MiddlewareService::new(servers, Duration::from_secs(30), "the middleware".into());
     let service = bounded!(MiddlewareServer::new(service));
@@ -167,7 +167,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     endpoint
 }
 
-/// Tables, and what they need.
+/// Tables, and what keeps them running.
 pub(crate) struct Held<T> {
     pub(crate) tables: WireTables,
     /// Dropped last.
@@ -250,7 +250,7 @@ pub(crate) fn token(rank: u32, seq: u64) -> Token {
     Token { job: JobId::from_name(JOB), generation: 1, rank, seq }
 }
 
-/// Look ids of some tables up; rows of each in the order of its groups.
+/// Look up ids of some tables; the rows of each are in the order of its groups.
 pub(crate) fn lookup(
     tables: &dyn Tables,
     token: Token,
@@ -260,7 +260,7 @@ pub(crate) fn lookup(
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let grouped: Vec<ShardedIds> = ids.iter().map(|ids| ShardedIds::group(ids).unwrap()).collect();
     let parts: Vec<TableIds<'_>> =
-        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, uses: None }).collect();
+        grouped.iter().enumerate().map(|(table, ids)| TableIds { table, ids, per_sample: None }).collect();
     let mut rows: Vec<Vec<f32>> =
         grouped.iter().zip(dims).map(|(ids, dim)| vec![-77.0; ids.len() * dim]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -269,7 +269,7 @@ pub(crate) fn lookup(
     Ok((report, rows))
 }
 
-/// Push a gradient that is made of the id, and a bit different at every step.
+/// Push a gradient that depends on the id and the step.
 pub(crate) fn push(
     tables: &dyn Tables,
     token: Token,
@@ -279,7 +279,7 @@ pub(crate) fn push(
     push_as(tables, token, dims, ids, |gradient| gradient)
 }
 
-/// As [`push`], with each number changed.
+/// As [`push`], with each number changed by a function.
 pub(crate) fn push_as(
     tables: &dyn Tables,
     token: Token,

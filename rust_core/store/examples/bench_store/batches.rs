@@ -1,7 +1,7 @@
-//! Ids, and a store that holds them.
+//! Ids, and a store with their rows.
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -39,12 +39,12 @@ fn scramble(value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// The id of row `number`: no order that an index could profit from.
+/// The id of row `number`, in an order that helps no index.
 pub(crate) fn id(number: u32) -> Id {
     scramble(u64::from(number) + 1)
 }
 
-/// A request's ids, grouped as the engine does it.
+/// The ids of a request, grouped as the engine groups them.
 pub(crate) fn group(numbers: &[u32]) -> ShardedIds {
     ShardedIds::group(&numbers.iter().map(|number| id(*number)).collect::<Vec<_>>()).expect("few enough ids")
 }
@@ -57,12 +57,12 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// Holds the ids of rows `0..rows`.
+    /// With the ids of rows `0..rows`.
     pub(crate) fn new(dim: usize, rows: usize, optimizer: Optimizer) -> Self {
         Self::of(Table::new("bench", dim), rows, optimizer)
     }
 
-    /// As [`Self::new`], of a table with settings of its own.
+    /// As [`Self::new`], for a table with its own settings.
     pub(crate) fn of(table: Table, rows: usize, optimizer: Optimizer) -> Self {
         let dim = table.dim;
         let schema = Schema { slots: vec![], tables: vec![table] };
@@ -89,7 +89,7 @@ impl Bench {
             let ids = group(&numbers);
             let seq = bench.next();
             bench.lookup(seq, Mode::Train, &ids, &mut out[..numbers.len() * dim]);
-            // Answered by nothing, so that no slots are remembered.
+            // An empty push, so that no slots stay cached.
             bench.push(seq, &group(&[]), &[]);
         }
         bench
@@ -108,7 +108,7 @@ impl Bench {
             token: Self::token(seq),
             step: seq,
             mode,
-            tables: &[TableIds { table: 0, ids, uses: None }],
+            tables: &[TableIds { table: 0, ids, per_sample: None }],
         };
         self.store.lookup(&request, &mut [out]).expect("a good look-up")
     }

@@ -1,7 +1,7 @@
-//! B6: saving and loading all rows, against writing and reading as many bytes in a row; a step while a save is written,
-//! against one otherwise.
+//! B6: saving and loading all rows, against sequential writes and reads of as many bytes; a step during a save, against one
+//! without.
 //!
-//! What is read was written by `fsync` and left the system's cache before, so that the disk is read and not memory.
+//! Files are synced and dropped from the system's cache before they are read, so that the disk is measured.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -28,7 +28,7 @@ const ADAGRAD: Optimizer = Optimizer::Adagrad {
 /// Bytes of one `write` or `read` of the peer.
 const BLOCK: usize = 1 << 20;
 
-/// Wall seconds of everything, in turns, below the directory for temporary files.
+/// Measure wall seconds, in turns, in the directory for temporary files.
 pub(crate) fn measure(size: &Size) {
     let rows = (size.rows)(2 * DIM) / 4;
     let bench = Bench::new(DIM, rows, ADAGRAD);
@@ -52,12 +52,12 @@ pub(crate) fn measure(size: &Size) {
     print("B6", &case("save"), "s", save.median(), write.median(), 0.5, save.spread());
     print("B6", &case("load"), "s", load.median(), read.median(), 0.5, load.spread());
     let (alone, meanwhile) = time_steps(&bench, rows, root.path());
-    // The mean: what a save holds up, it may hold up once.
+    // The mean: a save may delay a single step.
     let case = case("a step of one thread while saving");
     print("B6", &case, "ms", meanwhile.mean(), alone.mean(), 1.0 / 1.2, meanwhile.spread());
 }
 
-/// Wall milliseconds of a step of one thread: otherwise, and while a save is written.
+/// Wall milliseconds of a step of one thread: without a save, and during one.
 fn time_steps(bench: &Bench, rows: usize, root: &Path) -> (Samples, Samples) {
     let mut random = Random(9);
     let batches: Vec<ShardedIds> = (0..8).map(|_| group(&random.distinct(BATCH, rows))).collect();
@@ -115,11 +115,11 @@ fn restore(bench: &Bench, dir: &Path, files: &[FileEntry]) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Take a file out of the system's cache.
+/// Drop a file from the system's cache.
 #[allow(unsafe_code)]
 fn forget(path: &Path) {
     let file = File::open(path).expect("what was written");
-    // SAFETY: advice about a file that is open; 0 bytes from 0 are all of it.
+    // SAFETY: advice about an open file; a length of 0 is all of it.
     let refused = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
     assert_eq!(refused, 0, "advice about {}", path.display());
 }

@@ -1,8 +1,8 @@
-//! Samples, and the figures they become: one line of JSON each.
+//! Samples, and their figures as lines of JSON.
 
 use serde_json::{Value, json};
 
-/// How much faster than its limit noise may show the store.
+/// How much faster than its limit the store may appear by noise.
 const NOISE: f64 = 1.25;
 
 /// Repeated measurements of one thing.
@@ -34,21 +34,21 @@ impl Samples {
     }
 }
 
-/// What was measured, and what it is measured against. Less is better.
+/// A value and the value of its peer. Less is better.
 pub(crate) struct Figure<'a> {
     pub(crate) id: &'a str,
     pub(crate) case: &'a str,
     pub(crate) unit: &'a str,
     pub(crate) value: f64,
     pub(crate) peer: f64,
-    /// The peer is a limit, which nothing can be faster than.
+    /// The peer is a limit: nothing is faster.
     pub(crate) limited: bool,
     pub(crate) target: f64,
     pub(crate) spread: f64,
 }
 
 impl Figure<'_> {
-    /// Print the figure; an invalid one says why.
+    /// Print the figure, with the reason if it is invalid.
     pub(crate) fn print(&self) {
         println!("{}", self.record());
     }
@@ -74,7 +74,7 @@ impl Figure<'_> {
         self.peer / self.value
     }
 
-    /// Why the figure is no result; None where it is one.
+    /// Why the figure is not a result; None if it is one.
     fn invalid(&self) -> Option<String> {
         let ratio = self.ratio();
         if !(self.value.is_finite() && self.peer.is_finite() && self.value > 0.0 && self.peer > 0.0) {
@@ -94,7 +94,7 @@ pub(crate) fn print(id: &str, case: &str, unit: &str, value: f64, peer: f64, tar
     Figure { id, case, unit, value, peer, limited: false, target, spread }.print();
 }
 
-/// In steps of one over `parts`. A number that is not finite becomes null.
+/// Round to steps of one over `parts`. A number that is not finite becomes null.
 fn rounded(number: f64, parts: f64) -> f64 {
     (number * parts).round() / parts
 }
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_that_noise_made_says_so_and_a_missed_target_does_not() {
+    fn noise_makes_a_figure_invalid_and_a_missed_target_does_not() {
         for good in [
             Figure { peer: 5.0, ..GOOD },
             Figure { peer: 62.4, ..GOOD },

@@ -1,4 +1,4 @@
-//! What Rust has no safe word for: huge pages, prefetching, and the time a thread has used.
+//! Huge pages, prefetching and the time of a thread, for which Rust has no safe functions.
 #![allow(unsafe_code)]
 
 /// CPU time of this thread in nanoseconds.
@@ -10,19 +10,19 @@ pub(crate) fn cpu_ns() -> f64 {
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
 
-/// `len` ones on huge pages, where the system has them.
+/// `len` ones, on huge pages if the system has them.
 pub(crate) fn on_huge_pages(len: usize) -> Vec<f32> {
     let mut values: Vec<f32> = Vec::with_capacity(len);
     let start = values.as_mut_ptr().cast::<u8>();
     let aligned = start.align_offset(2 << 20);
     let bytes = (len * 4).saturating_sub(aligned);
-    // SAFETY: advice on memory this vector owns; where it is refused small pages serve.
+    // SAFETY: advice about memory that this vector owns. A refusal does no harm.
     unsafe { libc::madvise(start.wrapping_add(aligned).cast(), bytes, libc::MADV_HUGEPAGE) };
     values.resize(len, 1.0);
     values
 }
 
-/// Ask for the cache lines of `values[from..from + len]`.
+/// Prefetch the cache lines of `values[from..from + len]`.
 #[inline(always)]
 pub(crate) fn prefetch(values: &[f32], from: usize, len: usize) {
     let start = values.as_ptr().wrapping_add(from).cast::<u8>();
@@ -43,11 +43,11 @@ pub(crate) fn widest<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {
         if is_x86_feature_detected!("avx512f") {
-            // SAFETY: the processor was just asked.
+            // SAFETY: the processor has the feature.
             return unsafe { avx512(work) };
         }
         if is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor was just asked.
+            // SAFETY: the processor has the feature.
             return unsafe { avx2(work) };
         }
     }

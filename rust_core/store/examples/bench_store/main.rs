@@ -1,10 +1,10 @@
 //! The store against the limits of memory and disk: B1, B2, B6 and B7 of the performance goals.
 //!
 //! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [DIM...]` prints one line
-//! of JSON per figure; dimensions choose among those of B1 and B2. Times are CPU nanoseconds per row (of all threads
-//! together), medians over many requests; `peer` is the raw operation on as many rows of the same size, measured in turns
-//! with the store's; `ratio` is higher is better; `spread` is half the distance of the quartiles over the median. In B7
-//! `peer` is the limit or the smaller size. A figure with `invalid` is no result: it says why.
+//! of JSON per figure; dimensions select among those of B1 and B2. Times are CPU nanoseconds per row (of all threads
+//! together), medians over many requests. `peer` is the raw operation on as many rows of the same size, measured in turns
+//! with the store; of `ratio` higher is better; `spread` is half the distance of the quartiles over the median. In B7
+//! `peer` is the limit or the smaller size. A figure with `invalid`, which is the reason, is not a result.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 mod batches;
@@ -15,9 +15,9 @@ mod raw;
 mod scale;
 mod speed;
 
-/// How much is measured.
+/// The size of a measurement.
 pub(crate) struct Size {
-    /// Rows for a row of that many floats.
+    /// Number of rows of so many floats.
     rows: fn(usize) -> usize,
     /// Requests per figure.
     repetitions: usize,
@@ -26,7 +26,7 @@ pub(crate) struct Size {
 }
 
 const FULL: Size = Size {
-    // The store and its peer are in memory at once: at most 4 GiB each.
+    // The store and its peer are both in memory: at most 4 GiB each.
     rows: |floats| 10_000_000.min((4 << 30) / (floats * 4)),
     repetitions: 60,
     scales: &[100_000, 1_000_000, 10_000_000, 100_000_000],

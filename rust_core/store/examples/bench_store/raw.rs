@@ -1,18 +1,17 @@
-//! The memory limit: the same traffic with the place of every row known.
+//! The memory limit: the same traffic with known positions of rows.
 //!
-//! A limit must not be beaten for want of care, so rows start at a cache line wherever their length allows it, all
-//! their lines are prefetched, the loops use the widest registers, and the distance of prefetching is the best of
-//! several, tried on the spot.
+//! The limit must be as fast as possible: rows start at a cache line if their length allows it, all their lines are
+//! prefetched, the loops use the widest registers, and the prefetch distance is the best of several.
 
 use crate::machine::{cpu_ns, on_huge_pages, prefetch, widest};
 
-/// Distances of prefetching that are tried, in rows.
+/// Prefetch distances to try, in rows.
 const AHEAD: [usize; 7] = [4, 8, 12, 16, 32, 64, 128];
 
 /// Rows in one array.
 pub(crate) struct RawRows {
     values: Vec<f32>,
-    /// Where the first row starts: at a cache line.
+    /// The start of the first row, at a cache line.
     first: usize,
     stride: usize,
     gather_ahead: usize,
@@ -20,7 +19,7 @@ pub(crate) struct RawRows {
 }
 
 impl RawRows {
-    /// `slots` are some of the rows, to try distances on.
+    /// `slots` are rows to try distances on.
     pub(crate) fn new(rows: usize, stride: usize, dim: usize, slots: &[Vec<u32>]) -> Self {
         let values = on_huge_pages(rows * stride + 16);
         let first = values.as_ptr().align_offset(64);
@@ -46,7 +45,7 @@ impl RawRows {
         );
     }
 
-    /// Add a gradient to the weights, and to every part of the state as far as it goes.
+    /// Add a gradient to the weights, and to each part of the state.
     pub(crate) fn update(&mut self, slots: &[u32], gradients: &[f32], dim: usize) {
         let (rows, stride, ahead) = (&mut self.values[self.first..], self.stride, self.update_ahead);
         widest(
@@ -56,7 +55,7 @@ impl RawRows {
     }
 }
 
-/// The distance at which `work` takes the least time over all `slots`.
+/// The distance with the least time of `work` over all `slots`.
 fn fastest(slots: &[Vec<u32>], mut work: impl FnMut(&[u32], usize)) -> usize {
     let mut best = (f64::INFINITY, 0);
     for ahead in AHEAD {
@@ -103,12 +102,12 @@ fn update(rows: &mut [f32], stride: usize, ahead: usize, slots: &[u32], gradient
                 at += 16;
             }
         }
-        // What is shorter than the weights: the one number that a row-wise optimizer keeps.
+        // A part shorter than the weights: the one number of a row-wise optimizer.
         parts.into_remainder().iter_mut().for_each(|value| *value += gradient[0]);
     }
 }
 
-/// Sixteen floats by way of a copy: the compiler makes one addition of it, and no loop over many blocks at once.
+/// Add sixteen floats through a copy, which the compiler turns into one vector addition.
 #[inline(always)]
 fn add_block(values: &mut [f32], gradient: &[f32], at: usize) {
     let mut sums = [0.0; 16];

@@ -1,4 +1,4 @@
-//! B7: what a row costs in memory, and how look-ups slow down as tables grow.
+//! B7: memory per row, and the cost of look-ups as tables grow.
 
 use persia_types::{Dtype, Mode, Optimizer, Table, TableSettings, Tables};
 
@@ -17,7 +17,7 @@ const ROW_WISE: Optimizer = Optimizer::Adagrad {
     vectorwise_shared: true,
 };
 
-/// Overhead, memory (against 8 GiB for 10⁸ rows) and look-up cost at every size.
+/// Measure overhead, memory (against 8 GiB for 10⁸ rows) and the cost of look-ups at every size.
 pub(crate) fn measure(size: &Size) {
     let mut at_a_million = None;
     for rows in size.scales {

@@ -23,7 +23,7 @@ const fn adagrad(vectorwise_shared: bool) -> Optimizer {
     }
 }
 
-/// Everything for rows of `dim` weights.
+/// Measure rows of `dim` weights.
 pub(crate) fn measure(dim: usize, size: &Size, lookups: bool, updates: bool) {
     for (name, optimizer) in [("adagrad", ADAGRAD), ("row-wise adagrad", ROW_WISE), ("adam", ADAM)] {
         let first = name == "adagrad";
@@ -76,7 +76,7 @@ fn report(id: &str, case: &str, own: &Samples, limit: &Samples, target: f64) {
     Figure { id, case, unit: "CPU ns a row", value, peer, limited: true, target, spread }.print();
 }
 
-/// CPU nanoseconds per row of the store and of the raw gather, in turns, on every thread at once.
+/// CPU nanoseconds per row of the store and of the raw gather, in turns, on all threads concurrently.
 fn time_lookups(
     bench: &Bench,
     raw: &RawRows,
@@ -118,7 +118,7 @@ fn time_lookups(
     (own, limit)
 }
 
-/// As [`time_lookups`], for pushes and raw read-modify-write.
+/// [`time_lookups`], for pushes and raw read-modify-write.
 fn time_updates(
     bench: &Bench,
     raw: &mut RawRows,
@@ -139,7 +139,7 @@ fn time_updates(
         if known {
             bench.lookup(seq, Mode::Train, &ids, &mut out[..floats]);
         }
-        // What the look-up left in the caches is not what a push of several steps later finds.
+        // Evict what the look-up left in the caches: a push comes several steps later.
         raw.gather(&other, &mut out, bench.dim);
         let start = cpu_ns();
         raw.update(&slots, &gradients, bench.dim);

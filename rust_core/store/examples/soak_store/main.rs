@@ -1,8 +1,8 @@
-//! Eviction, admission by count and time to live under load, beside a simulation of the same policy.
+//! Eviction, admission by count and time to live under load, against a simulation of the same policy.
 //!
 //! `cargo run --release -p persia-store --example soak_store -- [LOOK-UPS] [CAPACITY]` (10⁸ look-ups of ids, 10⁶ rows)
-//! trains on ids that are ten times as many as the table may hold and drift. Each report is compared with the
-//! simulation's, all rows at the end. Prints a line every tenth of the way, and panics at the first difference.
+//! trains on drifting ids, ten times as many as the capacity. It compares each report with the simulation's, and all rows
+//! at the end. It prints ten lines of progress, and panics at the first difference.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 #[path = "../../tests/policy/simulation.rs"]
@@ -10,8 +10,8 @@ mod simulation;
 
 use std::collections::HashMap;
 
+use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{LookupReport, LookupRequest, PushRequest, Run, TableGradients, TableIds, Tables};
 use persia_types::{
     Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Token, VIRTUAL_SHARDS,
@@ -35,7 +35,7 @@ fn main() {
         let ids = ShardedIds::group(&traffic.request(step)).unwrap();
         let token = Token { job: JobId::from_name("soak"), generation: 1, rank: 0, seq: step };
         let rows = &mut rows[..ids.len() * DIM];
-        let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+        let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
         let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
         let report = store.lookup(&request, &mut [&mut rows[..]]).unwrap();
         let (expected, values) = simulation.lookup(step as u32, &ids);

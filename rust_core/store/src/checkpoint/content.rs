@@ -1,4 +1,4 @@
-//! The content of a checkpoint's files: found, measured, and compared with what their manifest says.
+//! The files of a checkpoint: located, measured, and compared with the manifest.
 
 use std::path::{Path, PathBuf};
 
@@ -11,13 +11,13 @@ use super::names;
 /// Hex digits of a blake3 hash.
 const HASH_DIGITS: usize = 64;
 
-/// Whether `text` is a hash as this module writes it.
+/// Whether `text` is a blake3 hash in lower case.
 pub(super) fn is_hash(text: &str) -> bool {
     text.len() == HASH_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// Where a file of a checkpoint is: in the staging directory its name may begin with or, once the save is tidied
-/// up, in the checkpoint's directory itself.
+/// The path of a file of a checkpoint: in the staging directory that its name may begin with or, after the save was tidied
+/// up, in the directory of the checkpoint.
 pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     let Some((staging, file)) = names::split(name) else {
         return Err(CheckpointError::corrupt(
@@ -27,7 +27,7 @@ pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     };
     if let Some(staging) = staging {
         let staging = dir.join(staging);
-        // A link in place of the directory could lead anywhere.
+        // A link instead of a directory could lead anywhere.
         let staged = staging.join(file);
         if disk::kind(&staging)?.is_some_and(|kind| kind.is_dir()) && disk::kind(&staged)?.is_some() {
             return Ok(staged);
@@ -36,13 +36,13 @@ pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     Ok(dir.join(file))
 }
 
-/// Check a file against its entry without keeping it.
+/// Check a file against its entry.
 pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
     let (path, mut input) = open(dir, entry)?;
     check(&path, &mut input, entry, |_| ())
 }
 
-/// The whole of a file, which is what its entry says, into `content`; its path. Nothing beyond the file's real size is allocated.
+/// Read a file into `content` and check it against its entry. Returns its path. Allocates no more than the file's real size.
 pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Result<PathBuf> {
     let (path, mut input) = open(dir, entry)?;
     content.clear();
@@ -54,7 +54,7 @@ pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Resu
     Ok(path)
 }
 
-/// Measure a file that someone else wrote, and make it durable.
+/// Measure a file that the caller wrote, and sync it.
 pub(super) fn adopt(dir: &Path, name: &str) -> Result<FileEntry> {
     let mut input = Input::open(&dir.join(name))?;
     let (bytes, blake3) = measure(&mut input, |_| ())?;

@@ -1,11 +1,10 @@
-//! Every call to the file system that a checkpoint makes, in one place: each error names its path, and a test
-//! can make the n-th call fail.
+//! Every call to the file system by a checkpoint. Each error names its path, and tests can make the n-th call fail.
 //!
 //! Fault points, in builds with the feature `failpoints` only, set by `FAILPOINTS` or `fail::cfg`:
-//! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO;
-//! * `ckpt.short=return`: reads and writes move a few bytes at a time;
-//! * `ckpt.synced`: something is durable now, for a test to count;
-//! * the places named with [`crash_point`]: `return` ends the process there with [`CRASH_EXIT`].
+//! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO
+//! * `ckpt.short=return`: reads and writes transfer a few bytes at a time
+//! * `ckpt.synced`: passed after each sync, for tests to count
+//! * the names of [`crash_point`]: `return` ends the process there with [`CRASH_EXIT`]
 
 use std::ffi::OsString;
 use std::fs::{self, File, FileType, OpenOptions, TryLockError};
@@ -19,13 +18,13 @@ use fail::fail_point;
 use super::error::{CheckpointError, Result};
 use super::names::MARKER;
 
-/// Exit status of a process that a fault point ended.
+/// Exit status of a process that a crash point ended.
 pub const CRASH_EXIT: i32 = 42;
 
-/// Name a place where a test may end the process, as `kill -9` would.
+/// A place where a test may end the process, as `kill -9` would.
 macro_rules! crash_point {
     ($name:literal) => {
-        fail::fail_point!($name, |_| std::process::exit($crate::checkpoint::CRASH_EXIT))
+        fail::fail_point!($name, |_| std::process::exit($crate::checkpoint::disk::CRASH_EXIT))
     };
 }
 pub(super) use crash_point;
@@ -44,7 +43,7 @@ fn portion(bytes: usize) -> usize {
     bytes
 }
 
-/// A file that is being written: its size and hash are those of the bytes handed to the operating system.
+/// A file that is being written. Size and hash are those of the bytes passed to the operating system.
 pub(super) struct Output {
     file: File,
     path: PathBuf,
@@ -53,7 +52,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Create a file that does not exist yet.
+    /// Create a file, which must not exist.
     pub(super) fn create(path: &Path) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.write(true).create_new(true).custom_flags(libc::O_NOFOLLOW);
@@ -61,7 +60,7 @@ impl Output {
         Ok(Self { file, path: path.into(), hasher: blake3::Hasher::new(), bytes: 0 })
     }
 
-    /// Make the content durable; returns its size and blake3.
+    /// Sync the content. Returns its size and blake3.
     pub(super) fn finish(self) -> Result<(u64, String)> {
         sync(&self.path, &self.file)?;
         Ok((self.bytes, self.hasher.finalize().to_hex().to_string()))
@@ -82,14 +81,39 @@ impl Write for Output {
     }
 }
 
-/// Put the marker of a save of ours into `dir`, durably.
+/// Write a file that does not exist yet and sync it. The caller syncs the directory.
+pub(super) fn write_new(path: &Path, content: &[u8]) -> Result<()> {
+    let mut file = Output::create(path)?;
+    file.write_all(content).map_err(|error| CheckpointError::io(path, error))?;
+    file.finish().map(drop)
+}
+
+/// Replace the content of a file durably: after a crash the file has the old content or the new one, in full.
+///
+/// The content is written to `.NAME.tmp` beside the file and synced. Then that file is renamed over the old one and the
+/// directory is synced. Only one writer at a time may replace a file.
+///
+/// # Errors
+/// `Io`. The file then has the old content, or the new one if only the last sync failed.
+pub fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
+    let Some(name) = path.file_name() else {
+        return Err(CheckpointError::io(path, io::ErrorKind::InvalidInput.into()));
+    };
+    let mut draft = OsString::from(".");
+    draft.push(name);
+    draft.push(".tmp");
+    let draft = path.with_file_name(draft);
+    remove_file(&draft)?;
+    write_new(&draft, content)?;
+    crash_point!("ckpt.before_replace");
+    rename_durably(&draft, path)
+}
+
+/// Mark `dir` as the staging directory of a save, durably.
 pub(super) fn mark(dir: &Path) -> Result<()> {
     const TEXT: &[u8] =
         b"A save of Persia. If no process is saving, it was not finished; the next save removes it.\n";
-    let path = dir.join(MARKER);
-    let mut file = Output::create(&path)?;
-    file.write_all(TEXT).map_err(|error| CheckpointError::io(&path, error))?;
-    file.finish()?;
+    write_new(&dir.join(MARKER), TEXT)?;
     sync_dir(dir)
 }
 
@@ -100,22 +124,22 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Open a regular file. Neither a symbolic link nor anything else that may lead or block elsewhere will do.
+    /// Open a regular file. Symbolic links, devices and the like are refused.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
         let file = call(path, || options.open(path)).map_err(refuse_link)?;
         let kind = call(path, || file.metadata())?.file_type();
         if !kind.is_file() {
-            return Err(CheckpointError::corrupt(path, "is no regular file"));
+            return Err(CheckpointError::corrupt(path, "is not a regular file"));
         }
         Ok(Self { file, path: path.into() })
     }
 
-    /// Let the system read ahead: all of it is wanted.
+    /// Let the system read the whole file ahead.
     #[allow(unsafe_code)]
     pub(super) fn expect_all(&self) {
-        // SAFETY: advice about an open file; 0 bytes from 0 are all of it. What it cannot do is done by `read_pieces`.
+        // SAFETY: advice about an open file; a length of 0 is all of it. A refusal does no harm.
         unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_WILLNEED) };
     }
 
@@ -138,7 +162,7 @@ impl Input {
         }
     }
 
-    /// Make the content durable, whoever wrote it.
+    /// Sync the content, which another descriptor wrote.
     pub(super) fn sync(&self) -> Result<()> {
         sync(&self.path, &self.file)
     }
@@ -159,18 +183,18 @@ fn refuse_link(error: CheckpointError) -> CheckpointError {
     }
 }
 
-/// Keeps other savers out of a directory until it is dropped or the process ends.
+/// Locks a directory against other savers until it is dropped or the process ends.
 pub(super) struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing is not enough: a process forked meanwhile (a data loader's worker) holds the same open file.
-        // Unlocking what is locked cannot fail, and what could not be locked has nothing to unlock.
+        // To close the file is not enough: a process forked meanwhile (a worker of a data loader) has it open too. Unlocking
+        // cannot fail for a lock that is held.
         let _ = self.0.unlock();
     }
 }
 
-/// Lock a directory for a save. Where the file system has no locks, one saver per directory is up to the caller.
+/// Lock a directory for a save. On a file system without locks, the caller must ensure that there is one saver.
 pub(super) fn lock(dir: &Path) -> Result<Lock> {
     let file = call(dir, || File::open(dir))?;
     match file.try_lock() {
@@ -179,7 +203,7 @@ pub(super) fn lock(dir: &Path) -> Result<Lock> {
     }
 }
 
-/// What a path is, itself, without following a link; None where there is nothing.
+/// The type of a path, without following a link; None if it does not exist.
 pub(super) fn kind(path: &Path) -> Result<Option<FileType>> {
     let found = call(path, || match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -188,7 +212,7 @@ pub(super) fn kind(path: &Path) -> Result<Option<FileType>> {
     Ok(found.map(|metadata| metadata.file_type()))
 }
 
-/// Names and kinds in a directory, sorted by name.
+/// Names and types in a directory, sorted by name.
 pub(super) fn entries(dir: &Path) -> Result<Vec<(OsString, FileType)>> {
     call(dir, || {
         let mut found = fs::read_dir(dir)?
@@ -199,7 +223,7 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<(OsString, FileType)>> {
     })
 }
 
-/// Make the names in a directory durable.
+/// Sync the names in a directory.
 pub(super) fn sync_dir(dir: &Path) -> Result<()> {
     let file = call(dir, || File::open(dir))?;
     sync(dir, &file)
@@ -210,7 +234,7 @@ pub(super) fn create_dir(path: &Path) -> Result<()> {
     call(path, || fs::create_dir(path))
 }
 
-/// Create a directory and those above it, durably, where they do not exist.
+/// Create a directory and its parents durably, if they do not exist.
 pub(super) fn create_dirs(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -224,7 +248,7 @@ pub(super) fn create_dirs(path: &Path) -> Result<()> {
     sync_dir(&parent)
 }
 
-/// The directory a path is in.
+/// The directory that contains a path.
 pub(super) fn parent(path: &Path) -> PathBuf {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.into(),
@@ -233,12 +257,18 @@ pub(super) fn parent(path: &Path) -> PathBuf {
     }
 }
 
-/// Move a file over another, which it replaces.
+/// Rename a file, over another one if there is one.
 pub(super) fn rename(from: &Path, to: &Path) -> Result<()> {
     call(to, || fs::rename(from, to))
 }
 
-/// Remove a file or a link, if it is there.
+/// Rename a file that is durable, and sync the directory.
+pub(super) fn rename_durably(from: &Path, to: &Path) -> Result<()> {
+    rename(from, to)?;
+    sync_dir(&parent(to))
+}
+
+/// Remove a file or a link, if it exists.
 pub(super) fn remove_file(path: &Path) -> Result<()> {
     call(path, || match fs::remove_file(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -246,7 +276,7 @@ pub(super) fn remove_file(path: &Path) -> Result<()> {
     })
 }
 
-/// Remove a directory if nothing is in it; says whether it is gone.
+/// Remove a directory if it is empty. Returns whether it was.
 pub(super) fn remove_empty_dir(path: &Path) -> Result<bool> {
     call(path, || match fs::remove_dir(path) {
         Ok(()) => Ok(true),

@@ -1,4 +1,4 @@
-//! Everything that can be wrong with a checkpoint.
+//! [`CheckpointError`].
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -8,33 +8,33 @@ use persia_types::TablesError;
 /// Result of this module's functions.
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
-/// Why a checkpoint could not be written, found or trusted. Each names the path.
+/// Why a checkpoint could not be written, found or trusted. Each error names the path.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The directory has no manifest.
     #[error("{path}: no checkpoint here: {found}")]
     Missing {
-        /// Where it was looked for.
+        /// The directory.
         path: PathBuf,
-        /// What is there instead.
+        /// Its content.
         found: String,
     },
-    /// A file is not what its writer left.
-    #[error("{path}: {what}; use another checkpoint, or a copy of this one")]
+    /// A file differs from what its writer wrote.
+    #[error("{path}: {what}; use another checkpoint, or a replica of this one")]
     Corrupt {
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
         what: String,
     },
-    /// A later version wrote it.
+    /// A newer version wrote it.
     #[error("{path}: has format {found}, this build reads formats up to {known}: install a newer Persia")]
     Future {
         /// The manifest.
         path: PathBuf,
         /// Its format number.
         found: u32,
-        /// The highest one known here.
+        /// The highest one that this build reads.
         known: u32,
     },
     /// Another process is saving into the same directory.
@@ -43,13 +43,13 @@ pub enum CheckpointError {
         /// The checkpoint's directory.
         path: PathBuf,
     },
-    /// A file that no checkpoint of ours wrote stands where one of the new checkpoint's must go.
-    #[error("{path}: exists and is no part of a checkpoint; move it away or save somewhere else")]
+    /// A foreign file has the name of a file of the new checkpoint.
+    #[error("{path}: exists and belongs to no checkpoint; move it away or save somewhere else")]
     Occupied {
         /// The file in the way.
         path: PathBuf,
     },
-    /// The caller asked for a save that cannot be made.
+    /// The caller asked for an invalid save.
     #[error("{path}: cannot be saved: {what}")]
     BadSave {
         /// What was being written.
@@ -57,12 +57,12 @@ pub enum CheckpointError {
         /// What is wrong, and what was expected.
         what: String,
     },
-    /// The operating system said no.
+    /// The operating system returned an error.
     #[error("{path}: {source}")]
     Io {
-        /// Where.
+        /// The file or directory.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! The manifest: the one file that makes a directory a checkpoint.
+//! [`Manifest`]: the file that makes a directory a checkpoint.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use super::disk::{self, Input};
 use super::error::{CheckpointError, Result};
 use super::names::{self, MANIFEST};
 
-/// Number of the manifest's format; raised when an older reader could misread a checkpoint.
+/// The format of manifests. Raised when an older reader could misread a checkpoint.
 pub const FORMAT: u32 = 1;
 
-/// No manifest of 256 shards and 4096 tables comes near it.
+/// Far more than a manifest of 256 shards and 4096 tables.
 const MAX_BYTES: u64 = 64 << 20;
 const MAX_REVISION: u64 = 1 << 53;
 
-/// What the caller says of the step a checkpoint was cut at.
+/// The caller's part of a manifest: the state of a run at one step.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Head {
     /// The global step.
@@ -32,42 +32,42 @@ pub struct Head {
     pub rows: BTreeMap<String, u64>,
     /// The highest applied sequence number of every rank.
     pub tokens: BTreeMap<u32, u64>,
-    /// Where each data source stood. JSON kept as it was given, so that no number changes.
+    /// The position of each data source. JSON that is kept verbatim, so that no number changes.
     pub cursors: BTreeMap<String, Box<RawValue>>,
-    /// What wrote it: versions, features.
+    /// Versions and features of the writer.
     pub build: BTreeMap<String, String>,
-    /// Wall clock, RFC 3339. Informative only: nothing is ordered by it.
+    /// Wall clock, RFC 3339. Informative: nothing is ordered by it.
     pub created_at: String,
 }
 
-/// A checkpoint's table of contents. In every format `format` is the first field and `blake3`, the hash of the
-/// text without itself, the last.
+/// The table of contents of a checkpoint. In every format the first field is `format`, and the last one is `blake3`, the
+/// hash of the text before it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
     /// At most [`FORMAT`].
     pub format: u32,
-    /// How many saves into this directory began, this one included; names the staging directory.
+    /// How many saves into this directory began, including this one. Names the staging directory.
     #[serde(rename = "generation")]
     pub revision: u64,
-    /// The step it was cut at.
+    /// The state of the run.
     pub head: Head,
-    /// Every file, its name without the staging directory. Sorted by name.
+    /// All files, sorted by name. Names are without the staging directory.
     pub files: Vec<FileEntry>,
-    /// Files of the checkpoint before, in the same directory, that this one does not have.
+    /// Files of the previous checkpoint in the directory that this one does not have.
     pub replaces: Vec<String>,
 }
 
 impl Manifest {
-    /// The manifest of the checkpoint in `dir`. Reads nothing else: see [`Self::verify`].
+    /// Read the manifest of the checkpoint in `dir`. Reads no other file: see [`Self::verify`].
     ///
     /// # Errors
-    /// `Missing` says what is there instead; `Corrupt`, `Future`, `Io`.
+    /// `Missing`, with the content of the directory; `Corrupt`, `Future`, `Io`.
     pub fn open(dir: &Path) -> Result<Self> {
         Self::find(dir, MANIFEST)?
             .ok_or_else(|| CheckpointError::Missing { path: dir.into(), found: describe(dir) })
     }
 
-    /// The manifest called `name`; None where there is no such file.
+    /// Read the manifest called `name`; None if there is no such file.
     pub(super) fn find(dir: &Path, name: &str) -> Result<Option<Self>> {
         let path = dir.join(name);
         if !dir.is_dir() || disk::kind(&path)?.is_none() {
@@ -82,7 +82,7 @@ impl Manifest {
         parse(&path, &text).map(Some)
     }
 
-    /// The entry of one file, to be read from the checkpoint's directory wherever the save was interrupted.
+    /// The entry of a file. Readers find it in the checkpoint's directory wherever the save was interrupted.
     pub fn entry(&self, name: &str) -> Option<FileEntry> {
         self.files.iter().find(|entry| entry.name == name).map(|entry| self.staged(entry))
     }
@@ -93,10 +93,10 @@ impl Manifest {
         shards.map(|entry| self.staged(entry)).collect()
     }
 
-    /// Where a file is now, for readers of its own format.
+    /// The path of a file now.
     ///
     /// # Errors
-    /// `Corrupt` when the manifest does not name it; `Io`.
+    /// `Corrupt` if the manifest does not name it; `Io`.
     pub fn locate(&self, dir: &Path, name: &str) -> Result<PathBuf> {
         let entry = self.entry(name).ok_or_else(|| {
             CheckpointError::corrupt(&dir.join(MANIFEST), format!("names no file {name:?}"))
@@ -107,25 +107,25 @@ impl Manifest {
     /// Check size and hash of every file.
     ///
     /// # Errors
-    /// One error for each file that is not as the manifest says.
+    /// One error for each file that differs from its entry.
     pub fn verify(&self, dir: &Path) -> std::result::Result<(), Vec<CheckpointError>> {
         let check = |entry| content::verify(dir, &self.staged(entry)).err();
         let problems: Vec<_> = self.files.iter().filter_map(check).collect();
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// Bytes of all files, as far as a number counts: a manifest may claim any sizes.
+    /// Bytes of all files. Saturates, because a manifest may claim any sizes.
     pub fn bytes(&self) -> u64 {
         self.files.iter().fold(0, |sum, entry| sum.saturating_add(entry.bytes))
     }
 
-    /// What [`Self::open`] accepts.
+    /// The text that [`Self::open`] parses.
     pub(super) fn to_text(&self, path: &Path) -> Result<String> {
         let body = serde_json::to_string_pretty(self)
             .map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
         let body = body.strip_suffix("\n}").unwrap_or(&body);
         let text = format!("{body}{HASH_KEY}{}{END}", blake3::hash(body.as_bytes()).to_hex());
-        // What cannot be read back (a learning rate that is not finite, say) must not become a checkpoint.
+        // A checkpoint must be readable; an infinite learning rate is not.
         parse(path, text.as_bytes()).map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
         Ok(text)
     }
@@ -183,7 +183,7 @@ fn split_hash(text: &[u8]) -> Option<(&[u8], &[u8])> {
     Some((rest.strip_suffix(HASH_KEY.as_bytes())?, hash))
 }
 
-/// What is in a directory without a manifest, for whoever looked for a checkpoint there.
+/// Describe the content of a directory without a manifest.
 fn describe(dir: &Path) -> String {
     const SHOWN: usize = 8;
     let found = match disk::entries(dir) {

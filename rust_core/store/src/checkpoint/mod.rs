@@ -1,24 +1,25 @@
-//! Checkpoints on disk: all there and verified, or not there at all.
+//! Checkpoints on disk: complete and verified, or absent.
 //!
 //! ```text
-//! <dir>/.saving-7/          1 every file is staged here and made durable: Saver::begin, add, add_file
-//! <dir>/MANIFEST.json       2 published in one step, it names them all: Saver::commit. Now it is a checkpoint
-//! <dir>/shard-003.arrow     3 the files move up, over those of the checkpoint before, and .saving-7 goes
+//! <dir>/.saving-7/          1 every file is staged here and synced: Saver::begin, add, add_file
+//! <dir>/MANIFEST.json       2 the manifest, which names them, is renamed into place: Saver::commit. This is the commit
+//! <dir>/shard-003.arrow     3 the files are moved here, over those of the previous checkpoint, and .saving-7 is removed
 //! <dir>/../LATEST           4 a hint: publish_latest
 //! ```
 //!
-//! A reader takes a file from the staging directory of the manifest's revision and, where that does not have it,
-//! from the directory itself. So every moment shows the old checkpoint or the new one, in full; the next save
-//! finishes step 3 or removes what never got to step 2.
+//! A reader takes a file from the staging directory of the manifest's revision or, if it is not there, from the directory
+//! itself. So it finds the old checkpoint or the new one, in full, at any moment. The next save finishes step 3, or
+//! removes what was staged without a commit.
 //!
-//! * [`ShardRows`]: rows of a virtual shard; [`write_shard`] and [`read_shard`]: their file
-//! * [`Saver`]: one save; [`recover`]: what an interrupted one left
-//! * [`Manifest`]: what is in a checkpoint, opened and verified
+//! * [`ShardRows`]: the content of a virtual shard; [`write_shard`] and [`read_shard`]: its file
+//! * [`Saver`]: one save; [`recover`]: finishes or undoes an interrupted one
+//! * [`Manifest`]: the content of a checkpoint
 //! * [`list`], [`latest`], [`publish_latest`], [`prune`]: the checkpoints of a run
-//! * [`probe`], [`probe_file`]: whether a directory takes any
+//! * [`probe`], [`probe_file`]: whether a directory is writable
+//! * [`replace_file`]: replaces a small file durably
 //!
-//! A manifest and a shard's file carry format numbers of their own. A change that an older build must not ignore
-//! raises them; a build reads all formats up to its own.
+//! Manifests and shard files have format numbers of their own. A change that an older build must not ignore raises them. A
+//! build reads all formats up to its own.
 
 mod content;
 mod disk;
@@ -30,10 +31,9 @@ mod recover;
 mod rows;
 mod saver;
 mod series;
-mod shard;
-mod shard_read;
+mod shard_file;
 
-pub use disk::CRASH_EXIT;
+pub use disk::{CRASH_EXIT, replace_file};
 pub use error::CheckpointError;
 pub use manifest::{FORMAT, Head, Manifest};
 pub(crate) use names::shard_of_entry;
@@ -42,6 +42,5 @@ pub use recover::recover;
 pub use rows::{ShardRows, TableRows};
 pub use saver::Saver;
 pub use series::{Listed, latest, list, prune, publish_latest};
-pub use shard::write_shard;
-pub(crate) use shard::{Values, write_shard_of};
-pub use shard_read::{ShardReader, read_shard};
+pub use shard_file::{ShardReader, read_shard, write_shard};
+pub(crate) use shard_file::{Values, write_shard_of};

@@ -1,20 +1,20 @@
-//! Names inside a checkpoint. What a manifest says is not trusted: a name is never a path.
+//! Names in a checkpoint. Manifests are not trusted: a name is never a path.
 
 use persia_types::VIRTUAL_SHARDS;
 use persia_types::limits::MAX_NAME_BYTES;
 
 /// The file that makes a directory a checkpoint.
 pub(super) const MANIFEST: &str = "MANIFEST.json";
-/// What the manifest is called while its checkpoint is being deleted.
+/// The manifest of a checkpoint that is being deleted.
 pub(super) const REMOVED: &str = ".REMOVED.json";
-/// Beside the checkpoints of a run: the name of the one written last.
+/// Names the last checkpoint of a run, in their common directory.
 pub(super) const LATEST: &str = "LATEST";
-/// In a staging directory: says that a save of ours made it.
+/// Marks a staging directory as ours.
 pub(super) const MARKER: &str = ".persia-save";
 
 const STAGING_PREFIX: &str = ".saving-";
 
-/// Whether a checkpoint may hold a file of this name: `[A-Za-z0-9._-]{1,128}`, not hidden, not one of ours.
+/// Whether a checkpoint may have a file of this name: `[A-Za-z0-9._-]{1,128}`, not hidden, and none of the names above.
 pub(super) fn is_file_name(name: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
@@ -28,13 +28,13 @@ pub(super) fn staging(revision: u64) -> String {
     format!("{STAGING_PREFIX}{revision}")
 }
 
-/// The revision a staging directory is named after.
+/// The revision in the name of a staging directory.
 pub(super) fn revision(name: &str) -> Option<u64> {
     let revision = name.strip_prefix(STAGING_PREFIX)?.parse().ok()?;
     (staging(revision) == name).then_some(revision)
 }
 
-/// Split an entry's name into its staging directory, if it names one, and the file's name.
+/// Split the name of an entry into its staging directory, if any, and the name of the file.
 pub(super) fn split(name: &str) -> Option<(Option<&str>, &str)> {
     let (staged, file) = match name.split_once('/') {
         Some((dir, file)) => (Some(dir), file),
@@ -49,12 +49,12 @@ pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:03}.arrow")
 }
 
-/// The virtual shard an entry is of; None when it is no shard's.
+/// The virtual shard of an entry; None if it is no shard file.
 pub(crate) fn shard_of_entry(name: &str) -> Option<usize> {
     split(name).and_then(|(_, file)| shard_of_file(file))
 }
 
-/// The virtual shard a file is of.
+/// The virtual shard of a file; None if it is no shard file.
 pub(super) fn shard_of_file(name: &str) -> Option<usize> {
     let shard = name.strip_prefix("shard-")?.strip_suffix(".arrow")?.parse().ok()?;
     (shard < VIRTUAL_SHARDS && shard_file(shard) == name).then_some(shard)
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_staging_directory_of_ours_may_stand_before_a_name() {
+    fn only_our_staging_directories_may_precede_a_name() {
         assert_eq!(split("dense.pt"), Some((None, "dense.pt")));
         assert_eq!(split(".saving-7/dense.pt"), Some((Some(".saving-7"), "dense.pt")));
         for name in

@@ -1,4 +1,4 @@
-//! Whether checkpoints can be written somewhere, asked before hours of training depend on it.
+//! Checks that a directory is writable, before hours of training depend on it.
 
 use std::fs::{self, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
@@ -10,10 +10,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use persia_types::TablesError;
 
-/// Make a directory in `dir`, as a save does, have everyone who writes into it try, and remove it.
+/// Create a directory in `dir`, as a save does; let this process and `others` write into it; and remove it.
 ///
 /// # Errors
-/// `Io` says who may not do what, and whose the directory is; and what `others` finds.
+/// `Io`, with the user and the owner of the directory; the errors of `others`.
 pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) -> Result<(), TablesError> {
     let inside = fresh(dir);
     fs::create_dir(&inside).map_err(|source| explained(dir, source))?;
@@ -22,7 +22,7 @@ pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) 
     found.and(removed)
 }
 
-/// Make a file in `dir`, and remove it.
+/// Create a file in `dir`, and remove it.
 ///
 /// # Errors
 /// As [`probe`].
@@ -32,14 +32,14 @@ pub fn probe_file(dir: &Path) -> Result<(), TablesError> {
     made.and_then(|_| fs::remove_file(&file)).map_err(|source| explained(dir, source))
 }
 
-/// A name that nobody else has: several servers may try at once, and those in containers have one process id.
+/// A unique name: several servers may probe concurrently, and in containers their process ids are equal.
 fn fresh(dir: &Path) -> PathBuf {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     let number = RandomState::new().hash_one(nanos);
     dir.join(format!(".probe-{}-{number:x}", process::id()))
 }
 
-/// The error with what a person has to know to mend it.
+/// The error, with the users and permissions needed to fix it.
 fn explained(dir: &Path, source: io::Error) -> TablesError {
     let own = fs::metadata("/proc/self").map_or_else(|_| "?".to_owned(), |own| own.uid().to_string());
     let found = match fs::metadata(dir) {
@@ -50,7 +50,7 @@ fn explained(dir: &Path, source: io::Error) -> TablesError {
                 found.permissions().mode() & 0o7777
             )
         }
-        Ok(_) => "it is no directory".into(),
+        Ok(_) => "it is not a directory".into(),
         Err(_) => "there is no such directory".into(),
     };
     let what = format!("user {own} cannot write here: {source}; {found}");
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_that_takes_files_is_left_as_it_was_and_another_is_named() {
+    fn a_writable_directory_is_unchanged_and_others_are_explained() {
         let dir = tempfile::tempdir().unwrap();
         probe(dir.path(), probe_file).unwrap();
         let refused = |_: &Path| Err(TablesError::NotBegun);
@@ -72,7 +72,7 @@ mod tests {
         let missing = dir.path().join("missing");
         let error = probe(&missing, probe_file).unwrap_err().to_string();
         assert!(error.contains("missing") && error.contains("no such directory"), "{error}");
-        // Nobody may make anything there, whoever this test runs as.
+        // No user can create anything there.
         let error = probe(Path::new("/proc"), probe_file).unwrap_err().to_string();
         assert!(error.contains("/proc: user ") && error.contains("is of user 0, mode 555"), "{error}");
     }

@@ -1,5 +1,5 @@
-//! Finishing or undoing what an interrupted save or removal left. Each function may be interrupted itself and
-//! called again. Nothing is removed but files in a marked staging directory and files that a manifest names.
+//! Finishes or undoes an interrupted save or removal. Each function may be interrupted and called again. It removes files
+//! in marked staging directories and files that a manifest names, and no others.
 
 use std::path::Path;
 
@@ -8,17 +8,17 @@ use super::error::{CheckpointError, Result};
 use super::manifest::Manifest;
 use super::names::{self, MANIFEST, MARKER, REMOVED};
 
-/// Finish or undo what was interrupted in `dir`; returns the manifest of the checkpoint that is there.
+/// Finish or undo an interrupted save or removal in `dir`. Returns the manifest of its checkpoint.
 ///
 /// # Errors
 /// `Busy` while another process saves here; `Corrupt` or `Future` for a manifest that cannot be read; `Io`.
 pub fn recover(dir: &Path) -> Result<Option<Manifest>> {
     let _lock = disk::lock(dir)?;
-    Ok(settle(dir)?.0)
+    Ok(recover_locked(dir)?.0)
 }
 
-/// As [`recover`], for the holder of the lock; also returns the revision of the next save.
-pub(super) fn settle(dir: &Path) -> Result<(Option<Manifest>, u64)> {
+/// As [`recover`], for the holder of the lock. Also returns the revision of the next save.
+pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     finish_removal(dir)?;
     let manifest = Manifest::find(dir, MANIFEST)?;
     let current = manifest.as_ref().map_or(0, |manifest| manifest.revision);
@@ -26,7 +26,7 @@ pub(super) fn settle(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     for (name, kind) in disk::entries(dir)? {
         let Some(revision) = name.to_str().and_then(names::revision) else { continue };
         match &manifest {
-            // Not a directory: no save made it, and a link may lead anywhere.
+            // Not made by a save; a link could lead anywhere.
             _ if !kind.is_dir() => {}
             Some(manifest) if revision == current => tidy(dir, manifest)?,
             _ => sweep(&dir.join(&name))?,
@@ -42,10 +42,10 @@ pub(super) fn settle(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     Ok((manifest, next))
 }
 
-/// Move the files of a published checkpoint to where users look for them, over those they replace.
+/// Move the files of a committed checkpoint from its staging directory to `dir`, over those they replace.
 pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
     let staging = dir.join(names::staging(manifest.revision));
-    // Not before the manifest is durable: it may be here by a rename that no one synced.
+    // The manifest must be durable first: its rename may not be synced yet.
     disk::sync_dir(dir)?;
     for entry in &manifest.files {
         let staged = staging.join(&entry.name);
@@ -61,8 +61,8 @@ pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
     sweep(&staging)
 }
 
-/// Remove a staging directory of ours. Without the marker it is someone else's, unless it is empty: then it is
-/// what an interruption just after its creation, or just before its removal, leaves.
+/// Remove a staging directory. Without the marker it is foreign, unless it is empty: a crash just after its creation, or
+/// just before its removal, leaves it so.
 pub(super) fn sweep(staging: &Path) -> Result<()> {
     let entries = disk::entries(staging)?;
     let marked = entries.iter().any(|(name, kind)| name == MARKER && kind.is_file());
@@ -72,33 +72,32 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
         }
         disk::sync_dir(staging)?;
         if disk::entries(staging)?.iter().any(|(name, _)| name != MARKER) {
-            return Ok(()); // a server still writes for a save that was given up; the next save finds it marked
+            return Ok(()); // a server still writes for an abandoned save; the marker stays for the next save
         }
         disk::remove_file(&staging.join(MARKER))?;
     }
     if disk::remove_empty_dir(staging)? {
         return disk::sync_dir(&disk::parent(staging));
     }
-    // Written to just now: still ours.
+    // A file was written meanwhile: mark the directory again.
     if marked { disk::mark(staging) } else { Ok(()) }
 }
 
-/// Delete a checkpoint. It stops being one in a single step, before the first of its files goes.
+/// Delete a checkpoint. The rename of its manifest is the commit; then the files are removed.
 pub(super) fn remove(dir: &Path) -> Result<()> {
     let lock = disk::lock(dir)?;
-    settle(dir)?;
-    disk::rename(&dir.join(MANIFEST), &dir.join(REMOVED))?;
-    disk::sync_dir(dir)?;
+    recover_locked(dir)?;
+    disk::rename_durably(&dir.join(MANIFEST), &dir.join(REMOVED))?;
     crash_point!("ckpt.mid_remove");
     finish_removal(dir)?;
     drop(lock);
     if disk::remove_empty_dir(dir)? { disk::sync_dir(&disk::parent(dir)) } else { Ok(()) }
 }
 
-/// Delete the files of a checkpoint that is no longer one.
+/// Delete the files of a checkpoint whose manifest was renamed.
 pub(super) fn finish_removal(dir: &Path) -> Result<()> {
     let Some(removed) = Manifest::find(dir, REMOVED)? else { return Ok(()) };
-    // Someone may have put the checkpoint back, from a copy.
+    // The checkpoint may have been restored from a replica meanwhile.
     let current = Manifest::find(dir, MANIFEST)?;
     for entry in &removed.files {
         if current.as_ref().is_none_or(|current| current.entry(&entry.name).is_none()) {

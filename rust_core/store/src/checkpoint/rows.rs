@@ -1,4 +1,4 @@
-//! The rows of one virtual shard, as they travel between memory and a checkpoint's file.
+//! The content of one virtual shard, between memory and a file.
 
 use std::collections::HashSet;
 
@@ -25,21 +25,21 @@ pub struct TableRows {
     pub weights: Vec<f32>,
     /// `[ids.len(), state_len]`.
     pub state: Vec<f32>,
-    /// Ids without a row, ascending, and the training look-ups counted of each, from 1.
-    pub waiting: Vec<(u64, u32)>,
+    /// Ids without a row, ascending, and the training look-ups counted for each, from 1.
+    pub admission_counts: Vec<(u64, u32)>,
 }
 
-/// Everything one virtual shard holds.
+/// All content of one virtual shard.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ShardRows {
-    /// Which.
+    /// Its number.
     pub shard: usize,
-    /// In the schema's order; tables that hold nothing may be left out.
+    /// In the order of the schema. Empty tables may be left out.
     pub tables: Vec<TableRows>,
 }
 
 impl ShardRows {
-    /// Check what a file must hold, the same before writing and after reading.
+    /// Check the content, before it is written and after it is read.
     ///
     /// # Errors
     /// What is wrong, and where.
@@ -48,7 +48,7 @@ impl ShardRows {
         self.tables.iter().try_for_each(TableRows::check_values)
     }
 
-    /// As [`Self::check`], but for weights and state.
+    /// [`Self::check`], without weights and state.
     pub(super) fn check_ids(&self) -> Result<(), String> {
         if self.shard >= VIRTUAL_SHARDS {
             return Err(format!("shard {} of {VIRTUAL_SHARDS}", self.shard));
@@ -59,7 +59,7 @@ impl ShardRows {
         let mut names = HashSet::new();
         for table in &self.tables {
             if !names.insert(table.name.as_str()) {
-                return Err(format!("table {:?} stands there twice", table.name));
+                return Err(format!("table {:?} is there twice", table.name));
             }
             table.check_ids(self.shard)?;
         }
@@ -68,7 +68,7 @@ impl ShardRows {
 }
 
 impl TableRows {
-    /// Check the numbers of weights and of floats of state.
+    /// Check the lengths of weights and state.
     fn check_values(&self) -> Result<(), String> {
         let rows = self.ids.len();
         self.check_length("weights", self.weights.len(), rows * self.dim)?;
@@ -85,28 +85,32 @@ impl TableRows {
     /// Check the sizes against the limits, and the ids.
     fn check_ids(&self, shard: usize) -> Result<(), String> {
         check_sizes(&self.name, self.dim, self.state_len, self.ids.len())?;
-        check_waiting(&self.name, self.waiting.len())?;
+        check_counted(&self.name, self.admission_counts.len())?;
         self.check_length("last_used", self.last_used.len(), self.ids.len())?;
         if let Some(pair) = self.ids.windows(2).find(|pair| pair[0] >= pair[1]) {
             return Err(format!("table {:?}: id {} before id {}", self.name, pair[0], pair[1]));
         }
-        let waiting = self.waiting.iter().map(|(id, _)| id);
-        if let Some(id) = self.ids.iter().chain(waiting).find(|id| shard_of(**id) != shard) {
+        let counted = self.admission_counts.iter().map(|(id, _)| id);
+        if let Some(id) = self.ids.iter().chain(counted).find(|id| shard_of(**id) != shard) {
             let own = shard_of(*id);
             return Err(format!("table {:?}: id {id} of shard {own} in shard {shard}", self.name));
         }
-        if let Some(pair) = self.waiting.windows(2).find(|pair| pair[0].0 >= pair[1].0) {
-            return Err(format!("table {:?}: waiting id {} before id {}", self.name, pair[0].0, pair[1].0));
+        if let Some(pair) = self.admission_counts.windows(2).find(|pair| pair[0].0 >= pair[1].0) {
+            return Err(format!("table {:?}: counted id {} before id {}", self.name, pair[0].0, pair[1].0));
         }
         let has_row = |id: &u64| self.ids.binary_search(id).is_ok();
-        if let Some((id, count)) = self.waiting.iter().find(|(id, count)| *count == 0 || has_row(id)) {
-            return Err(format!("table {:?}: id {id} waits with count {count} or has a row too", self.name));
+        if let Some((id, count)) = self.admission_counts.iter().find(|(id, count)| *count == 0 || has_row(id))
+        {
+            return Err(format!(
+                "table {:?}: id {id} has count {count}, want at least 1 and no row",
+                self.name
+            ));
         }
         Ok(())
     }
 }
 
-/// Check the sizes of a table against the limits, before anything of that size exists.
+/// Check the sizes of a table against the limits, before anything of that size is allocated.
 pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize) -> Result<(), String> {
     if !(1..=MAX_NAME_BYTES).contains(&name.len()) {
         return Err(format!("table name of {} bytes, want 1 to {MAX_NAME_BYTES}", name.len()));
@@ -123,11 +127,11 @@ pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize)
     Ok(())
 }
 
-/// Check the number of ids without row, before anything of that size exists.
-pub(super) fn check_waiting(name: &str, waiting: usize) -> Result<(), String> {
+/// Check the number of admission counts, before anything of that size is allocated.
+pub(super) fn check_counted(name: &str, counted: usize) -> Result<(), String> {
     let most = *WAITING_IDS_PER_SHARD.end();
-    if waiting > most {
-        return Err(format!("table {name:?}: {waiting} waiting ids, the limit is {most}"));
+    if counted > most {
+        return Err(format!("table {name:?}: {counted} admission counts, the limit is {most}"));
     }
     Ok(())
 }

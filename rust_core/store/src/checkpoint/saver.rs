@@ -1,47 +1,45 @@
-//! One save: everything is staged and made durable, then the manifest is published, then the directory is tidied up.
+//! [`Saver`]: files are staged and synced, then the manifest is published, then the directory is tidied up.
 
 use std::collections::BTreeSet;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use persia_types::tables::FileEntry;
 
 use super::content;
-use super::disk::{self, Lock, Output, crash_point};
+use super::disk::{self, Lock, crash_point};
 use super::error::{CheckpointError, Result};
 use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
 use super::recover;
 
-/// A save that is being made into a directory. Dropped before [`Saver::commit`] it leaves no trace.
+/// A save into a directory. Dropped before [`Saver::commit`], it leaves no trace.
 pub struct Saver {
     dir: PathBuf,
     staging: PathBuf,
     revision: u64,
     files: Vec<FileEntry>,
-    /// Names of the checkpoint that is replaced.
+    /// The files of the checkpoint that is replaced.
     previous: BTreeSet<String>,
-    /// From the moment the manifest may be in place, the staged files are the checkpoint's.
+    /// The manifest may be in place: the staged files belong to the checkpoint.
     published: bool,
-    /// What is staged stays.
-    left: bool,
-    /// The directory is this save's.
+    /// The staged files stay.
+    abandoned: bool,
+    /// This save created the directory.
     made: bool,
     _lock: Lock,
 }
 
 impl Saver {
-    /// Begin a save into `dir`, which is created if need be. First finishes, or removes, what an interrupted save
-    /// left there.
+    /// Begin a save into `dir`, which is created if it does not exist. First [recovers](recover::recover) it.
     ///
     /// # Errors
-    /// `Busy` while another process saves here; `Corrupt` or `Future` when the checkpoint in `dir` cannot be
-    /// read, so that it is not known which files are its own; `Io`.
+    /// `Busy` while another process saves here; `Corrupt` or `Future` if the checkpoint in `dir` cannot be read, so that its
+    /// files are unknown; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
         let made = !dir.is_dir();
         disk::create_dirs(dir)?;
         let lock = disk::lock(dir)?;
-        let (manifest, revision) = recover::settle(dir)?;
+        let (manifest, revision) = recover::recover_locked(dir)?;
         let previous = manifest.into_iter().flat_map(|old| old.files).map(|entry| entry.name).collect();
         let staging = dir.join(names::staging(revision));
         let saver = Self {
@@ -51,7 +49,7 @@ impl Saver {
             files: Vec::new(),
             previous,
             published: false,
-            left: false,
+            abandoned: false,
             made,
             _lock: lock,
         };
@@ -60,25 +58,25 @@ impl Saver {
         Ok(saver)
     }
 
-    /// Where files are put before [`Self::add`] or [`Self::add_file`].
+    /// The directory for files that are to be added.
     pub fn staging(&self) -> &Path {
         &self.staging
     }
 
-    /// Where to put the file `name` before it is added.
+    /// The path of a file that is to be added.
     ///
     /// # Errors
-    /// `BadSave` and `Occupied` as of [`Self::add`], before anything is written.
+    /// `BadSave` and `Occupied` as in [`Self::add`].
     pub fn staged(&self, name: &str) -> Result<PathBuf> {
         self.check_name(name)?;
         Ok(self.staging.join(name))
     }
 
-    /// Make a file that was written to the staging directory, and made durable, part of the checkpoint.
+    /// Add a file to the checkpoint. It is in the staging directory and synced.
     ///
     /// # Errors
-    /// `BadSave` for a name that no checkpoint may hold or that was added before, or a file of another size;
-    /// `Occupied` when a foreign file of that name stands in the checkpoint's directory; `Io`.
+    /// `BadSave` for an invalid name, one that was added before, or a file of another size; `Occupied` if the checkpoint's
+    /// directory has a foreign file of that name; `Io`.
     pub fn add(&mut self, entry: FileEntry) -> Result<()> {
         let path = self.staging.join(&entry.name);
         self.check_name(&entry.name)?;
@@ -94,7 +92,7 @@ impl Saver {
         Ok(())
     }
 
-    /// As [`Self::add`], for a file that was written without a hash (`torch.save`): measured and made durable here.
+    /// As [`Self::add`], for a file without a hash (`torch.save`). Measures and syncs it.
     ///
     /// # Errors
     /// As [`Self::add`].
@@ -106,11 +104,11 @@ impl Saver {
         Ok(())
     }
 
-    /// Publish the checkpoint. From here on it is the one in the directory, in full, whatever happens.
+    /// Publish the checkpoint: from here on the directory holds it in full.
     ///
     /// # Errors
-    /// `BadSave` when the staging directory holds a file that was not added; `Io`. After an `Io` the directory
-    /// holds the checkpoint from before or this one, and the next save tidies up.
+    /// `BadSave` if a staged file was not added; `Io`. After an `Io` the directory holds the previous checkpoint or this
+    /// one, and the next save tidies up.
     pub fn commit(mut self, head: Head) -> Result<Manifest> {
         self.check_staging()?;
         self.files.sort_by(|a, b| a.name.cmp(&b.name));
@@ -120,7 +118,7 @@ impl Saver {
         let replaces = replaces.into_iter().collect();
         let manifest = Manifest { format: FORMAT, revision: self.revision, head, files, replaces };
         let text = manifest.to_text(&self.dir.join(MANIFEST))?;
-        self.stage(MANIFEST, text.as_bytes())?;
+        disk::write_new(&self.staging.join(MANIFEST), text.as_bytes())?;
         disk::sync_dir(&self.staging)?;
         disk::sync_dir(&self.dir)?;
         crash_point!("ckpt.after_sync");
@@ -129,26 +127,18 @@ impl Saver {
         Ok(manifest)
     }
 
-    /// Give the save up without removing what is staged, because somebody may still be writing there. The next save into the
-    /// directory removes it, and stages elsewhere.
-    pub fn leave(mut self) {
-        self.left = true;
+    /// Abandon the save without removing staged files, because another process may still write there. The next save removes
+    /// them, and uses another staging directory.
+    pub fn abandon(mut self) {
+        self.abandoned = true;
     }
 
     fn publish(&mut self) -> Result<()> {
         crash_point!("ckpt.before_manifest");
         self.published = true;
-        disk::rename(&self.staging.join(MANIFEST), &self.dir.join(MANIFEST))?;
-        disk::sync_dir(&self.dir)?;
+        disk::rename_durably(&self.staging.join(MANIFEST), &self.dir.join(MANIFEST))?;
         crash_point!("ckpt.after_manifest");
         Ok(())
-    }
-
-    fn stage(&self, name: &str, content: &[u8]) -> Result<()> {
-        let path = self.staging.join(name);
-        let mut file = Output::create(&path)?;
-        file.write_all(content).map_err(|error| CheckpointError::io(&path, error))?;
-        file.finish().map(drop)
     }
 
     fn check_name(&self, name: &str) -> Result<()> {
@@ -157,7 +147,7 @@ impl Saver {
             return Err(CheckpointError::bad_save(
                 &self.dir,
                 format!(
-                    "{name:?} is no name for a file of a checkpoint: want [A-Za-z0-9._-]{{1,128}}, not hidden"
+                    "{name:?} is not a name for a file of a checkpoint: want [A-Za-z0-9._-]{{1,128}}, not hidden"
                 ),
             ));
         }
@@ -170,7 +160,7 @@ impl Saver {
         Ok(())
     }
 
-    /// What was staged and not added would be lost without a word.
+    /// A staged file that was not added would be lost silently.
     fn check_staging(&self) -> Result<()> {
         for (name, _) in disk::entries(&self.staging)? {
             let added = self.files.iter().any(|entry| name == entry.name.as_str());
@@ -187,8 +177,8 @@ impl Saver {
 
 impl Drop for Saver {
     fn drop(&mut self) {
-        if !self.published && !self.left {
-            // An error cannot be returned from here; the next save removes what is left.
+        if !self.published && !self.abandoned {
+            // Errors cannot be returned here. The next save removes what is left.
             let _ = recover::sweep(&self.staging);
             if self.made {
                 let _ = disk::remove_empty_dir(&self.dir);

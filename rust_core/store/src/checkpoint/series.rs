@@ -1,11 +1,11 @@
-//! The checkpoints of a run: sub-folders of one parent directory, listed, chosen from, pruned.
+//! The checkpoints of a run: sub-folders of one parent directory.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::disk::{self, Input, Output, crash_point};
+use super::disk::{self, Input};
 use super::error::{CheckpointError, Result};
 use super::manifest::Manifest;
 use super::names::{self, LATEST, MANIFEST, REMOVED};
@@ -13,14 +13,13 @@ use super::recover;
 
 /// Longest name of a directory that [`LATEST`] may hold.
 const MAX_HINT_BYTES: u64 = 255;
-const LATEST_DRAFT: &str = ".LATEST.tmp";
 
-/// A sub-folder that is a checkpoint, or was meant to be one.
+/// A sub-folder with a checkpoint or an unfinished save.
 #[derive(Debug)]
 pub struct Listed {
-    /// Where.
+    /// The sub-folder.
     pub path: PathBuf,
-    /// Its manifest, or why it cannot be used. Whether its files are whole is up to [`Manifest::verify`].
+    /// Its manifest, or why it cannot be used. Files are not checked: see [`Manifest::verify`].
     pub manifest: Result<Manifest>,
 }
 
@@ -31,15 +30,15 @@ impl Listed {
     }
 }
 
-/// The checkpoints below `parent`, newest first, those that cannot be used last.
+/// The checkpoints below `parent`, newest first. Those that cannot be used are last.
 ///
 /// # Errors
-/// `Io` when `parent`, or a folder in it that is not closed to us, cannot be listed.
+/// `Io` if `parent`, or a folder in it, cannot be listed. Folders without permission are skipped.
 pub fn list(parent: &Path) -> Result<Vec<Listed>> {
     let mut listed = Vec::new();
     for (name, kind) in disk::entries(parent)? {
         let path = parent.join(name);
-        if kind.is_dir() && holds_a_save(&path)? {
+        if kind.is_dir() && has_save(&path)? {
             listed.push(Listed { manifest: Manifest::open(&path), path });
         }
     }
@@ -47,30 +46,30 @@ pub fn list(parent: &Path) -> Result<Vec<Listed>> {
     Ok(listed)
 }
 
-/// As [`list`], for decisions: a manifest that could not be read now may be that of the newest checkpoint.
-fn list_surely(parent: &Path) -> Result<Vec<Listed>> {
+/// As [`list`], but fails if a manifest could not be read: it may be that of the newest checkpoint.
+fn list_readable(parent: &Path) -> Result<Vec<Listed>> {
     let mut listed = list(parent)?;
     fail_on(&mut listed, |one| matches!(one.manifest, Err(CheckpointError::Io { .. })))?;
     Ok(listed)
 }
 
-/// Return the error of the first one that is like this.
-fn fail_on(listed: &mut Vec<Listed>, like: impl Fn(&Listed) -> bool) -> Result<()> {
-    match listed.iter().position(like).map(|index| listed.swap_remove(index).manifest) {
+/// Return the first error of such an entry.
+fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<()> {
+    match listed.iter().position(fatal).map(|index| listed.swap_remove(index).manifest) {
         Some(Err(error)) => Err(error),
         _ => Ok(()),
     }
 }
 
-/// The newest checkpoint below `parent`. Of several equally new ones that which `LATEST` names.
+/// The newest checkpoint below `parent`. Of several equally new ones, the one that `LATEST` names.
 ///
 /// # Errors
-/// The error of the one that `LATEST` names, when that cannot be used: an older one is never taken in its place
-/// without asking. `Missing` when there is none; `Io`, also for a manifest that might be of a newer one.
+/// The error of the checkpoint that `LATEST` names, if that cannot be used: an older one is never returned silently.
+/// `Missing` if there is none. `Io`, also for an unreadable manifest, which may be of a newer checkpoint.
 pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     let hint = read_hint(parent)?;
     let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();
-    let mut listed = list_surely(parent)?;
+    let mut listed = list_readable(parent)?;
     fail_on(&mut listed, |one| hinted(one) && one.manifest.is_err())?;
     let newest = listed.into_iter().max_by_key(|one| (one.age(), hinted(one)));
     match newest {
@@ -79,36 +78,30 @@ pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     }
 }
 
-/// Let `LATEST`, beside `dir`, name `dir`. A hint for people and for [`latest`]; call it after the commit.
+/// Write the name of `dir` to `LATEST` in its parent directory: a hint for people and for [`latest`]. Call it after the commit.
 ///
 /// # Errors
-/// `BadSave` when `dir` has no name that fits into a line; `Occupied` when `LATEST` is something else; `Io`.
+/// `BadSave` if the name of `dir` does not fit into a line; `Occupied` if `LATEST` is something else; `Io`.
 pub fn publish_latest(dir: &Path) -> Result<()> {
     let parent = disk::parent(dir);
     let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
     let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has no name that LATEST could hold"))?;
-    let (draft, hint) = (parent.join(LATEST_DRAFT), parent.join(LATEST));
+    let hint = parent.join(LATEST);
     if disk::kind(&hint)?.is_some() && read_hint(&parent)?.is_none() {
         return Err(CheckpointError::Occupied { path: hint });
     }
-    disk::remove_file(&draft)?;
-    let mut file = Output::create(&draft)?;
-    file.write_all(format!("{name}\n").as_bytes()).map_err(|error| CheckpointError::io(&draft, error))?;
-    file.finish()?;
-    crash_point!("ckpt.before_latest");
-    disk::rename(&draft, &hint)?;
-    disk::sync_dir(&parent)
+    disk::replace_file(&hint, format!("{name}\n").as_bytes())
 }
 
-/// Delete all but the `keep_last` newest checkpoints below `parent`, and what saves left that were given up. The newest one
-/// whose files are all whole is never deleted, nor is any that cannot be read, nor a file that no manifest names and no save
-/// has staged. Returns the checkpoints that were deleted.
+/// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of abandoned saves. Never deletes the
+/// newest checkpoint that passes verification, a checkpoint that cannot be read, or a foreign file. Returns the deleted
+/// checkpoints.
 ///
 /// # Errors
-/// `Busy` when one is being saved into; `Io`. What was deleted by then is gone.
+/// `Busy` if another process saves into one; `Io`. Some checkpoints may be deleted by then.
 pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     finish_removals(parent)?;
-    let mut listed = list_surely(parent)?;
+    let mut listed = list_readable(parent)?;
     sweep_unfinished(&listed)?;
     listed.retain(|one| one.manifest.is_ok());
     if listed.len() <= keep_last.get() {
@@ -125,12 +118,12 @@ pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     Ok(removed)
 }
 
-/// Remove what is staged in folders that never became a checkpoint, and that nobody saves into.
+/// Remove the staged files of folders without a checkpoint, unless a process saves there.
 fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
     let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
     for Listed { path, .. } in listed.iter().filter(unfinished) {
         match sweep_one(path) {
-            // Somebody saves there, or it is another user's: no checkpoint is lost by leaving it.
+            // A process saves there, or the folder is another user's. It holds no checkpoint.
             Err(CheckpointError::Busy { .. } | CheckpointError::Io { .. }) => {}
             other => other?,
         }
@@ -140,17 +133,17 @@ fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
 
 fn sweep_one(path: &Path) -> Result<()> {
     let _lock = disk::lock(path)?;
-    recover::settle(path)?;
+    recover::recover_locked(path)?;
     disk::remove_empty_dir(path).map(drop)
 }
 
-/// The first checkpoint whose files are all whole.
+/// The first checkpoint that passes verification.
 fn first_whole(listed: &[Listed]) -> Result<Option<usize>> {
     for (index, one) in listed.iter().enumerate() {
         let Ok(manifest) = &one.manifest else { continue };
         match manifest.verify(&one.path) {
             Ok(()) => return Ok(Some(index)),
-            // A file that could not be read now is not a damaged one.
+            // A file that could not be read is not a damaged one.
             Err(problems) => {
                 let unread = |problem: &CheckpointError| matches!(problem, CheckpointError::Io { .. });
                 if let Some(error) = problems.into_iter().find(unread) {
@@ -162,16 +155,16 @@ fn first_whole(listed: &[Listed]) -> Result<Option<usize>> {
     Ok(None)
 }
 
-fn holds_a_save(dir: &Path) -> Result<bool> {
+fn has_save(dir: &Path) -> Result<bool> {
     let unfinished =
         |(name, _): &(OsString, _)| name.to_str().is_some_and(|name| names::revision(name).is_some());
     let found = disk::kind(&dir.join(MANIFEST))
         .and_then(|kind| Ok(kind.is_some() || disk::entries(dir)?.iter().any(unfinished)));
-    closed_is_none(found)
+    unless_forbidden(found)
 }
 
-/// A folder that is closed to us (`lost+found`, say) holds nothing of ours.
-fn closed_is_none(found: Result<bool>) -> Result<bool> {
+/// A folder without permission, such as `lost+found`, has no checkpoint.
+fn unless_forbidden(found: Result<bool>) -> Result<bool> {
     match found {
         Err(CheckpointError::Io { source, .. }) if source.kind() == ErrorKind::PermissionDenied => Ok(false),
         other => other,
@@ -181,7 +174,7 @@ fn closed_is_none(found: Result<bool>) -> Result<bool> {
 fn finish_removals(parent: &Path) -> Result<()> {
     for (name, kind) in disk::entries(parent)? {
         let dir = parent.join(name);
-        if kind.is_dir() && closed_is_none(disk::kind(&dir.join(REMOVED)).map(|kind| kind.is_some()))? {
+        if kind.is_dir() && unless_forbidden(disk::kind(&dir.join(REMOVED)).map(|kind| kind.is_some()))? {
             let lock = disk::lock(&dir)?;
             recover::finish_removal(&dir)?;
             drop(lock);
@@ -191,7 +184,7 @@ fn finish_removals(parent: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The name in `LATEST`; None when there is none or it is no name of a sub-folder.
+/// The name in `LATEST`; None if there is none, or it is not the name of a sub-folder.
 fn read_hint(parent: &Path) -> Result<Option<String>> {
     let path = parent.join(LATEST);
     if !disk::kind(&path)?.is_some_and(|kind| kind.is_file()) {

@@ -1,4 +1,4 @@
-//! A small checkpoint whose whole content is a function of its step, so that any reader knows what must be in it.
+//! A small checkpoint, all content of which is a function of its step.
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
@@ -34,11 +34,11 @@ pub(crate) fn table(
         last_used: (0..rows as u64).map(|row| seed + row).collect(),
         weights: (0..rows * dim).map(number).collect(),
         state: (0..rows * state_len).map(|i| -number(i)).collect(),
-        waiting: vec![],
+        admission_counts: vec![],
     }
 }
 
-/// Two shards stay from step to step, one changes its place.
+/// Two shards are the same in each step, the third differs.
 pub(crate) fn shards(step: u64) -> Vec<ShardRows> {
     [3, 10 + (step % 5) as usize, 200]
         .into_iter()
@@ -96,7 +96,7 @@ pub(crate) fn save(dir: &Path, step: u64) -> Result<Manifest, CheckpointError> {
     saver.commit(head(step))
 }
 
-/// Load the checkpoint in `dir` and compare every byte with what its step says; returns the step.
+/// Load the checkpoint in `dir` and compare every byte with the function of its step. Returns the step.
 pub(crate) fn load(dir: &Path) -> Result<u64, CheckpointError> {
     let manifest = Manifest::open(dir)?;
     manifest.verify(dir).unwrap();
@@ -111,14 +111,13 @@ pub(crate) fn load(dir: &Path) -> Result<u64, CheckpointError> {
     Ok(step)
 }
 
-/// A directory in memory where there is one: these tests write and sync ten thousand times, and what they look for
-/// does not depend on the disk.
+/// A directory in memory, if possible: these tests sync ten thousand times, and their results do not depend on the disk.
 pub(crate) fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() }
 }
 
-/// All names in a directory, hidden ones too.
+/// All names in a directory, including hidden ones.
 pub(crate) fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
@@ -126,7 +125,7 @@ pub(crate) fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// What a checkpoint's directory holds once it is tidied up.
+/// The names in the directory of a checkpoint after it was tidied up.
 pub(crate) fn tidy_names(step: u64) -> Vec<String> {
     let mut names: Vec<String> =
         shards(step).iter().map(|rows| format!("shard-{:03}.arrow", rows.shard)).collect();

@@ -1,7 +1,7 @@
-//! Eviction, admission by count and time to live together, against a simulation of the same policy: the hit rate is
-//! its hit rate, and no row is mixed up. `examples/soak_store` does the same for as long as one likes.
+//! Eviction, admission by count and time to live together, against a simulation of the same policy: equal reports, hit
+//! rates and rows. `examples/soak_store` runs the same comparison for any time.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "../sample/mod.rs"]
 mod sample;
@@ -24,7 +24,7 @@ fn store(policy: Policy, dtype: Dtype) -> Store {
     store_of(&Run { schema, admit_min_count: policy.min_count, ..run(&[DIM]) }, policy.capacity as u64)
 }
 
-/// Train `steps` steps on both, comparing every report and every value read; then all rows. Returns the sum of reports.
+/// Train both for `steps` steps, and compare every report and value, then all rows. Returns the sum of reports.
 fn compare(policy: Policy, traffic: Traffic, steps: u64, dtype: Dtype) -> LookupReport {
     let (store, mut simulation) = (store(policy, dtype), Simulation::new(policy));
     let mut sum = LookupReport::default();
@@ -55,7 +55,7 @@ fn compare(policy: Policy, traffic: Traffic, steps: u64, dtype: Dtype) -> Lookup
     sum
 }
 
-/// Ten times as many ids at a time as rows, and a stream of new ones.
+/// Ten times as many ids as rows, and a stream of new ones.
 const TRAFFIC: Traffic = Traffic { ids: 40_960, batch: 3_000, drift: 60 };
 
 fn hit_rate(all: &LookupReport) -> f64 {
@@ -63,13 +63,13 @@ fn hit_rate(all: &LookupReport) -> f64 {
 }
 
 #[test]
-fn without_room_the_least_recently_used_leave() {
+fn the_least_recently_used_rows_are_evicted() {
     let all = compare(Policy { capacity: 4_096, min_count: 2, ttl: 40 }, TRAFFIC, 100, Dtype::F32);
-    assert!(all.evicted > 1_000 && all.missing > 1_000, "all of it happens: {all:?}");
+    assert!(all.evicted > 1_000 && all.missing > 1_000, "rows are evicted and missing: {all:?}");
     assert!((0.1..0.9).contains(&hit_rate(&all)), "{}", hit_rate(&all));
 }
 
-/// Small whole numbers are exact in 16 bits too.
+/// 16 bits represent small whole numbers exactly.
 #[test]
 fn expired_rows_leave_first() {
     let all = compare(Policy { capacity: 4_096, min_count: 2, ttl: 3 }, TRAFFIC, 100, Dtype::F16);
@@ -79,6 +79,6 @@ fn expired_rows_leave_first() {
 }
 
 #[test]
-fn a_table_of_one_row_a_shard_obeys_too() {
+fn a_table_of_one_row_per_shard_follows_the_policy() {
     compare(Policy { capacity: 256, min_count: 3, ttl: 3 }, TRAFFIC, 30, Dtype::F32);
 }

@@ -1,5 +1,5 @@
-//! Eviction, admission and time to live as the documentation tells them, over plain maps: one table whose rows hold
-//! minus the number of their updates.
+//! Eviction, admission and time to live as documented, on plain maps: one table, each row of which is minus the number of
+//! its updates.
 
 use std::collections::HashMap;
 
@@ -7,7 +7,7 @@ use persia_types::limits::WAITING_IDS_PER_SHARD;
 use persia_types::tables::LookupReport;
 use persia_types::{Id, ShardedIds, VIRTUAL_SHARDS};
 
-/// By which ids come and rows leave.
+/// The limits of a table.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Policy {
     pub(crate) capacity: usize,
@@ -19,10 +19,10 @@ pub(crate) struct Policy {
 struct Shard {
     /// `(last_used, value)`.
     rows: HashMap<Id, (u32, f32)>,
-    waiting: HashMap<Id, u32>,
+    admission_counts: HashMap<Id, u32>,
 }
 
-/// See the module's documentation.
+/// A table under a policy.
 pub(crate) struct Simulation {
     policy: Policy,
     budget: usize,
@@ -45,7 +45,7 @@ impl Simulation {
             report.expired += self.shards[due].sweep(oldest);
         }
         for (shard, number) in self.shards.iter_mut().zip(0..) {
-            let mut absent = Vec::new();
+            let mut missing = Vec::new();
             for at in ids.range(number) {
                 match shard.rows.get_mut(&ids.ids()[at]) {
                     Some((last_used, value)) if *last_used >= oldest => {
@@ -53,12 +53,12 @@ impl Simulation {
                         values[at] = *value;
                         report.hits += 1;
                     }
-                    _ => absent.push(ids.ids()[at]),
+                    _ => missing.push(ids.ids()[at]),
                 }
             }
-            for id in absent {
+            for id in missing {
                 report.expired += u64::from(shard.rows.remove(&id).is_some());
-                if !shard.asked_enough(id, self.policy.min_count, self.budget) {
+                if !shard.has_min_count(id, self.policy.min_count, self.budget) {
                     report.missing += 1;
                     continue;
                 }
@@ -67,7 +67,7 @@ impl Simulation {
                     report.expired += expired;
                     report.evicted += shard.evict((self.budget / 16).max(1).saturating_sub(expired as usize));
                 }
-                shard.waiting.remove(&id);
+                shard.admission_counts.remove(&id);
                 shard.rows.insert(id, (step, 0.0));
                 report.inserted += 1;
             }
@@ -75,7 +75,7 @@ impl Simulation {
         (report, values)
     }
 
-    /// One update of every id that has a row; how many have.
+    /// Update every id that has a row. Returns their number.
     pub(crate) fn push(&mut self, ids: &ShardedIds) -> u64 {
         let mut applied = 0;
         for (shard, number) in self.shards.iter_mut().zip(0..) {
@@ -115,31 +115,31 @@ impl Shard {
         order.len() as u64
     }
 
-    fn asked_enough(&mut self, id: Id, min_count: u32, budget: usize) -> bool {
+    fn has_min_count(&mut self, id: Id, min_count: u32, budget: usize) -> bool {
         if min_count == 1 {
             return true;
         }
-        if !self.waiting.contains_key(&id) {
+        if !self.admission_counts.contains_key(&id) {
             let (least, most) = WAITING_IDS_PER_SHARD.into_inner();
-            while self.waiting.len() >= (2 * budget).clamp(least, most) {
-                self.waiting.values_mut().for_each(|count| *count /= 2);
-                self.waiting.retain(|_, count| *count > 0);
+            while self.admission_counts.len() >= (2 * budget).clamp(least, most) {
+                self.admission_counts.values_mut().for_each(|count| *count /= 2);
+                self.admission_counts.retain(|_, count| *count > 0);
             }
         }
-        let count = self.waiting.entry(id).or_default();
+        let count = self.admission_counts.entry(id).or_default();
         *count = (*count + 1).min(min_count);
         *count == min_count
     }
 }
 
-/// Ids as features bring them: most requests ask for few, and what is asked for drifts from step to step.
+/// Ids as in real features: few ids are most of the traffic, and they drift from step to step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Traffic {
-    /// Different ids that are asked for at a time.
+    /// Distinct ids at a time.
     pub(crate) ids: u64,
-    /// Draws of a request, of which those that are the same count once.
+    /// Draws per request; equal ones count once.
     pub(crate) batch: usize,
-    /// New ids a step, which take the place of as many.
+    /// Ids replaced by new ones per step.
     pub(crate) drift: u64,
 }
 

@@ -1,12 +1,12 @@
-//! What the tests of the store share: a small schema, a run, and requests in one line.
+//! Shared by the tests of the store: a small schema, a run, and requests in one line.
 #![allow(dead_code, reason = "each test program uses its own part")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot go on panics")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::BTreeMap;
 
+use persia_kernels::Gradients;
 use persia_store::checkpoint::ShardRows;
 use persia_store::{Store, StoreOptions};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds,
 };
@@ -67,9 +67,9 @@ pub(crate) fn try_lookup(
     parts: &[Ids],
 ) -> Result<(LookupReport, Vec<Vec<f32>>), TablesError> {
     let tables: Vec<TableIds<'_>> =
-        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, uses: None }).collect();
+        parts.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
     let floats = |(table, ids): &Ids| ids.len() * store.schema().tables[*table].dim;
-    // A value that no row has: what the store leaves unwritten is seen.
+    // No row has this value, which shows what the store does not write.
     let mut rows: Vec<Vec<f32>> = parts.iter().map(|part| vec![-77.0; floats(part)]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
     let report = store.lookup(&LookupRequest { token, step, mode, tables: &tables }, &mut buffers)?;
@@ -83,7 +83,7 @@ pub(crate) fn train(store: &Store, seq: u64, table: usize, ids: &[Id]) -> (Looku
     (report, rows.remove(0))
 }
 
-/// The row of one id as evaluation sees it.
+/// The row of one id, as evaluation reads it.
 pub(crate) fn read(store: &Store, table: usize, id: Id) -> Vec<f32> {
     try_lookup(store, token(0, 1), 1, Mode::Eval, &[(table, grouped(&[id]))]).unwrap().1.remove(0)
 }
@@ -115,7 +115,7 @@ pub(crate) fn push(store: &Store, seq: u64, table: usize, ids: &[Id], value: f32
     try_push(store, token(0, seq), seq, &[(table, ids)], &gradients).unwrap()
 }
 
-/// All shards that hold rows.
+/// All shards with rows.
 pub(crate) fn export(store: &Store) -> Vec<ShardRows> {
     (0..VIRTUAL_SHARDS)
         .map(|shard| store.export_shard(shard))

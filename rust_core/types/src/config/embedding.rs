@@ -13,7 +13,7 @@ use crate::schema::{HashStack, Pooling, Schema};
 
 /// Bits of an id that PersiaML gives to its feature group.
 const DEFAULT_PREFIX_BITS: u64 = 8;
-/// The id's own bits must be left over.
+/// Some bits must be left for the id.
 const MAX_PREFIX_BITS: u64 = 63;
 /// PersiaML's.
 const DEFAULT_SAMPLE_FIXED_SIZE: u32 = 10;
@@ -39,8 +39,8 @@ const POOLINGS: &[(&str, Pooling)] = &[("sum", Pooling::Sum), ("mean", Pooling::
 /// A valid `embedding_config.yml`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EmbeddingConfig {
-    /// Bits PersiaML puts a group's index into. Ids keep all their bits here: the number of groups is checked
-    /// against it, and nothing else.
+    /// Bits that PersiaML uses for a group's index. Ids keep all their bits here; only the number of groups is checked
+    /// against it.
     pub feature_index_prefix_bit: u32,
     /// Slots in the order of the file, and their tables.
     pub schema: Schema,
@@ -143,7 +143,7 @@ fn read_hash_stack(reader: &mut Reader, section: &Section<'_>, path: &str) -> Op
     let rounds = rounds.filter(|rounds| *rounds > 0)? as u32;
     match buckets {
         Some(buckets) if buckets > 0 => return Some(HashStack { rounds, buckets: buckets as u32 }),
-        None if config.get("embedding_size").is_some() => {} // told already
+        None if config.get("embedding_size").is_some() => {} // reported already
         _ => {
             let place = config.get("embedding_size").map_or(config.place, |node| node.place);
             let message =

@@ -11,7 +11,7 @@ use crate::id::VIRTUAL_SHARDS;
 use crate::limits::MAX_ROWS_PER_SLAB;
 use crate::schema::Dtype;
 
-/// More threads than this only wait for each other's disk.
+/// More threads would only wait for the disk.
 const MAX_WORKERS: u64 = 256;
 const MAX_COPY_BYTES: u64 = i64::MAX as u64;
 const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
@@ -53,7 +53,7 @@ const SERVER_UNUSED: &[(&str, &str)] = &[
 const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];
 const LOG_SYNCS: &[(&str, LogSync)] = &[("every_second", LogSync::EverySecond), ("always", LogSync::Always)];
 
-/// When what a server logged is durable, against the loss of its machine's power.
+/// When a server's log is durable against a power cut.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub enum LogSync {
     /// Within a second.
@@ -73,11 +73,11 @@ pub struct GlobalConfig {
     /// `embedding_parameter_server_config.capacity`: rows the whole job holds before it evicts. Nothing is allocated
     /// for it up front.
     pub capacity: u64,
-    /// `embedding_parameter_server_config.durability` and `.log_sync`: whether a server that is killed goes on by itself
-    /// from the last checkpoint and its log (`log`), or the whole job from the last checkpoint (`checkpoint`, None).
+    /// `embedding_parameter_server_config.durability` and `.log_sync`: whether a killed server recovers
+    /// alone from the last checkpoint and its log (`log`), or the whole job restarts from the last checkpoint (`checkpoint`, None).
     pub log: Option<LogSync>,
-    /// `embedding_parameter_server_config.max_copy_bytes`: how much each server may copy of rows that change while a checkpoint
-    /// is written; None is without limit, at most as much as all rows take.
+    /// `embedding_parameter_server_config.max_copy_bytes`: most bytes of changed rows that each server copies while a
+    /// checkpoint is written; None is without limit, and at most the size of all rows.
     pub max_copy_bytes: Option<u64>,
     /// `embedding_worker_config.wire_dtype`: what rows and gradients are between trainers, middlewares and servers.
     pub wire_dtype: Dtype,

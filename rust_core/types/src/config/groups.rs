@@ -197,8 +197,8 @@ impl<'a> GroupReader<'a> {
         let alone = self.group_of.iter().filter(|group| group.is_none()).count();
         let needed = usize::BITS - tables.leading_zeros();
         let message = format!(
-            "found {bits}, which tells {most} tables apart, but there are {tables} ({} groups and {alone} slots \
-             that stand alone); allowed: {needed} or more, or 0 to do without",
+            "found {bits}, which distinguishes {most} tables, but there are {tables} ({} groups and {alone} slots \
+             without a group); allowed: {needed} or more, or 0 to do without",
             tables - alone
         );
         self.reader.error(place, "feature_index_prefix_bit", message);

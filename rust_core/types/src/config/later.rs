@@ -1,15 +1,15 @@
-//! What a file may ask for and this version does not have yet. When a feature lands, its line goes.
+//! Settings of PersiaML that this version does not have yet. The commit that adds a feature removes its line.
 
 use super::tree::{Node, Value};
 
-/// A key that is not free to be anything yet.
+/// A key of which only some values are accepted yet.
 #[derive(Debug)]
 pub(super) struct Later {
     /// The key.
     pub(super) key: &'static str,
-    /// The values that are accepted today; none when the key itself has to wait.
+    /// The accepted values; empty when the key itself is refused.
     pub(super) accepted: &'static [&'static str],
-    /// What has to wait.
+    /// The missing feature.
     pub(super) feature: &'static str,
 }
 

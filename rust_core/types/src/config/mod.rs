@@ -7,7 +7,7 @@
 //! * [`GlobalConfig`]: the job and its limits
 //! * [`ConfigErrors`]: everything that is wrong with one file
 //!
-//! What PersiaML's files may hold and this version does not have yet is listed in one table, `later.rs`.
+//! `later.rs` lists the settings of PersiaML's files that this version does not have yet.
 
 mod embedding;
 mod error;
@@ -27,7 +27,7 @@ pub use error::{ConfigErrors, Finding};
 pub use global::{GlobalConfig, LogSync};
 pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 
-/// A configuration that is valid, and what its author should know all the same.
+/// A valid configuration, with warnings.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Parsed<T> {
     /// The configuration.

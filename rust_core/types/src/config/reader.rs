@@ -34,7 +34,7 @@ impl<'a> Section<'a> {
     }
 }
 
-/// Collects what is wrong, and what has no effect.
+/// Collects errors and warnings.
 #[derive(Debug, Default)]
 pub(super) struct Reader {
     errors: Vec<Finding>,
@@ -68,7 +68,7 @@ impl Reader {
         self.errors.len()
     }
 
-    /// `node` as a mapping with any keys; empty when it is none.
+    /// `node` as a mapping with any keys; empty when it is no mapping.
     pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
         let Value::Mapping(entries) = &node.value else {
             if !node.is_mapping() {
@@ -102,7 +102,7 @@ impl Reader {
         section
     }
 
-    /// The section under `key`; empty when there is none.
+    /// The section under `key`; empty when the key is missing.
     pub(super) fn child<'a>(&mut self, parent: &Section<'a>, path: &str, known: &[&str]) -> Section<'a> {
         match parent.get(last(path)) {
             Some(node) => self.section(node, path, known),
@@ -110,7 +110,7 @@ impl Reader {
         }
     }
 
-    /// The whole number under the last key of `path`; None when there is none or it is not in `range`.
+    /// The whole number under the last key of `path`; None when the key is missing or the number is not in `range`.
     pub(super) fn integer(
         &mut self,
         section: &Section<'_>,
@@ -135,7 +135,7 @@ impl Reader {
         allowed
     }
 
-    /// The number under the last key of `path`; None when there is none or it is not in `range`.
+    /// The number under the last key of `path`; None when the key is missing or the number is not in `range`.
     pub(super) fn number(
         &mut self,
         section: &Section<'_>,
@@ -183,7 +183,7 @@ impl Reader {
         Some((*kind, self.section(node, path, &[&["name"][..], keys].concat())))
     }
 
-    /// The boolean under the last key of `path`; None when there is none.
+    /// The boolean under the last key of `path`; None when the key is missing.
     pub(super) fn boolean(&mut self, section: &Section<'_>, path: &str) -> Option<bool> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -196,7 +196,7 @@ impl Reader {
         }
     }
 
-    /// One of the words in `choices`, under the last key of `path`; None when there is none.
+    /// One of the words in `choices`, under the last key of `path`; None when the key is missing.
     pub(super) fn choice<T: Copy>(
         &mut self,
         section: &Section<'_>,
@@ -214,7 +214,7 @@ impl Reader {
         None
     }
 
-    /// A name under the last key of `path`; None when there is none.
+    /// A name under the last key of `path`; None when the key is missing.
     pub(super) fn name<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -229,7 +229,7 @@ impl Reader {
         }
     }
 
-    /// Report a name that would not survive in messages, metrics and checkpoints.
+    /// Report a name that messages, metrics or checkpoints could not hold.
     pub(super) fn check_name(&mut self, name: &str, place: Place, path: &str) {
         let printable = name.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic());
         if printable && name.trim() == name && (1..=MAX_NAME_BYTES).contains(&name.len()) {
@@ -244,7 +244,7 @@ impl Reader {
         self.error(place, path, message);
     }
 
-    /// Warn about those of `keys` that are there: PersiaML knows them, and nothing here reads them.
+    /// Warn about those of `keys` that are set: PersiaML reads them, Persia does not.
     pub(super) fn without_effect(&mut self, section: &Section<'_>, path: &str, keys: &[(&str, &str)]) {
         for (key, why) in keys {
             if let Some(node) = section.get(key) {
@@ -254,7 +254,7 @@ impl Reader {
         }
     }
 
-    /// Refuse those of `keys` that ask for what this version does not have yet.
+    /// Refuse those of `keys` that need a feature this version does not have yet.
     pub(super) fn later(&mut self, section: &Section<'_>, path: &str, keys: &[Later]) {
         for later in keys {
             let Some(node) = section.get(later.key).filter(|node| !later.accepts(node)) else { continue };
@@ -280,9 +280,9 @@ fn last(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
-/// The one of `known` a typist most likely meant: at most a third of the letters differ.
+/// The most similar of `known`, if at most a third of the letters differ.
 pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // The comparison is quadratic, and a longer word is no slip of a typist.
+    // The comparison is quadratic, and a longer word is no typing error.
     if word.len() > MAX_NAME_BYTES {
         return None;
     }

@@ -5,6 +5,7 @@ use std::ops::RangeInclusive;
 use super::reader::{Reader, Section};
 use super::tree::{Node, Value};
 use crate::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN};
+use crate::optimizer::InvalidNumber;
 use crate::schema::{Admission, Dtype, Initializer, Optimizer, Rounding, TableSettings};
 
 pub(super) const DTYPES: &[(&str, Dtype)] =
@@ -16,7 +17,6 @@ const ANY: RangeInclusive<f32> = f32::MIN..=f32::MAX;
 const AT_LEAST_ZERO: RangeInclusive<f32> = 0.0..=f32::MAX;
 const ABOVE_ZERO: RangeInclusive<f32> = f32::MIN_POSITIVE..=f32::MAX;
 const SHARE: RangeInclusive<f32> = 0.0..=1.0;
-const BELOW_ONE: RangeInclusive<f32> = 0.0..=1.0f32.next_down();
 
 #[derive(Clone, Copy)]
 enum OptimizerName {
@@ -127,38 +127,57 @@ struct Entry<'r> {
 impl Entry<'_> {
     fn optimizer(&mut self, node: &Node) -> Option<Optimizer> {
         let (name, section) = self.reader.named(node, &self.path, OPTIMIZERS)?;
-        let section = &section;
-        // All numbers are read before the first missing one ends it, so that every mistake is reported.
-        let decay = self.number(section, "weight_decay", AT_LEAST_ZERO, 0.0);
-        match name {
+        // NaN, which no range has, stands for what is missing or is no number: `check` reports all mistakes together.
+        let number = |key: &str, default: f32| match section.get(key) {
+            None => default,
+            Some(node) => node.as_number().unwrap_or(f32::NAN),
+        };
+        let weight_decay = number("weight_decay", 0.0);
+        let optimizer = match name {
             OptimizerName::Sgd => {
-                let lr = self.required(section, "lr", AT_LEAST_ZERO);
-                let momentum = self.number(section, "momentum", BELOW_ONE, 0.0);
-                Some(Optimizer::Sgd { lr: lr?, momentum: momentum?, weight_decay: decay? })
+                Optimizer::Sgd { lr: number("lr", f32::NAN), momentum: number("momentum", 0.0), weight_decay }
             }
             OptimizerName::Adagrad => {
-                let lr = self.number(section, "lr", AT_LEAST_ZERO, 1e-2);
-                let start = self.number(section, "initial_accumulator_value", AT_LEAST_ZERO, 1e-2);
-                let keep = self.number(section, "g_square_momentum", AT_LEAST_ZERO, 1.0);
-                // Above 0, so that no update divides by 0 wherever the accumulator starts.
-                let eps = self.number(section, "eps", ABOVE_ZERO, 1e-10);
                 let path = format!("{}.vectorwise_shared", self.path);
-                let shared = self.reader.boolean(section, &path).unwrap_or(false);
-                Some(Optimizer::Adagrad {
-                    lr: lr?,
-                    weight_decay: decay?,
-                    initial_accumulator_value: start?,
-                    g_square_momentum: keep?,
-                    eps: eps?,
-                    vectorwise_shared: shared,
-                })
+                Optimizer::Adagrad {
+                    lr: number("lr", 1e-2),
+                    weight_decay,
+                    initial_accumulator_value: number("initial_accumulator_value", 1e-2),
+                    g_square_momentum: number("g_square_momentum", 1.0),
+                    eps: number("eps", 1e-10),
+                    vectorwise_shared: self.reader.boolean(&section, &path).unwrap_or(false),
+                }
             }
             OptimizerName::Adam => {
-                let lr = self.number(section, "lr", AT_LEAST_ZERO, 1e-3);
-                let eps = self.number(section, "eps", ABOVE_ZERO, 1e-8);
-                let (beta1, beta2) = self.betas(section)?;
-                Some(Optimizer::Adam { lr: lr?, beta1, beta2, weight_decay: decay?, eps: eps? })
+                let (beta1, beta2) = betas(&section);
+                Optimizer::Adam {
+                    lr: number("lr", 1e-3),
+                    beta1,
+                    beta2,
+                    weight_decay,
+                    eps: number("eps", 1e-8),
+                }
             }
+        };
+        match optimizer.check() {
+            Ok(()) => Some(optimizer),
+            Err(invalid) => {
+                self.report(&section, &invalid);
+                None
+            }
+        }
+    }
+
+    /// Report the numbers of an optimizer that are missing or out of range.
+    fn report(&mut self, section: &Section<'_>, invalid: &[InvalidNumber]) {
+        let mut keys: Vec<(&str, String)> = invalid.iter().map(key_and_range).collect();
+        keys.dedup();
+        for (key, allowed) in keys {
+            let (place, found) = match section.get(key) {
+                None => (section.place, "missing".into()),
+                Some(node) => (node.place, format!("found {}", node.found())),
+            };
+            self.reader.error(place, &format!("{}.{key}", self.path), format!("{found}, allowed: {allowed}"));
         }
     }
 
@@ -205,23 +224,6 @@ impl Entry<'_> {
         Some(Admission { probability: probability?, min_count: min_count? })
     }
 
-    /// `[beta1, beta2]`.
-    fn betas(&mut self, section: &Section<'_>) -> Option<(f32, f32)> {
-        let Some(node) = section.get("betas") else { return Some((0.9, 0.999)) };
-        if let Value::Sequence(values) = &node.value
-            && let [beta1, beta2] = &values[..]
-            && let (Some(beta1), Some(beta2)) = (beta1.as_number(), beta2.as_number())
-            && BELOW_ONE.contains(&beta1)
-            && BELOW_ONE.contains(&beta2)
-        {
-            return Some((beta1, beta2));
-        }
-        let message =
-            format!("found {}, allowed: a list of two numbers of at least 0 and below 1", node.found());
-        self.reader.error(node.place, &format!("{}.betas", self.path), message);
-        None
-    }
-
     /// The number under `key`, `default` where there is none.
     fn number(
         &mut self,
@@ -245,4 +247,26 @@ impl Entry<'_> {
         }
         self.reader.number(section, &path, range)
     }
+}
+
+/// The key of an optimizer's number in the file, and what it may be.
+fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
+    let InvalidNumber { name, allowed, .. } = invalid;
+    match *name {
+        "beta1" | "beta2" => ("betas", "a list of two numbers of at least 0 and below 1".into()),
+        key => (key, format!("a number from {:?} to {:?}", allowed.start(), allowed.end())),
+    }
+}
+
+/// `[beta1, beta2]`. NaN for what is no such list.
+fn betas(section: &Section<'_>) -> (f32, f32) {
+    let Some(node) = section.get("betas") else { return (0.9, 0.999) };
+    let numbers = match &node.value {
+        Value::Sequence(values) => match &values[..] {
+            [beta1, beta2] => beta1.as_number().zip(beta2.as_number()),
+            _ => None,
+        },
+        _ => None,
+    };
+    numbers.unwrap_or((f32::NAN, f32::NAN))
 }

@@ -63,7 +63,7 @@ pub(super) struct Key {
 }
 
 impl Node {
-    /// `key:` with nothing behind it, `~` or `null`.
+    /// `key:` without a value, `~` or `null`.
     pub(super) fn is_null(&self) -> bool {
         matches!(&self.value, Value::Scalar { text, quoted: false } if matches!(text.as_str(), "" | "~" | "null"))
     }
@@ -202,10 +202,10 @@ impl Builder {
         Ok(())
     }
 
-    /// An alias: what its anchor names, once more.
+    /// An alias: a copy of the value of its anchor.
     fn repeat(&mut self, anchor: usize, place: Place) -> Result<(), Finding> {
         let Some(node) = self.anchors.get(&anchor) else {
-            return Err(place.error("this alias stands inside the value it stands for"));
+            return Err(place.error("this alias is inside the value it refers to"));
         };
         let (nodes, depth) = node.extent();
         if self.open.len() + depth > MAX_CONFIG_DEPTH {
@@ -216,7 +216,7 @@ impl Builder {
         self.close(node, 0)
     }
 
-    /// A whole node: hand it to the collection it stands in.
+    /// A whole node: add it to its collection.
     fn close(&mut self, node: Node, anchor: usize) -> Result<(), Finding> {
         let place = node.place;
         if anchor != 0 {

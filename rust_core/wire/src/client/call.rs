@@ -1,138 +1,206 @@
-//! One call, tried until it succeeds, is refused, or time is up.
+//! [`Caller`]: one call, retried until it succeeds, is refused, or its time is over.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use persia_types::TablesError;
+use parking_lot::Mutex;
+use persia_types::{JobId, TablesError};
 use tokio::time::{Instant, sleep, timeout};
 use tonic::{Request, Status};
 
-use super::Inner;
-use super::pool::Remote;
+use super::options::ClientOptions;
+use super::pool::{Pool, Remote};
+use crate::auth::{Credentials, Role};
 use crate::backoff;
 use crate::chunk::ChunkError;
 use crate::error::{FORGOTTEN, from_failure, from_status, is_transient, is_transient_failure};
-use crate::proto::Failure;
+use crate::proto::{Failure, Fence};
+use crate::rpc::Unary;
 
-/// Why a try did not succeed.
+/// Why an attempt failed.
 #[derive(Debug)]
-pub(super) enum Trouble {
-    /// Another try may: the peer was not reached, or did not reach a server.
-    Again(TablesError),
-    /// No other try will.
-    Final(TablesError),
+pub(super) enum CallError {
+    /// A retry may succeed: the peer was not reached, or did not reach a server.
+    Transient(TablesError),
+    /// A retry fails as well.
+    Permanent(TablesError),
 }
 
-impl Trouble {
+impl CallError {
     pub(super) fn of_status(remote: &Remote, status: &Status) -> Self {
         let error = from_status(&remote.name, status);
-        if is_transient(status) { Self::Again(error) } else { Self::Final(error) }
+        if is_transient(status) { Self::Transient(error) } else { Self::Permanent(error) }
     }
 
     pub(super) fn of_failure(remote: &Remote, failure: &Failure) -> Self {
         let error = from_failure(&remote.name, failure);
-        if is_transient_failure(failure) { Self::Again(error) } else { Self::Final(error) }
+        if is_transient_failure(failure) { Self::Transient(error) } else { Self::Permanent(error) }
     }
 
-    /// Trouble with a reply.
+    /// An error in a reply.
     pub(super) fn of_chunk(remote: &Remote, error: ChunkError) -> Self {
-        let peer = remote.name.clone();
         match error {
-            ChunkError::Malformed(error) => {
-                Self::Final(TablesError::Incompatible { peer, what: format!("its reply is {error}") })
-            }
-            damaged => {
-                Self::Again(TablesError::Unreachable { peer, what: format!("its reply was {damaged}") })
-            }
+            ChunkError::Malformed(error) => Self::incompatible(remote, format!("its reply is {error}")),
+            damaged => Self::unreachable(remote, format!("its reply was {damaged}")),
         }
     }
 
-    pub(super) fn unreachable(remote: &Remote, what: &str) -> Self {
-        Self::Again(TablesError::Unreachable { peer: remote.name.clone(), what: what.to_owned() })
+    pub(super) fn unreachable(remote: &Remote, what: impl Into<String>) -> Self {
+        Self::Transient(TablesError::Unreachable { peer: remote.name.clone(), what: what.into() })
+    }
+
+    pub(super) fn incompatible(remote: &Remote, what: String) -> Self {
+        Self::Permanent(TablesError::Incompatible { peer: remote.name.clone(), what })
     }
 }
 
-/// How long one verb may take: all its tries, and each of them.
+/// How long a call may take.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Patience {
-    pub(super) all: Duration,
-    pub(super) each: Duration,
+pub(super) struct CallTimeouts {
+    /// All attempts together; zero is one attempt.
+    pub(super) total: Duration,
+    /// One attempt. Longer than `total`, it applies in full to an attempt that started in time.
+    pub(super) attempt: Duration,
 }
 
-impl Inner {
-    pub(super) fn patience(&self) -> Patience {
-        Patience { all: self.options.rpc_timeout, each: self.options.try_timeout() }
+impl CallTimeouts {
+    /// What an attempt may take that starts after `elapsed`.
+    fn limit(&self, elapsed: Duration) -> Duration {
+        if self.attempt > self.total {
+            self.attempt
+        } else {
+            self.attempt.min(self.total.saturating_sub(elapsed))
+        }
+    }
+}
+
+/// Calls the peers of a client.
+#[derive(Debug)]
+pub(super) struct Caller {
+    pub(super) options: ClientOptions,
+    /// Of the role that looks up, pushes and reads statistics.
+    pub(super) trainer: Credentials,
+    admin: Credentials,
+    /// Number of servers; 0 until it is known.
+    pub(super) servers: AtomicU32,
+    pool: Pool,
+    /// The run in progress.
+    fence: Mutex<Option<Fence>>,
+    /// Whether this process only reads rows of that run, so that an outage loses nothing.
+    observes: AtomicBool,
+}
+
+impl Caller {
+    pub(super) fn new(options: ClientOptions) -> Self {
+        Self {
+            pool: Pool::new(&options),
+            trainer: Credentials::new(Role::Trainer, options.secret.as_ref()),
+            admin: Credentials::new(Role::Admin, options.secret.as_ref()),
+            options,
+            fence: Mutex::default(),
+            observes: AtomicBool::new(false),
+            servers: AtomicU32::new(0),
+        }
     }
 
-    /// For what may take long, and is tried again only where it was not begun.
-    pub(super) fn admin_patience(&self) -> Patience {
-        Patience { all: self.options.rpc_timeout, each: self.options.admin_timeout }
+    pub(super) fn enter(&self, job: &str, generation: u64) {
+        *self.fence.lock() = Some(Fence { job: JobId::from_name(job).0, generation });
     }
 
-    /// Try `attempt` with one peer after another; it is given what it may take. `what` names the call in messages.
-    /// An administrative call that began in time may use up what it is given.
+    pub(super) fn observe(&self, job: &str, generation: u64) {
+        self.observes.store(true, Ordering::Relaxed);
+        self.enter(job, generation);
+    }
+
+    pub(super) fn fence(&self) -> Option<Fence> {
+        *self.fence.lock()
+    }
+
+    /// For look-ups, pushes and questions.
+    pub(super) fn timeouts(&self) -> CallTimeouts {
+        CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.attempt_timeout() }
+    }
+
+    /// For long work, which is retried only where it did not start.
+    pub(super) fn admin_timeouts(&self) -> CallTimeouts {
+        CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout }
+    }
+
+    /// For what need not succeed.
+    pub(super) fn one_attempt(&self) -> CallTimeouts {
+        CallTimeouts { total: Duration::ZERO, ..self.timeouts() }
+    }
+
+    /// For long work that two peers must not do at once: an attempt whose reply was lost may still be running.
+    pub(super) fn one_admin_attempt(&self) -> CallTimeouts {
+        CallTimeouts { total: Duration::ZERO, ..self.admin_timeouts() }
+    }
+
+    /// Call an administrative method. `what` names it in messages.
+    pub(super) async fn administer<R: Unary + Clone>(
+        &self,
+        what: &str,
+        timeouts: CallTimeouts,
+        request: &R,
+    ) -> Result<R::Reply, TablesError> {
+        self.call(what, timeouts, async |remote, limit| self.attempt(remote, limit, request).await).await
+    }
+
+    /// One attempt of an administrative method.
+    pub(super) async fn attempt<R: Unary + Clone>(
+        &self,
+        remote: &Remote,
+        limit: Duration,
+        request: &R,
+    ) -> Result<R::Reply, CallError> {
+        let reply = remote.rpc(&self.admin).unary(with_deadline(limit, request.clone())).await;
+        reply.map_err(|status| CallError::of_status(remote, &status))
+    }
+
+    /// Run `attempt` with one peer after another, within the limit that it is given. `what` names the call in messages.
     pub(super) async fn call<T>(
         &self,
         what: &str,
-        patience: Patience,
-        mut attempt: impl AsyncFnMut(&Remote, Duration) -> Result<T, Trouble>,
+        timeouts: CallTimeouts,
+        mut attempt: impl AsyncFnMut(&Remote, Duration) -> Result<T, CallError>,
     ) -> Result<T, TablesError> {
         let start = Instant::now();
-        let mut tries = 0;
-        let mut server_trouble = None;
+        let mut attempts = 0;
+        // What a middleware said last of a server.
+        let mut of_server = None;
         loop {
-            let trouble = match self.pool.pick(&self.options).await {
+            let error = match self.pool.pick(&self.options).await {
                 Ok(remote) => {
-                    let left = patience.all.saturating_sub(start.elapsed());
-                    let each =
-                        if patience.each > patience.all { patience.each } else { patience.each.min(left) };
-                    let silent = || {
-                        let silent = format!("no answer within {:.1} s", each.as_secs_f32());
-                        Err(Trouble::unreachable(&remote, &silent))
-                    };
-                    let began = Instant::now();
-                    let outcome = match timeout(each, attempt(&remote, each)).await {
-                        Err(_) => silent(),
-                        // A busy machine may see tonic's end of the call first.
-                        Ok(Err(Trouble::Again(error)))
-                            if began.elapsed() >= each && !is_of_server(&error) =>
-                        {
-                            silent()
-                        }
-                        Ok(outcome) => outcome,
-                    };
-                    match outcome {
+                    let limit = timeouts.limit(start.elapsed());
+                    match within(limit, &remote, attempt(&remote, limit)).await {
                         Ok(value) => {
                             remote.note_success();
                             return Ok(value);
                         }
-                        Err(Trouble::Final(error)) => return Err(self.judge(error)),
-                        Err(Trouble::Again(error)) => {
+                        Err(CallError::Permanent(error)) => return Err(self.judge(error)),
+                        Err(CallError::Transient(error)) => {
                             remote.note_failure(&error);
-                            self.pool.look_again(&self.options);
-                            // The end of the time left may cut off what a middleware has to say of a server.
-                            if each < patience.each && !is_of_server(&error) {
-                                server_trouble.take().unwrap_or(error)
-                            } else {
-                                error
-                            }
+                            self.pool.refresh(&self.options);
+                            // A shortened attempt may end before the middleware names the server.
+                            let shortened = limit < timeouts.attempt && !is_of_server(&error);
+                            if shortened { of_server.take().unwrap_or(error) } else { error }
                         }
                     }
                 }
                 Err(error @ TablesError::Unreachable { .. }) => error,
                 Err(error) => return Err(error),
             };
-            tries += 1;
-            let pause = backoff::pause(tries);
-            if start.elapsed() + pause >= patience.all {
-                return Err(self.judge(given_up(trouble, what, tries, start.elapsed())));
+            attempts += 1;
+            let pause = backoff::pause(attempts);
+            if start.elapsed() + pause >= timeouts.total {
+                return Err(self.judge(given_up(error, what, attempts, start.elapsed())));
             }
-            server_trouble = Some(trouble).filter(is_of_server);
+            of_server = Some(error).filter(is_of_server);
             sleep(pause).await;
         }
     }
 
-    /// What an error means for a run that has begun, and [`FORGOTTEN`] for one that has not.
+    /// What an error means once a run has begun, and [`FORGOTTEN`] before.
     fn judge(&self, error: TablesError) -> TablesError {
         if self.fence.lock().is_none() {
             let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
@@ -148,22 +216,43 @@ impl Inner {
     }
 }
 
-/// A message that its receiver serves within `each`, or gives up.
-pub(super) fn within<T>(each: Duration, message: T) -> Request<T> {
+/// A message whose receiver gives up after `limit`.
+pub(super) fn with_deadline<T>(limit: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
-    // A little more, because tonic's own end of a call does not say how long it waited.
-    request.set_timeout(each + each / 20);
+    // A little more than `within` waits: tonic's own timeout error has no duration.
+    request.set_timeout(limit + limit / 20);
     request
 }
 
-/// Whether a server was not reached. A middleware names it as [`crate::discovery::Peer::describe`] does: "server 1 of 2
-/// at host:8888".
+/// The result of an attempt, or an error with the limit that passed.
+async fn within<T>(
+    limit: Duration,
+    remote: &Remote,
+    attempt: impl Future<Output = Result<T, CallError>>,
+) -> Result<T, CallError> {
+    let timed_out = || {
+        let what = format!("no answer within {:.1} s", limit.as_secs_f32());
+        Err(CallError::unreachable(remote, what))
+    };
+    let start = Instant::now();
+    match timeout(limit, attempt).await {
+        Err(_) => timed_out(),
+        // On a busy machine, tonic's timeout may fire first.
+        Ok(Err(CallError::Transient(error))) if start.elapsed() >= limit && !is_of_server(&error) => {
+            timed_out()
+        }
+        Ok(outcome) => outcome,
+    }
+}
+
+/// Whether a middleware could not reach a server. It names the server as [`crate::discovery::Peer::describe`] does:
+/// "server 1 of 2 at host:8888".
 fn is_of_server(error: &TablesError) -> bool {
     matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))
 }
 
-fn given_up(error: TablesError, what: &str, tries: u32, time: Duration) -> TablesError {
-    let say = |why: String| format!("{what} failed {tries} times in {:.1} s: {why}", time.as_secs_f32());
+fn given_up(error: TablesError, what: &str, attempts: u32, time: Duration) -> TablesError {
+    let say = |why: String| format!("{what} failed {attempts} times in {:.1} s: {why}", time.as_secs_f32());
     match error {
         TablesError::Unreachable { peer, what } => TablesError::Unreachable { peer, what: say(what) },
         TablesError::Timeout { peer, what } => TablesError::Timeout { peer, what: say(what) },

@@ -1,10 +1,10 @@
-//! What a client needs to know.
+//! [`ClientOptions`]: where peers are, time limits, credentials.
 
-use std::fmt;
-use std::path::PathBuf;
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
+use std::{fmt, io};
 
-use persia_types::Dtype;
+use persia_types::{Dtype, TablesError};
 use tonic::transport::ClientTlsConfig;
 
 use crate::auth::Secret;
@@ -14,9 +14,9 @@ use crate::settings::Endpoint;
 /// Where the peers are.
 #[derive(Debug, Clone)]
 pub enum Targets {
-    /// At these endpoints, for ever.
+    /// At these endpoints.
     Fixed(Vec<Endpoint>),
-    /// Where they announce themselves.
+    /// Where they are announced.
     Discovered(Discovery),
 }
 
@@ -34,31 +34,31 @@ impl fmt::Display for Targets {
     }
 }
 
-/// How a [`super::WireTables`] finds its peers and how patient it is.
+/// Options of a [`super::WireTables`].
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
     /// Where the peers are.
     pub targets: Targets,
     /// [`Service::Middleware`], or [`Service::Server`] for a job's only server.
     pub service: Service,
-    /// The trainer rank; it prefers the middleware `rank mod n`.
+    /// The trainer's rank. It prefers middleware `rank mod n`.
     pub rank: u32,
-    /// The cluster's secret; without one only processes in protected mode answer.
+    /// The cluster's secret. Without one, only processes in protected mode answer.
     pub secret: Option<Secret>,
-    /// With it, connections by TCP use TLS.
+    /// TLS for TCP connections.
     pub tls: Option<ClientTlsConfig>,
-    /// How long a look-up or push, or a question, may take with all its retries (`PERSIA_RPC_TIMEOUT`).
+    /// Time limit of a look-up, push or question with its retries (`PERSIA_RPC_TIMEOUT`).
     pub rpc_timeout: Duration,
-    /// How long the servers may take to begin, save, restore or clear.
+    /// Time limit of the servers to begin, save, restore or clear.
     pub admin_timeout: Duration,
-    /// What rows and gradients travel as.
+    /// The format of rows and gradients on the wire.
     pub wire_dtype: Dtype,
-    /// What servers call `PERSIA_CKPT_DIR`; checkpoints lie below it.
+    /// The servers' `PERSIA_CKPT_DIR`. Checkpoints are below it.
     pub checkpoint_root: Option<PathBuf>,
 }
 
 impl ClientOptions {
-    /// Middlewares at `targets`, as rank 0, with the defaults of everything else.
+    /// Middlewares at `targets`, rank 0, and defaults.
     pub fn new(targets: Targets) -> Self {
         Self {
             targets,
@@ -73,12 +73,53 @@ impl ClientOptions {
         }
     }
 
-    /// How long one try may take before another peer is asked, so that one that hangs does not use up all the time.
-    pub(super) fn try_timeout(&self) -> Duration {
+    /// How long one attempt may take. Then another peer is asked, so that a hanging one leaves time for it.
+    pub(super) fn attempt_timeout(&self) -> Duration {
         self.rpc_timeout / 4
     }
 
     pub(super) fn service_name(&self) -> &'static str {
         self.service.name().trim_start_matches("persia-")
+    }
+
+    /// `dir` relative to the checkpoint root, below which servers and this process see the same files.
+    pub(super) fn checkpoint_directory(&self, dir: &Path) -> Result<String, TablesError> {
+        let bad = |what: String| TablesError::Io {
+            path: dir.to_owned(),
+            source: io::Error::new(io::ErrorKind::InvalidInput, what),
+        };
+        let Some(root) = &self.checkpoint_root else {
+            return Err(bad(
+                "servers write checkpoints; set PERSIA_CKPT_DIR for them and for the trainers".into()
+            ));
+        };
+        let real_dir = without_links(dir).map_err(|error| bad(error.to_string()))?;
+        let real_root = without_links(root)
+            .map_err(|error| bad(format!("PERSIA_CKPT_DIR={}: {error}", root.display())))?;
+        let outside = || {
+            bad(format!(
+                "it is not below PERSIA_CKPT_DIR={}, where servers and trainers share checkpoints",
+                root.display()
+            ))
+        };
+        let below = real_dir.strip_prefix(&real_root).map_err(|_| outside())?;
+        if !below.components().all(|component| matches!(component, Component::Normal(_))) {
+            return Err(outside());
+        }
+        below.to_str().map(str::to_owned).ok_or_else(|| bad("its name is not UTF-8".into()))
+    }
+}
+
+/// The path without links. Its last components need not exist.
+fn without_links(path: &Path) -> io::Result<PathBuf> {
+    match path.canonicalize() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => match (path.parent(), path.file_name()) {
+            (Some(parent), Some(name)) if !parent.as_os_str().is_empty() => {
+                Ok(without_links(parent)?.join(name))
+            }
+            (Some(_), Some(name)) => Ok(Path::new(".").canonicalize()?.join(name)),
+            _ => Err(error),
+        },
+        other => other,
     }
 }

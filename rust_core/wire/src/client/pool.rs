@@ -1,4 +1,4 @@
-//! The peers a client knows, and which one it asks next.
+//! The peers of a client, and the choice of the next one.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,15 +8,17 @@ use persia_types::TablesError;
 use tonic::transport::{Channel, ClientTlsConfig};
 
 use super::options::{ClientOptions, Targets};
+use crate::auth::Credentials;
 use crate::discovery::{DiscoveryError, Peer, Service};
+use crate::rpc::Rpc;
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
 
-/// How long a peer that failed is passed over while there is another.
+/// How long a failed peer is passed over while there is another.
 const PASSED_OVER: Duration = Duration::from_secs(5);
-/// The least time between two looks beside requests.
-const LOOK_PAUSE: Duration = Duration::from_secs(2);
-/// How long peers have to answer when they are looked for.
+/// Shortest time between two refreshes in the background.
+const REFRESH_PAUSE: Duration = Duration::from_secs(2);
+/// Time limit of discovery.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A middleware, or the only server.
@@ -24,17 +26,22 @@ const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 pub(super) struct Remote {
     /// For messages: "middleware at host:7777".
     pub(super) name: String,
-    pub(super) service: Service,
+    service: Service,
     endpoint: Endpoint,
-    pub(super) channel: Channel,
+    channel: Channel,
     failed: Mutex<Option<Instant>>,
 }
 
 impl Remote {
-    /// Keep in mind, and log once, that it does not answer.
+    /// Calls it with these credentials.
+    pub(super) fn rpc(&self, credentials: &Credentials) -> Rpc {
+        Rpc::new(self.service, self.channel.clone(), credentials.clone())
+    }
+
+    /// Log the first failure, and prefer other peers for a while.
     pub(super) fn note_failure(&self, what: &dyn std::fmt::Display) {
         if self.failed.lock().replace(Instant::now()).is_none() {
-            tracing::warn!(peer = self.name, %what, "a peer failed, trying on");
+            tracing::warn!(peer = self.name, %what, "a peer failed; retrying");
         }
     }
 
@@ -53,16 +60,16 @@ impl Remote {
 pub(super) struct Pool {
     remotes: Arc<Mutex<Vec<Arc<Remote>>>>,
     rank: usize,
-    looked: Mutex<Option<Instant>>,
+    refreshed: Mutex<Option<Instant>>,
 }
 
 impl Pool {
     pub(super) fn new(options: &ClientOptions) -> Self {
-        Self { remotes: Arc::default(), rank: options.rank as usize, looked: Mutex::default() }
+        Self { remotes: Arc::default(), rank: options.rank as usize, refreshed: Mutex::default() }
     }
 
-    /// The peer to ask: the rank's own, or the next one that has not failed just now, or the one that failed first.
-    /// Peers are looked for when none is known, or all have failed.
+    /// The rank's own peer, else the next one that has not failed recently, else the one that failed first. When all have
+    /// failed, or none is known, discovery is asked first.
     pub(super) async fn pick(&self, options: &ClientOptions) -> Result<Arc<Remote>, TablesError> {
         let fine = |remote: &Remote| remote.failed_at().is_none_or(|at| at.elapsed() >= PASSED_OVER);
         if !self.remotes.lock().iter().any(|remote| fine(remote)) {
@@ -80,32 +87,32 @@ impl Pool {
         })
     }
 
-    /// A peer failed: find out, beside the requests, which are still announced, and which are new.
-    pub(super) fn look_again(&self, options: &ClientOptions) {
+    /// Ask discovery in the background, after a failure, which peers are announced now.
+    pub(super) fn refresh(&self, options: &ClientOptions) {
         if matches!(options.targets, Targets::Fixed(_)) {
             return;
         }
-        let mut looked = self.looked.lock();
-        if looked.is_some_and(|at| at.elapsed() < LOOK_PAUSE) {
+        let mut refreshed = self.refreshed.lock();
+        if refreshed.is_some_and(|at| at.elapsed() < REFRESH_PAUSE) {
             return;
         }
-        *looked = Some(Instant::now());
+        *refreshed = Some(Instant::now());
         let (remotes, options) = (Arc::clone(&self.remotes), options.clone());
         tokio::spawn(async move {
             if let Err(error) = resolve(&remotes, &options).await {
-                tracing::warn!("cannot look for other peers: {error}");
+                tracing::warn!("cannot find other peers: {error}");
             }
         });
     }
 }
 
-/// Make `remotes` those that are announced, in their order; none is announced: leave them.
+/// Replace `remotes` by the announced peers, in their order. Where none is announced, they stay.
 async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> Result<(), TablesError> {
     let found = match &options.targets {
         Targets::Fixed(endpoints) => endpoints.clone(),
         Targets::Discovered(discovery) => match discovery.find(options.service, FIND_TIMEOUT).await {
             Ok(peers) => endpoints_of(&peers)?,
-            // Those known before may still be there.
+            // The known peers may still answer.
             Err(_) if !remotes.lock().is_empty() => return Ok(()),
             Err(error) => return Err(of_discovery(&error)),
         },

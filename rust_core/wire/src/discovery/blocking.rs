@@ -4,13 +4,15 @@ use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Announced, Announcement, Discovery, DiscoveryError, DiscoveryOptions, Peer, Service};
+use super::connection::{Announced, Discovery, DiscoveryOptions};
+use super::error::{DiscoveryError, without_password};
+use super::peer::{Announcement, Peer, Service};
 
-/// [`Discovery`] on a thread of its own; every method waits. Dropping it closes the connection without waiting.
+/// [`Discovery`] on its own thread, with blocking methods. Dropping it closes the connection without waiting.
 #[derive(Debug)]
 pub struct BlockingDiscovery {
     discovery: Discovery,
-    /// Some until it is dropped.
+    /// None while it is dropped.
     runtime: Option<Runtime>,
 }
 
@@ -21,7 +23,7 @@ impl BlockingDiscovery {
     /// As [`Discovery::connect`], and `NotConnected` when no thread can be started.
     pub fn connect(options: DiscoveryOptions) -> Result<Self, DiscoveryError> {
         let no_thread = |error: std::io::Error| DiscoveryError::NotConnected {
-            url: super::without_password(&options.url),
+            url: without_password(&options.url),
             what: format!("cannot start a thread: {error}"),
         };
         let mut builder = Builder::new_multi_thread();
@@ -31,7 +33,7 @@ impl BlockingDiscovery {
         Ok(Self { discovery, runtime: Some(runtime) })
     }
 
-    /// The connection, for [`crate::client::Targets::Discovered`]; it ends with `self`.
+    /// The connection, for `Targets::Discovered`. It ends with `self`.
     pub fn discovery(&self) -> &Discovery {
         &self.discovery
     }
@@ -39,7 +41,7 @@ impl BlockingDiscovery {
     fn wait<T>(&self, future: impl Future<Output = Result<T, DiscoveryError>>) -> Result<T, DiscoveryError> {
         match &self.runtime {
             Some(runtime) => runtime.block_on(future),
-            None => Err(self.discovery.not_connected("it was closed")),
+            None => Err(self.discovery.not_connected("it is closed")),
         }
     }
 

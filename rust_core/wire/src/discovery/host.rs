@@ -1,16 +1,16 @@
-//! The address others reach this host at.
+//! The address of this host, as others reach it.
 
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 
-use super::DiscoveryError;
+use super::error::{DiscoveryError, without_password};
 
 const NATS_PORT: u16 = 4222;
 
-/// The IPv4 address of the interface `ifname` (`PERSIA_SOCKET_IFNAME`), or else the address this host uses towards NATS.
-/// May block for as long as a look-up of NATS's name takes.
+/// The IPv4 address of the interface `ifname` (`PERSIA_SOCKET_IFNAME`), else the address that this host uses towards
+/// NATS. Blocks while the name of NATS is resolved.
 ///
 /// # Errors
-/// `NoInterface`, naming those that there are; `NoAddress` when NATS's name is not known or no route leads there.
+/// `NoInterface`; `NoAddress` when the name of NATS is unknown or has no route.
 pub fn advertised_host(nats_url: &str, ifname: Option<&str>) -> Result<String, DiscoveryError> {
     match ifname {
         Some(name) => of_interface(name),
@@ -35,8 +35,7 @@ fn of_interface(name: &str) -> Result<String, DiscoveryError> {
 }
 
 fn towards(nats_url: &str) -> Result<String, DiscoveryError> {
-    let no_address =
-        |what: String| DiscoveryError::NoAddress { url: super::without_password(nats_url), what };
+    let no_address = |what: String| DiscoveryError::NoAddress { url: without_password(nats_url), what };
     let rest = nats_url.split_once("://").map_or(nats_url, |(_, rest)| rest);
     let host = rest.rsplit_once('@').map_or(rest, |(_, host)| host);
     // Nothing is sent: connecting a datagram socket only chooses a route.

@@ -1,4 +1,4 @@
-//! What a process says of itself.
+//! The announcement of a process, and its reading.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -6,16 +6,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use async_nats::service::Info;
 use persia_types::limits::MAX_RANKS;
 
-use super::DiscoveryError;
+use super::error::{DiscoveryError, MAX_JOB_BYTES};
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
 
-/// Bytes of a job's name.
-pub const MAX_JOB_BYTES: usize = 64;
-/// Bytes of an announcement that are read: NATS carries no more than this in our configuration.
+/// Longest announcement that is read. NATS is configured to carry no more.
 const MAX_INFO_BYTES: usize = 64 << 10;
 
-/// Check a job's name: it becomes part of log lines, file names and metadata.
+/// Check a job's name, which becomes part of log lines, file names and metadata.
 ///
 /// # Errors
 /// `BadJob`.
@@ -28,12 +26,12 @@ pub fn check_job_name(name: &str) -> Result<(), DiscoveryError> {
     }
 }
 
-/// What a process is for.
+/// The part of a job that a process is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Service {
     /// Holds rows.
     Server,
-    /// Stands before the servers.
+    /// Splits requests among the servers.
     Middleware,
     /// A trainer rank.
     Trainer,
@@ -68,27 +66,27 @@ impl Service {
     }
 }
 
-/// What this process tells the others.
+/// What a process announces.
 #[derive(Debug, Clone)]
 pub struct Announcement {
-    /// What it is for.
+    /// Its part of the job.
     pub service: Service,
-    /// Which of them it is.
+    /// Its index among the replicas.
     pub index: u32,
-    /// How many there are.
+    /// Number of replicas.
     pub replicas: u32,
-    /// Where it serves, as others reach it; None for one that does not.
+    /// Where others reach it; None if it serves nothing.
     pub address: Option<Endpoint>,
     /// `host:port` of its metrics.
     pub metrics: Option<String>,
-    /// More, such as `store` and `build`; no name of the fields above or of [`Peer`].
+    /// More metadata, such as `store` and `build`, under other names than the fields of [`Peer`].
     pub more: BTreeMap<String, String>,
 }
 
 impl Announcement {
     pub(super) fn metadata(&self, job: &str) -> HashMap<String, String> {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        // For people to read, and to tell the younger of two that are there with one index; clocks of hosts may differ.
+        // Shows which of two processes with one index is newer. Clocks of hosts may differ.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let mut metadata: HashMap<String, String> = self.more.clone().into_iter().collect();
         let own = [
@@ -108,31 +106,31 @@ impl Announcement {
     }
 }
 
-/// What another process says of itself.
+/// The announcement of another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// What it is for.
+    /// Its part of the job.
     pub service: Service,
-    /// NATS's name of the announcement; another one after every start.
+    /// The id that NATS gave it, new with every start.
     pub id: String,
     /// Its job.
     pub job: String,
-    /// Which of them it is.
+    /// Its index among the replicas.
     pub index: u32,
-    /// How many there are.
+    /// Number of replicas.
     pub replicas: u32,
-    /// Where it serves.
+    /// Where it is reached.
     pub address: Option<Endpoint>,
-    /// Its protocol; ours is [`PROTOCOL`].
+    /// Its protocol: compare [`PROTOCOL`].
     pub protocol: u32,
-    /// Its version; ours is [`VERSION`].
+    /// Its version: compare [`VERSION`].
     pub version: String,
-    /// All metadata, those above included.
+    /// All metadata, including the above.
     pub metadata: BTreeMap<String, String>,
 }
 
 impl Peer {
-    /// Out of an answer to `$SRV.INFO`. A text that says what makes no sense, otherwise.
+    /// From an answer to `$SRV.INFO`, or a text that names the malformed part.
     pub(super) fn parse(service: Service, answer: &[u8]) -> Result<Self, String> {
         if answer.len() > MAX_INFO_BYTES {
             return Err(format!("an answer of {} bytes", answer.len()));
@@ -144,7 +142,7 @@ impl Peer {
         let metadata: BTreeMap<String, String> = info.metadata.into_iter().collect();
         let text = |key: &str| metadata.get(key).map_or("", String::as_str);
         let number = |key: &str| -> Result<u32, String> {
-            text(key).parse().map_err(|_| format!("{}: {key}={:?} is no number", info.id, text(key)))
+            text(key).parse().map_err(|_| format!("{}: {key}={:?} is not a number", info.id, text(key)))
         };
         let (index, replicas) = (number("index")?, number("replicas")?);
         if index >= replicas || replicas > MAX_RANKS {
@@ -191,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn an_announcement_is_understood() {
+    fn an_announcement_is_read() {
         let peer = Peer::parse(Service::Server, &answer(&[])).unwrap();
         assert_eq!(peer.describe(), "server 1 of 2 at host:8888");
         assert_eq!((peer.job.as_str(), peer.protocol, peer.version.as_str()), ("job-1", PROTOCOL, VERSION));
@@ -201,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn malformed_announcements_are_refused() {
         let bad = [("index", "2"), ("index", "-1"), ("replicas", "x"), ("address", "host"), ("job", "a b")];
         for change in bad {
             let error = Peer::parse(Service::Server, &answer(&[change])).unwrap_err();

@@ -28,7 +28,7 @@ fn run(generation: u64) -> Run {
 }
 
 #[test]
-fn statistics_of_all_servers_become_one() {
+fn statistics_of_all_servers_are_summed() {
     let running = start(&[]);
     let client = running.client();
     client.wait_ready(Duration::from_secs(20)).unwrap();
@@ -47,8 +47,8 @@ fn what_is_missing_at_the_start_is_named() {
     let error = running.client().wait_ready(Duration::from_secs(1)).unwrap_err();
     assert!(matches!(&error, TablesError::Unreachable { peer, .. } if peer == "server 1 of 2"), "{error}");
 
-    let nobody = Targets::Fixed(vec!["127.0.0.1:1".parse().unwrap()]);
-    let client = WireTables::connect(ClientOptions::new(nobody)).unwrap();
+    let unused = Targets::Fixed(vec!["127.0.0.1:1".parse().unwrap()]);
+    let client = WireTables::connect(ClientOptions::new(unused)).unwrap();
     let error = client.wait_ready(Duration::from_secs(1)).unwrap_err().to_string();
     assert!(error.contains("middleware at 127.0.0.1:1") && error.contains("refused"), "{error}");
 }

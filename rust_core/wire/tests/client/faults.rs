@@ -1,4 +1,4 @@
-//! Look-ups and pushes through everything that goes wrong.
+//! Look-ups and pushes under faults.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use persia_wire::client::{ClientOptions, Targets, WireTables};
 use crate::mock::{Fault, GENERATION, JOB, ids, lookup, push, start, start_with};
 
 #[test]
-fn rows_come_in_many_chunks_and_any_order() {
+fn rows_arrive_in_many_chunks_and_any_order() {
     let running = start(&[]);
     let client = running.client();
     for count in [0, 1, 50_000] {
@@ -19,8 +19,8 @@ fn rows_come_in_many_chunks_and_any_order() {
 }
 
 #[test]
-fn a_look_up_that_is_damaged_or_cut_is_made_again() {
-    for fault in [Fault::Flip, Fault::CutRows, Fault::CutReport, Fault::Break] {
+fn a_damaged_or_truncated_look_up_is_retried() {
+    for fault in [Fault::Flip, Fault::DropRows, Fault::DropReport, Fault::Break] {
         let running = start(std::slice::from_ref(&fault));
         let report = lookup(&running.client(), &ids(30_000)).unwrap();
         assert_eq!(report.hits, 30_000);
@@ -29,7 +29,7 @@ fn a_look_up_that_is_damaged_or_cut_is_made_again() {
 }
 
 #[test]
-fn a_reply_that_makes_no_sense_is_not_asked_for_again() {
+fn a_malformed_reply_is_not_retried() {
     let running = start(&[Fault::Twice]);
     let error = lookup(&running.client(), &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Incompatible { .. }), "{error}");
@@ -40,8 +40,8 @@ fn a_reply_that_makes_no_sense_is_not_asked_for_again() {
 #[test]
 fn another_middleware_is_asked_when_one_hangs_or_is_gone() {
     let (hanging, good) = (start(&[Fault::Hang, Fault::Hang]), start(&[]));
-    let nobody = "127.0.0.1:1".parse().unwrap();
-    let targets = Targets::Fixed(vec![nobody, hanging.endpoint.clone(), good.endpoint.clone()]);
+    let unused = "127.0.0.1:1".parse().unwrap();
+    let targets = Targets::Fixed(vec![unused, hanging.endpoint.clone(), good.endpoint.clone()]);
     let options =
         ClientOptions { rpc_timeout: Duration::from_secs(12), rank: 3, ..ClientOptions::new(targets) };
     let client = WireTables::connect(options).unwrap();
@@ -79,7 +79,7 @@ fn a_deadline_names_peer_verb_token_and_seconds() {
 }
 
 #[test]
-fn a_push_goes_again_to_the_servers_that_did_not_acknowledge() {
+fn a_push_is_retried_on_the_servers_that_did_not_acknowledge() {
     let scripts: [(&[Fault], &[&[u32]]); 4] = [
         (&[Fault::Reach(&[0])], &[&[], &[1]]),
         (&[Fault::Reach(&[]), Fault::Reach(&[1])], &[&[], &[0, 1], &[0]]),
@@ -95,7 +95,7 @@ fn a_push_goes_again_to_the_servers_that_did_not_acknowledge() {
 }
 
 #[test]
-fn a_push_whose_reply_was_lost_goes_to_all_again() {
+fn a_push_whose_reply_was_lost_is_retried_on_all_servers() {
     let running = start(&[Fault::LoseReply]);
     push(&running.client(), &ids(1000)).unwrap();
     let seen = running.mock.seen.lock();
@@ -104,7 +104,7 @@ fn a_push_whose_reply_was_lost_goes_to_all_again() {
 }
 
 #[test]
-fn a_refusal_is_final_and_comes_as_the_server_meant_it() {
+fn a_refusal_is_permanent_and_keeps_its_variant() {
     let stale = || TablesError::StaleGeneration { token: crate::mock::token(1), current: 9 };
     let running = start(&[Fault::Fail(stale), Fault::Fail(stale)]);
     let client = running.client();
@@ -116,7 +116,7 @@ fn a_refusal_is_final_and_comes_as_the_server_meant_it() {
 }
 
 #[test]
-fn a_run_that_servers_forgot_is_lost_once_it_has_begun() {
+fn a_run_that_servers_lost_is_reported_lost_once_it_has_begun() {
     let running = start(&[Fault::Fail(|| TablesError::NotBegun), Fault::Fail(|| TablesError::NotBegun)]);
     let client = running.client();
     let error = lookup(&client, &ids(10)).unwrap_err();
@@ -127,7 +127,7 @@ fn a_run_that_servers_forgot_is_lost_once_it_has_begun() {
 }
 
 #[test]
-fn a_server_that_stays_away_is_lost_once_the_run_has_begun() {
+fn an_unreachable_server_is_lost_once_the_run_has_begun() {
     let running = start(&vec![Fault::Reach(&[0]); 100]);
     let options = ClientOptions { rpc_timeout: Duration::from_secs(1), ..running.options() };
     let client = WireTables::connect(options.clone()).unwrap();
@@ -145,7 +145,7 @@ fn a_server_that_stays_away_is_lost_once_the_run_has_begun() {
 }
 
 #[test]
-fn a_middleware_that_stays_away_is_lost_once_the_run_has_begun() {
+fn an_unreachable_middleware_is_lost_once_the_run_has_begun() {
     let options = ClientOptions {
         targets: Targets::Fixed(vec!["127.0.0.1:1".parse().unwrap()]),
         rpc_timeout: Duration::from_secs(1),
@@ -181,13 +181,13 @@ fn a_token_that_is_missing_or_wrong_is_refused_at_once() {
 
 #[test]
 fn buffers_that_do_not_fit_are_refused_before_anything_is_sent() {
+    use persia_kernels::Gradients;
     use persia_types::Tables;
-    use persia_types::kernels::Gradients;
     use persia_types::tables::{LookupRequest, Mode, PushRequest, TableGradients, TableIds};
     let running = start(&[]);
     let client = running.client();
     let ids = ids(4);
-    let tables = [TableIds { table: 0, ids: &ids, uses: None }];
+    let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
     let request = LookupRequest { token: crate::mock::token(1), step: 1, mode: Mode::Eval, tables: &tables };
     for buffers in [&mut [][..], &mut [&mut [0.0; 7][..]], &mut [&mut [][..]]] {
         let error = client.lookup(&request, buffers).unwrap_err();

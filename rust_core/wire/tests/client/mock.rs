@@ -1,4 +1,4 @@
-//! A middleware in front of two imaginary servers. A row of id `i` is `[i; dim]`; a script says what goes wrong.
+//! A middleware in front of two imaginary servers. A row of id `i` is `[i; dim]`; a script has the faults.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::pin::Pin;
@@ -8,21 +8,21 @@ use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use parking_lot::Mutex;
+use persia_kernels::Gradients;
 use persia_types::id::{ShardedIds, server_shards, shard_of};
-use persia_types::kernels::Gradients;
 use persia_types::tables::{
     LookupReport, LookupRequest, Mode, PushReport, PushRequest, Run, Stats, TableGradients, TableIds,
 };
 use persia_types::{JobId, TablesError, Token};
 use persia_wire::auth::{Guard, Role, Secret, require};
 use persia_wire::bounded;
-use persia_wire::chunk::row_chunks;
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::error::{to_failure, to_status};
 use persia_wire::listen::Listener;
 use persia_wire::proto::middleware_server::{Middleware, MiddlewareServer};
 use persia_wire::proto::{self, lookup_reply, server_push};
 use persia_wire::receive;
+use persia_wire::send::row_chunks;
 use persia_wire::settings::{self, Endpoint};
 use tokio::runtime::Runtime;
 use tonic::transport::ServerTlsConfig;
@@ -33,19 +33,19 @@ pub(crate) const DIM: usize = 3;
 pub(crate) const JOB: &str = "job";
 pub(crate) const GENERATION: u64 = 4;
 
-/// What goes wrong with one call; the calls after the script's end go well.
+/// The fault of a call. After the end of the script, calls succeed.
 #[derive(Debug, Clone)]
 pub(crate) enum Fault {
     Nothing,
     /// A bit of a row flips.
     Flip,
-    /// The last rows do not come.
-    CutRows,
-    /// No report comes.
-    CutReport,
+    /// The last rows are missing.
+    DropRows,
+    /// The report is missing.
+    DropReport,
     /// The stream breaks after the first chunk of rows.
     Break,
-    /// Rows come twice.
+    /// Some rows arrive twice.
     Twice,
     /// No answer at all.
     Hang,
@@ -70,10 +70,10 @@ pub(crate) struct Seen {
     pub(crate) asked: BTreeMap<u32, u32>,
     pub(crate) begun: Vec<proto::BeginRequest>,
     pub(crate) directories: Vec<String>,
-    /// What servers hold back in statistics.
+    /// Servers that are missing in statistics.
     pub(crate) silent: Vec<u32>,
     pub(crate) generation: u64,
-    /// The only server that knows of the generation.
+    /// The only server that has begun the generation.
     begun_only: Option<u32>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct Mock {
     pub(crate) seen: Arc<Mutex<Seen>>,
 }
 
-/// A running mock; it ends with this.
+/// A running mock, which stops when this is dropped.
 pub(crate) struct Running {
     pub(crate) mock: Mock,
     pub(crate) endpoint: Endpoint,
@@ -141,7 +141,7 @@ pub(crate) fn ids(count: u64) -> ShardedIds {
 pub(crate) fn lookup(client: &WireTables, ids: &ShardedIds) -> Result<LookupReport, TablesError> {
     use persia_types::Tables;
     let mut rows = vec![f32::NAN; ids.len() * DIM];
-    let tables = [TableIds { table: 7, ids, uses: None }];
+    let tables = [TableIds { table: 7, ids, per_sample: None }];
     let request = LookupRequest { token: token(1), step: 1, mode: Mode::Train, tables: &tables };
     let report = client.lookup(&request, &mut [&mut rows])?;
     for (id, row) in ids.ids().iter().zip(rows.chunks(DIM)) {
@@ -168,7 +168,7 @@ impl Mock {
         }
     }
 
-    fn apply(&self, push: &receive::Push, server: u32) -> PushReport {
+    fn apply(&self, push: &receive::ReceivedPush, server: u32) -> PushReport {
         *self.seen.lock().asked.entry(server).or_default() += 1;
         let shards = server_shards(server as usize, SERVERS as usize);
         let ids = push.ids[0].ids().iter().filter(|id| shards.contains(&shard_of(**id))).count() as u64;
@@ -200,14 +200,14 @@ impl Middleware for Mock {
         let report = LookupReport { hits: ids.len() as u64, ..LookupReport::default() };
         match fault {
             Fault::Flip => chunks[0].crc32c ^= 1,
-            Fault::CutRows => drop(chunks.pop()),
+            Fault::DropRows => drop(chunks.pop()),
             Fault::Twice => chunks.push(chunks[0].clone()),
             _ => {}
         }
         chunks.reverse();
         let rows = chunks.into_iter().map(lookup_reply::Part::Rows);
         let mut parts: Vec<_> = rows.chain([lookup_reply::Part::Report(report.into())]).collect();
-        if matches!(fault, Fault::CutReport) {
+        if matches!(fault, Fault::DropReport) {
             parts.pop();
         }
         let mut replies: Vec<_> =

@@ -291,7 +291,7 @@ fn a_dim_that_is_wrong_is_not_reported_again_by_its_group() {
     assert_eq!(said.len(), 1, "{said:?}");
 }
 
-/// `count` slots that stand alone.
+/// `count` slots without a group.
 fn many(count: usize) -> String {
     (0..count).map(|slot| format!("\n  s{slot}: {{dim: 1}}")).collect()
 }
@@ -308,8 +308,8 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
     assert_eq!(
         parse(&file(301, "feature_index_prefix_bit: 8")),
         [
-            "line 1, column 27: feature_index_prefix_bit: found 8, which tells 255 tables apart, but there are 300 \
-          (1 groups and 299 slots that stand alone); allowed: 9 or more, or 0 to do without"
+            "line 1, column 27: feature_index_prefix_bit: found 8, which distinguishes 255 tables, but there are 300 \
+          (1 groups and 299 slots without a group); allowed: 9 or more, or 0 to do without"
         ]
     );
     assert_eq!(parse(&file(257, "")).len(), 1);

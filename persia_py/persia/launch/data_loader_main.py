@@ -1,0 +1,31 @@
+"""The process of a data script: ``python -m persia.launch.data_loader_main FILE ARGUMENTS...``."""
+
+import sys
+from pathlib import Path
+
+from persia.feed.protocol import RunRestarted
+from persia.launch.user_script import guarded, run_script
+from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import AGAIN
+from persia.runtime.settings import settings
+
+
+def main() -> int:
+    """Run the script in ``sys.argv[1]``."""
+    return guarded(_send_data)
+
+
+def _send_data() -> int:
+    script, *arguments = sys.argv[1:]
+    try:
+        code = run_script(script, arguments)
+    except RunRestarted as restarted:
+        sys.stderr.write(f"{restarted}: restarting the script\n")
+        return AGAIN
+    if code == 0 and (note := settings.served) and not Path(note).exists():
+        raise UsageError(f"{script} ended without a `with DataCtx()`, so it sent no data; the trainers wait for it")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""The ranks of one trainer replica: start them together, supervise them, stop them together."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from persia.launch.process import Process
+from persia.launch.supervision import SAVING_GRACE, Events, stop
+from persia.runtime import job
+from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import AGAIN, ExitCode
+from persia.runtime.settings import settings
+
+_OWN_CODES = {ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED, ExitCode.HUNG}
+"""Exit codes of a rank that are passed on, because they say more than :attr:`ExitCode.AGAIN`."""
+
+_NOTICE = 5.0
+"""Seconds in which the other ranks may end by themselves after one has failed."""
+
+_output = threading.Lock()
+
+
+def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes: int) -> int:
+    """Run the ranks of this replica to their end.
+
+    Args:
+        script: The script that each rank runs.
+        arguments: Its arguments.
+        ranks: The number of ranks of this replica.
+        node: The index of this replica.
+        nodes: The number of replicas.
+
+    Returns:
+        The exit code: 0 if every rank ended with 0, or the run is finished already.
+
+    Raises:
+        UsageError: The numbers do not fit together, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
+    """
+    if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
+        raise UsageError(
+            f"node rank {node} of {nodes} nodes with {ranks} ranks each: want a node rank of 0 to "
+            f"{max(nodes, 1) - 1}, and at least one node and rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
+        )
+    _check_devices(ranks)
+    folder = job.run_dir() if settings.nats_url is not None else None
+    if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
+        report_finished(folder, summary)
+        return 0
+    events = Events()
+    with events.signals():
+        started = [
+            Process(
+                f"rank {node * ranks + local}",
+                [sys.executable, "-m", "persia.launch.rank_main", str(script), *arguments],
+                env={**os.environ, **_rank_variables(local, ranks=ranks, node=node, nodes=nodes)},
+                line=_print_with_prefix(f"[rank {node * ranks + local}]") if ranks > 1 else None,
+                ended=events.ended,
+            )
+            for local in range(ranks)
+        ]
+        return _supervise(started, events, folder)
+
+
+def _supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
+    left = set(ranks)
+    while left:
+        event = events.next()
+        if isinstance(event, int):
+            _say(f"{signal.Signals(event).name}: ending {len(left)} rank(s)")
+            stop(left, events, grace=SAVING_GRACE, say=_say)
+            finished = folder is not None and job.finished_summary(folder, of=job.job_name()) is not None
+            return 0 if finished else AGAIN
+        if isinstance(event, Process):
+            left.discard(event)
+            if event.code != 0:
+                _say(f"{event.name} {event.outcome()}" + (", ending the others" if left else ""))
+                _wait_for_other_failures(left, events)
+                stop(left, events, say=_say)
+                codes = [_exit_code(rank.code) for rank in (event, *(other for other in ranks if other is not event))]
+                return next((code for code in codes if code in _OWN_CODES), codes[0])
+    return 0
+
+
+def _wait_for_other_failures(left: set[Process], events: Events) -> None:
+    """Let the other ranks end by themselves: one of them may report the cause."""
+    deadline = time.monotonic() + _NOTICE
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        event = events.next(seconds)
+        if isinstance(event, int):
+            return
+        if isinstance(event, Process):
+            left.discard(event)
+
+
+def _exit_code(code: int) -> int:
+    # An exception of the script itself: a restart would raise it again.
+    return code if code == ExitCode.FAILED or code in _OWN_CODES else AGAIN
+
+
+def _rank_variables(local: int, *, ranks: int, node: int, nodes: int) -> dict[str, str]:
+    return {
+        "RANK": str(node * ranks + local),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(nodes * ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": str(node),
+    }
+
+
+def _check_devices(ranks: int) -> None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = os.environ.get("GPU_NUM", "").strip()
+    if visible is None or not gpus.isdecimal() or int(gpus) == 0:
+        return
+    devices = [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
+    if len(set(devices)) < ranks:
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(set(devices))} device(s), but {ranks} rank(s) need one each "
+            f"(GPU_NUM={gpus})"
+        )
+
+
+def report_finished(folder: Path, summary: dict[str, Any]) -> None:
+    """Print that the run in this folder is finished, with its summary and how to train again."""
+    path = folder / job.SUMMARY
+    sys.stdout.write(
+        f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\n"
+        f"to train again, give PERSIA_RUN_DIR another folder, or: rm {path}\n"
+    )
+    sys.stdout.flush()
+
+
+def _print_with_prefix(prefix: str) -> Callable[[str], None]:
+    def write(line: str) -> None:
+        with _output:
+            sys.stdout.write(f"{prefix} {line}\n")
+            sys.stdout.flush()
+
+    return write
+
+
+def _say(line: str) -> None:
+    with _output:
+        sys.stderr.write(f"persia-launcher: {line}\n")
+        sys.stderr.flush()

@@ -1,0 +1,69 @@
+"""The process of one trainer rank: ``python -m persia.launch.rank_main FILE ARGUMENTS...``.
+
+It runs the script, then ends the run together with the other ranks. SIGTERM before that end exits with 75: restart
+this rank. A context that saves its run saves it first.
+"""
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from persia.launch.supervision import ONE_SIGNAL
+from persia.launch.user_script import guarded, run_script
+from persia.runtime import preemption
+from persia.runtime.exit_codes import ExitCode
+
+
+def main() -> int:
+    """Run the script in ``sys.argv[1]``, then end the run."""
+    _handle_sigterm()
+    return guarded(_train)
+
+
+def _train() -> int:
+    try:
+        code = run_script(sys.argv[1], sys.argv[2:])
+        if code == 0:
+            from persia.distributed import run
+
+            run.finish()
+        else:
+            _report_failure(f"its script ended with exit code {code}")
+    except Exception as error:
+        _report_failure(f"{type(error).__name__}: {error}")
+        raise
+    return code
+
+
+def _report_failure(reason: str) -> None:
+    """Report to the other ranks why this one ends, if the script has used them."""
+    if "persia.distributed" in sys.modules:
+        from persia.distributed import run
+
+        run.fail(reason)
+
+
+def _handle_sigterm() -> None:
+    """End the rank on SIGTERM; at once on a second one, which counts if it comes later than ``ONE_SIGNAL``."""
+    first_at: float | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first_at
+        del number, frame
+        now = time.monotonic()
+        if first_at is not None:
+            if now - first_at > ONE_SIGNAL:
+                os._exit(ExitCode.AGAIN)
+            return
+        first_at = now
+        if not preemption.ask_to_stop():
+            sys.stderr.write("SIGTERM: leaving before the end of the run\n")
+            raise SystemExit(ExitCode.AGAIN)  # contexts report it to the other ranks as they exit
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

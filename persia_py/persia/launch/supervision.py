@@ -1,0 +1,79 @@
+"""Supervise several processes: wait for their ends and for signals, and stop them together."""
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from types import FrameType
+
+from persia.launch.process import Process
+
+GRACE = 20.0
+"""Seconds between SIGTERM and SIGKILL."""
+SAVING_GRACE = 45.0
+"""The same for trainers, which may save their run in this time."""
+ONE_SIGNAL = 2.0
+"""Seconds in which two signals count as one. Some tools signal a launcher and its ranks, or a process and its group."""
+
+
+class Events:
+    """A queue of events: processes that ended, and numbers of signals that this process received."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Process | int] = SimpleQueue()
+
+    def ended(self, process: Process) -> None:
+        """Add the end of a process."""
+        self._queue.put(process)
+
+    def next(self, timeout: float | None = None) -> "Process | int | None":
+        """Wait for the next event; return None after ``timeout`` seconds without one."""
+        try:
+            return self._queue.get(timeout=timeout)
+        except Empty:
+            return None
+
+    @contextmanager
+    def signals(self, numbers: Iterable[int] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[None]:
+        """Turn these signals into events inside the block. Only in the main thread."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._queue.put(number)
+
+        before = {number: signal.signal(number, note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def stop(
+    processes: Iterable[Process],
+    events: Events,
+    *,
+    grace: float = GRACE,
+    say: Callable[[str], None],
+) -> None:
+    """Stop processes together, and return when all have ended: SIGTERM, ``grace`` seconds, SIGKILL.
+
+    It takes the ends of processes from ``events``. A second signal to this process ends the grace period.
+    """
+    began = time.monotonic()
+    left = {process for process in processes if process.running}
+    for process in left:
+        process.signal(signal.SIGTERM)
+    deadline = began + grace
+    while left:
+        event = events.next(max(0.0, deadline - time.monotonic()))
+        if isinstance(event, Process):
+            left.discard(event)
+        left = {process for process in left if process.running}
+        impatient = isinstance(event, int) and time.monotonic() > began + ONE_SIGNAL
+        if left and (impatient or time.monotonic() >= deadline):
+            say(f"killing {', '.join(sorted(process.name for process in left))}: still running after SIGTERM")
+            for process in left:
+                process.signal(signal.SIGKILL)
+            deadline = time.monotonic() + grace

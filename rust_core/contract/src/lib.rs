@@ -1,0 +1,58 @@
+//! The tests that every implementation of [`Tables`] must pass. They know no implementation.
+//!
+//! ```text
+//! #[test]
+//! fn the_store_keeps_the_contract() {
+//!     persia_contract::run_all(&|| Arc::new(Store::new(persia_contract::schema())));
+//! }
+//! ```
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests, which fail by a panic")]
+
+mod begin;
+mod files;
+mod fixture;
+mod pooled;
+mod refusals;
+mod rows;
+mod samples;
+mod tokens;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use persia_types::schema::{Schema, Slot, Table};
+use persia_types::tables::Tables;
+
+/// Makes empty tables of [`schema`] on which no run has begun.
+pub type Make<'a> = &'a dyn Fn() -> Arc<dyn Tables>;
+
+/// The name of a promise, and its test.
+pub type Case = (&'static str, fn(Make<'_>));
+
+/// Every case.
+pub fn cases() -> Vec<Case> {
+    let rows = [rows::CASES, samples::CASES, pooled::CASES].concat();
+    [begin::CASES, tokens::CASES, &rows, refusals::CASES, files::CASES].concat()
+}
+
+/// The schema `make` must use: two tables, of dimensions 4 and 19.
+pub fn schema() -> Schema {
+    let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
+    Schema {
+        slots: vec![slot("a", 0), slot("b", 1), slot("c", 0)],
+        tables: vec![Table::new("ac", 4), Table::new("b", 19)],
+    }
+}
+
+/// Run every case on fresh tables.
+///
+/// # Panics
+/// When a case fails, with the names of all that did.
+pub fn run_all(make: Make<'_>) {
+    let failed: Vec<&str> = cases()
+        .into_iter()
+        .filter(|(_, case)| catch_unwind(AssertUnwindSafe(|| case(make))).is_err())
+        .map(|(name, _)| name)
+        .collect();
+    assert!(failed.is_empty(), "contract broken: {}", failed.join(", "));
+}

@@ -1,0 +1,193 @@
+//! `persia_core.forward.Pipeline`: batches of a data loader, looked up ahead of their use.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use persia_engine::{Error, Fed, Next, Pipeline as EnginePipeline, Wait};
+use pyo3::prelude::*;
+
+use crate::data::Batch;
+use crate::training_batch::{SharedTicket, TrainingBatch};
+use crate::{errors, wait};
+
+/// Interval of log lines while the source of batches is waited for.
+const LOG_INTERVAL: Duration = Duration::from_secs(30);
+
+/// The engine's pipeline until it is closed. The engine keeps a weak reference: its loop runs while this is open.
+#[derive(Default)]
+pub(crate) struct OpenPipeline(Mutex<Option<Arc<EnginePipeline>>>);
+
+impl OpenPipeline {
+    fn get(&self) -> Option<Arc<EnginePipeline>> {
+        self.0.lock().clone()
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
+    /// Close it. This joins threads that may need the GIL: never call it with the GIL.
+    pub(crate) fn close(&self) {
+        let pipeline = self.0.lock().take();
+        if let Some(pipeline) = pipeline {
+            pipeline.close();
+        }
+    }
+}
+
+/// Batches of a data loader, looked up ahead of their use. One thread feeds them, another takes them.
+#[pyclass(module = "persia_core.forward", frozen)]
+pub(crate) struct Pipeline {
+    open: Arc<OpenPipeline>,
+    /// Step and ticket of the batch taken last.
+    last: Mutex<Option<(u64, SharedTicket)>>,
+}
+
+impl Pipeline {
+    pub(crate) fn new(pipeline: EnginePipeline) -> Self {
+        let open = OpenPipeline(Mutex::new(Some(Arc::new(pipeline))));
+        Self { open: Arc::new(open), last: Mutex::new(None) }
+    }
+
+    pub(crate) fn open(&self) -> &Arc<OpenPipeline> {
+        &self.open
+    }
+
+    /// Discard the batch taken last if the next one waits only for its gradients: the loop has moved on.
+    fn discard_last(&self, what: Wait) -> bool {
+        let mut last = self.last.lock();
+        let Some((step, ticket)) = last.as_ref() else { return false };
+        if what != (Wait::Gradients { step: *step }) {
+            return false;
+        }
+        let ticket = ticket.lock().take();
+        *last = None;
+        ticket.is_some()
+    }
+}
+
+impl Drop for Pipeline {
+    fn drop(&mut self) {
+        Python::attach(|py| py.detach(|| self.open.close()));
+    }
+}
+
+#[pymethods]
+impl Pipeline {
+    /// Queue a batch. Blocks while the queue is full. False once the pipeline is closed.
+    fn feed(&self, py: Python<'_>, batch: &Batch) -> PyResult<bool> {
+        let mut batch = Arc::clone(&batch.0);
+        wait::until(py, |slice| {
+            let Some(pipeline) = self.open.get() else { return Ok(Some(false)) };
+            match pipeline.feed(Arc::clone(&batch), slice) {
+                Ok(Fed::Accepted) => Ok(Some(true)),
+                Ok(Fed::Pending { batch: returned, .. }) => {
+                    batch = returned;
+                    Ok(None)
+                }
+                Err(Error::Closed { .. }) => Ok(Some(false)),
+                Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
+            }
+        })
+    }
+
+    /// Mark the end of the data.
+    fn end(&self) {
+        if let Some(pipeline) = self.open.get() {
+            pipeline.end_of_data();
+        }
+    }
+
+    /// Report that the source failed: `next` raises `error` after the queued batches.
+    fn fail(&self, error: Bound<'_, PyAny>) {
+        if let Some(pipeline) = self.open.get() {
+            pipeline.fail(Arc::new(PyErr::from_value(error)));
+        }
+    }
+
+    /// The next batch in the order of `feed`; None after the last.
+    ///
+    /// A look-up or push may take `timeout_s`. Waiting for the source has no limit and is logged. The batch taken last is
+    /// discarded if it was neither pushed nor discarded and the next one waits for it.
+    fn next(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<TrainingBatch>> {
+        let Some(pipeline) = self.open.get() else {
+            return Err(closed(py));
+        };
+        let mut waiting = Waiting::new(timeout_s);
+        wait::until(py, |slice| match pipeline.next(slice) {
+            Ok(Next::Ready(ready)) => {
+                let ready = *ready;
+                let batch =
+                    TrainingBatch::new(ready.step, ready.batch, ready.outputs, ready.on_device, ready.ticket);
+                *self.last.lock() = Some((ready.step, batch.ticket()));
+                Ok(Some(Some(batch)))
+            }
+            Ok(Next::End) => Ok(Some(None)),
+            Ok(Next::Pending(what)) if self.discard_last(what) => Ok(None),
+            Ok(Next::Pending(what)) => waiting.check(what).map(|()| None),
+            Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
+        })
+    }
+
+    /// Whether there is another batch, looked up or not. Waiting for the source has no limit and is logged.
+    fn has_next(&self, py: Python<'_>) -> PyResult<bool> {
+        let Some(pipeline) = self.open.get() else {
+            return Err(closed(py));
+        };
+        let mut waiting = Waiting::new(f64::INFINITY);
+        wait::until(py, |slice| match pipeline.has_next(slice) {
+            Ok(Some(known)) => Ok(Some(known)),
+            Ok(None) => waiting.check(Wait::Batch).map(|()| None),
+            Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
+        })
+    }
+
+    /// Drop the queued batches and end the look-up thread.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.open.close());
+    }
+}
+
+fn closed(py: Python<'_>) -> PyErr {
+    errors::raise(py, "UsageError", "the data loader's loop has ended")
+}
+
+/// A wait for the next batch: its time limit, and its log lines.
+struct Waiting {
+    limit: Duration,
+    start: Instant,
+    logged: Instant,
+}
+
+impl Waiting {
+    fn new(timeout_s: f64) -> Self {
+        let now = Instant::now();
+        let limit = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::MAX);
+        Self { limit, start: now, logged: now }
+    }
+
+    fn check(&mut self, what: Wait) -> PyResult<()> {
+        let waited = self.start.elapsed();
+        if what != Wait::Batch && waited > self.limit {
+            return Err(Python::attach(|py| {
+                errors::raise(
+                    py,
+                    "WaitTimeoutError",
+                    format!("waited {:.1} s for {what}", waited.as_secs_f64()),
+                )
+            }));
+        }
+        if self.logged.elapsed() > LOG_INTERVAL {
+            self.logged = Instant::now();
+            let text = format!("waiting for {what} since {:.0} s", waited.as_secs_f64());
+            return Python::attach(|py| log_warning(py, &text));
+        }
+        Ok(())
+    }
+}
+
+fn log_warning(py: Python<'_>, text: &str) -> PyResult<()> {
+    let logger = py.import("logging")?.call_method1("getLogger", ("persia.data",))?;
+    logger.call_method1("warning", ("%s", text)).map(drop)
+}

@@ -1,0 +1,246 @@
+//! `persia_core.forward.TrainingBatch`: a batch with its embeddings.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use persia_engine::device::OnDevice;
+use persia_engine::{Batch, Dtype, Gradient, Output, PushOptions, PushTicket, Tensor as DenseTensor};
+use pyo3::prelude::*;
+
+use crate::backward::Sums;
+use crate::dlpack::{ElementType, Tensor, TensorKind, borrow_f32};
+use crate::{device, errors};
+
+/// Permits one push of a batch's gradients. None once it is used or discarded.
+pub(crate) type SharedTicket = Arc<Mutex<Option<PushTicket>>>;
+
+/// A batch with its embeddings.
+#[pyclass(module = "persia_core.forward")]
+pub(crate) struct TrainingBatch {
+    /// The training step, from 1. For an evaluation batch, the last step trained.
+    #[pyo3(get)]
+    step: u64,
+    /// The data set's position after this batch, set by the data loader.
+    #[pyo3(get, set)]
+    position: Option<String>,
+    batch: Arc<Batch>,
+    outputs: Vec<Arc<Output>>,
+    on_device: Option<OnDevice>,
+    /// Whether it came with a ticket.
+    trains: bool,
+    ticket: SharedTicket,
+}
+
+impl TrainingBatch {
+    pub(crate) fn new(
+        step: u64,
+        batch: Arc<Batch>,
+        outputs: Vec<Output>,
+        on_device: Option<OnDevice>,
+        ticket: Option<PushTicket>,
+    ) -> Self {
+        let outputs = outputs.into_iter().map(Arc::new).collect();
+        let trains = ticket.is_some();
+        let ticket = Arc::new(Mutex::new(ticket));
+        Self { step, position: None, batch, outputs, on_device, trains, ticket }
+    }
+
+    pub(crate) fn ticket(&self) -> SharedTicket {
+        Arc::clone(&self.ticket)
+    }
+
+    /// The shape of an output's tensor.
+    fn shape(&self, output: &Output) -> Vec<usize> {
+        let places = output.raw().map(|raw| raw.places);
+        [Some(self.batch.batch_size()), places, Some(output.dim())].into_iter().flatten().collect()
+    }
+
+    pub(crate) fn evaluated(
+        step: u64,
+        batch: Arc<Batch>,
+        outputs: Vec<Output>,
+        on_device: Option<OnDevice>,
+    ) -> Self {
+        Self::new(step, batch, outputs, on_device, None)
+    }
+
+    /// The tensor on the device, if there is a device.
+    fn device_tensor(&self, kind: TensorKind, dtype: ElementType, shape: &[usize]) -> Option<Tensor> {
+        device::tensor(self.on_device.as_ref()?, kind, dtype, shape)
+    }
+
+    /// The ticket, which can be taken once.
+    fn take_ticket(&self, py: Python<'_>) -> PyResult<PushTicket> {
+        let step = self.step;
+        let ticket = self.ticket.lock().take();
+        ticket.ok_or_else(|| {
+            let text = format!(
+                "step {step}: no gradients can be pushed: they were pushed before, or the batch was discarded \
+                 (explicitly, or because the loop took the next one), or it is an evaluation batch"
+            );
+            errors::raise(py, "UsageError", text)
+        })
+    }
+}
+
+#[pymethods]
+impl TrainingBatch {
+    /// Number of samples.
+    #[getter]
+    fn batch_size(&self) -> usize {
+        self.batch.batch_size()
+    }
+
+    /// Names of the id features, in the batch's order.
+    #[getter]
+    fn slots(&self) -> Vec<String> {
+        self.batch.id_features().iter().map(|feature| feature.name().to_owned()).collect()
+    }
+
+    /// Whether the batch is of a training loop.
+    #[getter]
+    fn requires_grad(&self) -> bool {
+        self.trains
+    }
+
+    /// The CUDA device of the tensors; None is the CPU.
+    #[getter]
+    fn device_id(&self) -> Option<i32> {
+        self.on_device.as_ref().and_then(device::ordinal)
+    }
+
+    /// The user's metadata.
+    #[getter]
+    fn meta(&self) -> Option<&[u8]> {
+        self.batch.meta()
+    }
+
+    /// One tensor per id feature, in the batch's order: `[batch, dim]`, for a raw feature `[batch, places, dim]`. float32
+    /// on the CPU, else the device's type.
+    fn embeddings(&self) -> Vec<Tensor> {
+        let vectors = self.on_device.as_ref().map_or(ElementType::F32, device::vectors);
+        let share = |(index, output): (usize, &Arc<Output>)| {
+            let shape = self.shape(output);
+            self.device_tensor(TensorKind::Vectors(index), vectors, &shape).unwrap_or_else(|| {
+                let bytes = bytemuck::cast_slice(output.as_ref().as_ref());
+                Tensor::new(Arc::clone(output) as _, bytes, ElementType::F32, &shape)
+            })
+        };
+        self.outputs.iter().enumerate().map(share).collect()
+    }
+
+    /// For each raw feature a `[batch, places]` bool tensor, true at ids; None for other features.
+    fn masks(&self) -> Vec<Option<Tensor>> {
+        let bool8 = ElementType::new(6, 8);
+        let share = |(index, output): (usize, &Arc<Output>)| {
+            let raw = output.raw()?;
+            let shape = [self.batch.batch_size(), raw.places];
+            self.device_tensor(TensorKind::Mask(index), bool8, &shape).or_else(|| {
+                let bytes = bytemuck::cast_slice(&raw.mask);
+                Some(Tensor::new(Arc::clone(output) as _, bytes, bool8, &shape))
+            })
+        };
+        self.outputs.iter().enumerate().map(share).collect()
+    }
+
+    /// For each feature, how many ids exceed the places of a raw slot; they are left out.
+    fn truncated(&self) -> Vec<usize> {
+        self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.truncated)).collect()
+    }
+
+    /// Dense inputs, in the batch's order. On a device, every call returns the same memory.
+    fn dense(&self) -> Vec<Tensor> {
+        self.given(0, self.batch.dense())
+    }
+
+    /// Labels, in the batch's order.
+    fn labels(&self) -> Vec<Tensor> {
+        self.given(self.batch.dense().len(), self.batch.labels())
+    }
+
+    /// Push the gradients of `embeddings`, in their order, None for a missing one, each multiplied by `scale` (such as 1 /
+    /// the loss scale). Returns at once.
+    #[pyo3(signature = (gradients, lr_factor, scale=1.0))]
+    fn push(
+        &self,
+        py: Python<'_>,
+        gradients: Vec<Option<Bound<'_, PyAny>>>,
+        lr_factor: f32,
+        scale: f32,
+    ) -> PyResult<()> {
+        let step = self.step;
+        let ticket = self.take_ticket(py)?;
+        let mut borrowed: Vec<Option<Gradient>> = Vec::with_capacity(gradients.len());
+        for (index, gradient) in gradients.iter().enumerate() {
+            let (Some(gradient), Some(output)) = (gradient, self.outputs.get(index)) else {
+                borrowed.push(None);
+                continue;
+            };
+            let what = format!("step {step}, gradient {index}");
+            borrowed.push(Some(Box::new(borrow_f32(gradient, &what, &self.shape(output))?)));
+        }
+        ticket.push(borrowed, PushOptions { lr_factor, scale }).map_err(|error| errors::engine(py, &error))
+    }
+
+    /// Sum the gradients of `embeddings` on the device, one for each, in their order, multiplied by `scale`. Returns at
+    /// once, and pushes nothing.
+    fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
+        let (step, scale_of_ticket) = (self.step, self.ticket.lock().as_ref().map(PushTicket::gradient_scale));
+        let (Some(on_device), Some(more)) = (&self.on_device, scale_of_ticket) else {
+            let text =
+                format!("step {step}: its embeddings are not on a device, or its gradients cannot be pushed");
+            return Err(errors::raise(py, "UsageError", text));
+        };
+        let shapes = self.outputs.iter().map(|output| self.shape(output));
+        let gradients: Vec<_> = gradients.into_iter().zip(shapes).collect();
+        device::sum(py, step, on_device, &gradients, scale * more)
+    }
+
+    /// Push the result of `sum`. Returns at once.
+    fn push_sums(&self, py: Python<'_>, sums: &Sums, lr_factor: f32) -> PyResult<()> {
+        let ticket = self.take_ticket(py)?;
+        let Some(gradients) = sums.take() else {
+            return Err(errors::raise(py, "UsageError", "these sums have been pushed"));
+        };
+        let options = PushOptions { lr_factor, ..PushOptions::default() };
+        ticket.push_summed(gradients, options).map_err(|error| errors::engine(py, &error))
+    }
+
+    /// Discard the batch: its rows are not updated.
+    fn discard(&self) {
+        let ticket = self.ticket.lock().take();
+        drop(ticket);
+    }
+}
+
+impl TrainingBatch {
+    /// Dense inputs or labels. `first` is the index on a device of the first one.
+    fn given(&self, first: usize, tensors: &[DenseTensor]) -> Vec<Tensor> {
+        let share = |(index, tensor): (usize, &DenseTensor)| {
+            let dtype = element(tensor.dtype());
+            let kind = TensorKind::Given(first + index);
+            self.device_tensor(kind, dtype, tensor.shape()).unwrap_or_else(|| copied(tensor))
+        };
+        tensors.iter().enumerate().map(share).collect()
+    }
+}
+
+/// A copy, because the model may write to dense inputs and labels.
+fn copied(tensor: &DenseTensor) -> Tensor {
+    let bytes: Arc<Vec<u8>> = Arc::new(tensor.bytes().to_vec());
+    let view = Arc::clone(&bytes);
+    Tensor::new(bytes as _, &view, element(tensor.dtype()), tensor.shape())
+}
+
+fn element(dtype: Dtype) -> ElementType {
+    match dtype {
+        Dtype::Bool => ElementType::new(6, 8),
+        Dtype::I8 => ElementType::new(0, 8),
+        Dtype::I16 => ElementType::new(0, 16),
+        Dtype::I32 => ElementType::new(0, 32),
+        Dtype::I64 => ElementType::new(0, 64),
+        Dtype::U8 => ElementType::new(1, 8),
+        Dtype::F32 => ElementType::F32,
+        Dtype::F64 => ElementType::new(2, 64),
+    }
+}

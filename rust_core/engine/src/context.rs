@@ -1,0 +1,61 @@
+//! What look-ups and pushes need and nothing changes.
+
+use std::sync::Arc;
+
+use persia_types::schema::Schema;
+use persia_types::tables::Tables;
+use persia_types::token::{JobId, Token};
+
+use crate::buffer::BufferPool;
+use crate::device::Device;
+use crate::options::EngineOptions;
+
+/// One engine's tables, memory and name.
+pub(crate) struct Context {
+    pub(crate) tables: Arc<dyn Tables>,
+    pub(crate) schema: Schema,
+    pub(crate) buffers: Arc<BufferPool>,
+    pub(crate) gradient_scale: f32,
+    /// Pools in place of the CPU.
+    pub(crate) device: Option<Arc<dyn Device>>,
+    job: JobId,
+    generation: u64,
+    rank: u32,
+}
+
+impl Context {
+    pub(crate) fn new(
+        tables: Arc<dyn Tables>,
+        schema: Schema,
+        options: &EngineOptions,
+        device: Option<Arc<dyn Device>>,
+    ) -> Self {
+        // A step holds outputs and divisors of every slot, and rows of every table.
+        let buffers = 2 * (options.staleness + 2) * schema.slots.len() + 4 * schema.tables.len();
+        Self {
+            tables,
+            schema,
+            buffers: BufferPool::new(buffers),
+            gradient_scale: options.gradient_scale,
+            device,
+            job: JobId::from_name(&options.job),
+            generation: options.generation,
+            rank: options.rank,
+        }
+    }
+
+    /// The name of this rank's step.
+    pub(crate) fn token(&self, seq: u64) -> Token {
+        Token { job: self.job, generation: self.generation, rank: self.rank, seq }
+    }
+
+    /// Floats of a row of this table.
+    pub(crate) fn dim(&self, table: usize) -> usize {
+        self.schema.tables[table].dim
+    }
+
+    /// Floats of a row of this slot.
+    pub(crate) fn dim_of_slot(&self, slot: usize) -> usize {
+        self.dim(self.schema.slots[slot].table)
+    }
+}

@@ -1,0 +1,121 @@
+//! How an engine and a push are configured.
+
+use persia_types::limits::MAX_STALENESS;
+
+use crate::error::Error;
+
+/// How an engine runs. Every field has a range, which [`Engine::new`](crate::Engine::new) checks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineOptions {
+    /// The job's name, part of every token.
+    pub job: String,
+    /// The run's generation, part of every token.
+    pub generation: u64,
+    /// This trainer's rank, below `world_size`.
+    pub rank: u32,
+    /// Trainer ranks of the run.
+    pub world_size: u32,
+    /// K, 1 to 64: at most K - 1 own pushes are unacknowledged when a look-up is served. 1 when `reproducible`.
+    pub staleness: usize,
+    /// Look a batch up only when it is asked for and all earlier pushes are acknowledged.
+    pub reproducible: bool,
+    /// Batches a pipeline holds before `feed` waits, at least 1.
+    pub forward_buffer: usize,
+    /// The first step, from 1; a resumed run starts after the step of its checkpoint.
+    pub first_seq: u64,
+    /// Multiplies every summed gradient: 1 / world size for a mean over ranks, 1 for a sum.
+    pub gradient_scale: f32,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            job: "persia".into(),
+            generation: 1,
+            rank: 0,
+            world_size: 1,
+            staleness: 8,
+            reproducible: false,
+            forward_buffer: 10,
+            first_seq: 1,
+            gradient_scale: 1.0,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Whether ranks look up and push in the order of their numbers, at every step.
+    pub fn takes_turns(&self) -> bool {
+        self.reproducible && self.world_size > 1
+    }
+
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        let bad = |option, what: String| Err(Error::BadOption { option, what });
+        if !(1..=MAX_STALENESS).contains(&self.staleness) {
+            return bad("staleness", format!("{} is outside 1..={MAX_STALENESS}", self.staleness));
+        }
+        if self.rank >= self.world_size {
+            return bad("rank", format!("{} is not below the world size {}", self.rank, self.world_size));
+        }
+        if self.forward_buffer == 0 {
+            return bad("forward_buffer", "0 batches; at least 1 is needed".into());
+        }
+        if self.first_seq == 0 {
+            return bad("first_seq", "0; steps count from 1".into());
+        }
+        if !(self.gradient_scale.is_finite() && self.gradient_scale > 0.0) {
+            return bad("gradient_scale", format!("{} is not a positive number", self.gradient_scale));
+        }
+        Ok(())
+    }
+}
+
+/// What a push multiplies by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PushOptions {
+    /// Multiplies the optimizer's learning rate; finite, at least 0.
+    pub lr_factor: f32,
+    /// Multiplies every gradient, for example 1 / loss scale; finite, above 0.
+    pub scale: f32,
+}
+
+impl Default for PushOptions {
+    fn default() -> Self {
+        Self { lr_factor: 1.0, scale: 1.0 }
+    }
+}
+
+impl PushOptions {
+    pub(crate) fn check(self) -> Result<(), Error> {
+        if !(self.lr_factor.is_finite() && self.lr_factor >= 0.0) {
+            let what = format!("{} is not a number of at least 0", self.lr_factor);
+            return Err(Error::BadOption { option: "lr_factor", what });
+        }
+        if !(self.scale.is_finite() && self.scale > 0.0) {
+            return Err(Error::BadOption { option: "scale", what: format!("{} is not above 0", self.scale) });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_out_of_range_are_named() {
+        let cases = [
+            ("staleness", EngineOptions { staleness: 0, ..Default::default() }),
+            ("staleness", EngineOptions { staleness: 65, ..Default::default() }),
+            ("rank", EngineOptions { rank: 2, world_size: 2, ..Default::default() }),
+            ("forward_buffer", EngineOptions { forward_buffer: 0, ..Default::default() }),
+            ("first_seq", EngineOptions { first_seq: 0, ..Default::default() }),
+            ("gradient_scale", EngineOptions { gradient_scale: f32::NAN, ..Default::default() }),
+        ];
+        for (name, options) in cases {
+            let error = options.check().unwrap_err();
+            assert!(matches!(error, Error::BadOption { option, .. } if option == name), "{error}");
+        }
+        EngineOptions::default().check().unwrap();
+    }
+}

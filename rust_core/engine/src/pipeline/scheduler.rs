@@ -1,0 +1,213 @@
+//! [`Scheduler`]: one lock, under which callers and worker threads agree who goes next.
+//!
+//! Every pipeline has a queue of batches. The staleness window, pushes and the first failure belong to the engine, so
+//! that a ticket outlives its pipeline and K holds over all of them.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use persia_types::tables::LookupReport;
+
+use crate::batch::Batch;
+use crate::context::Context;
+use crate::device::OnDevice;
+use crate::error::Error;
+use crate::options::{EngineOptions, PushOptions};
+use crate::pipeline::staleness::{Stage, StalenessWindow};
+use crate::pipeline::wait::Wait;
+use crate::stats::EngineStats;
+use crate::step::gradients::PushGradients;
+use crate::step::output::Output;
+use crate::step::plan::Plan;
+
+/// What callers, look-up threads and the push thread share.
+pub(crate) struct Scheduler {
+    pub(crate) context: Context,
+    pub(crate) options: EngineOptions,
+    state: Mutex<State>,
+    /// Where look-up and push threads wait.
+    workers: Condvar,
+    /// Where all other threads wait.
+    callers: Condvar,
+}
+
+/// Everything that changes.
+pub(crate) struct State {
+    pub(crate) window: StalenessWindow,
+    /// Sequence number of the next training look-up.
+    pub(crate) next_seq: u64,
+    /// The latest step that was handed out.
+    pub(crate) step: u64,
+    pub(crate) pushes: VecDeque<PushJob>,
+    pub(crate) queues: BTreeMap<u64, BatchQueue>,
+    pub(crate) next_queue: u64,
+    /// The first failure of a worker; every later call returns it.
+    pub(crate) failed: Option<Error>,
+    /// No look-up starts.
+    pub(crate) paused: bool,
+    /// The engine was dropped: queued gradients are still pushed, no others are accepted.
+    pub(crate) stopping: bool,
+    pub(crate) stats: EngineStats,
+}
+
+/// One pipeline's batches.
+#[derive(Default)]
+pub(crate) struct BatchQueue {
+    pub(crate) fed: VecDeque<QueueItem>,
+    pub(crate) ready: VecDeque<Ready>,
+    /// What `next` returns once `ready` is empty.
+    pub(crate) end: Option<StreamEnd>,
+    /// No more batches are accepted.
+    pub(crate) closed: bool,
+    /// `next` was called and has returned nothing yet.
+    pub(crate) demand: bool,
+    pub(crate) worker: WorkerState,
+}
+
+pub(crate) enum QueueItem {
+    Batch(Arc<Batch>),
+    End(StreamEnd),
+}
+
+#[derive(Clone)]
+pub(crate) enum StreamEnd {
+    Done,
+    Failed(Error),
+}
+
+/// What a queue's look-up thread does.
+#[derive(Default, Clone, Copy)]
+pub(crate) enum WorkerState {
+    #[default]
+    Idle,
+    /// Has a batch, and plans its look-up.
+    Planning,
+    /// Has a batch, and waits for room in the staleness window.
+    AwaitingWindow,
+    LookingUp(u64),
+}
+
+/// A batch that was looked up.
+pub(crate) struct Ready {
+    pub(crate) step: u64,
+    pub(crate) batch: Arc<Batch>,
+    pub(crate) outputs: Vec<Output>,
+    pub(crate) on_device: Option<OnDevice>,
+    pub(crate) report: LookupReport,
+    /// Of a batch that trains: how its gradients are pushed.
+    pub(crate) plan: Option<Plan>,
+}
+
+/// Gradients on their way.
+pub(crate) struct PushJob {
+    pub(crate) step: u64,
+    pub(crate) batch: Arc<Batch>,
+    pub(crate) plan: Plan,
+    pub(crate) gradients: PushGradients,
+    pub(crate) options: PushOptions,
+}
+
+impl Scheduler {
+    pub(crate) fn new(context: Context, options: EngineOptions) -> Self {
+        let state = State {
+            window: StalenessWindow::new(options.staleness),
+            next_seq: options.first_seq,
+            step: options.first_seq - 1,
+            pushes: VecDeque::new(),
+            queues: BTreeMap::new(),
+            next_queue: 0,
+            failed: None,
+            paused: false,
+            stopping: false,
+            stats: EngineStats {
+                slots: vec![Default::default(); context.schema.slots.len()],
+                ..Default::default()
+            },
+        };
+        Self { context, options, state: Mutex::new(state), workers: Condvar::new(), callers: Condvar::new() }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    pub(crate) fn wake_workers(&self) {
+        self.workers.notify_all();
+    }
+
+    pub(crate) fn wake_callers(&self) {
+        self.callers.notify_all();
+    }
+
+    /// Block a worker until a caller, another worker or the engine's end wakes it.
+    pub(crate) fn worker_waits(&self, state: &mut MutexGuard<'_, State>) {
+        self.workers.wait(state);
+    }
+
+    /// Block a caller; false once the deadline has passed.
+    pub(crate) fn caller_waits(&self, state: &mut MutexGuard<'_, State>, deadline: Instant) -> bool {
+        !self.callers.wait_until(state, deadline).timed_out()
+    }
+
+    /// Stop the engine. The first failure is kept.
+    pub(crate) fn fail(&self, error: Error) {
+        self.lock().failed.get_or_insert(error);
+        self.wake_workers();
+        self.wake_callers();
+    }
+
+    /// Let a step leave the staleness window.
+    pub(crate) fn release(&self, step: u64) {
+        self.lock().window.leave(step);
+        self.wake_workers();
+        self.wake_callers();
+    }
+}
+
+impl State {
+    /// The first failure of a worker, if one failed.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// What a drain waits for: a push, and while look-ups are paused the one that has started.
+    pub(crate) fn in_flight(&self) -> Option<Wait> {
+        let push = self.window.oldest_at(Stage::Pushing).map(|step| Wait::Push { step });
+        let looking = || self.window.oldest_at(Stage::LookingUp).filter(|_| self.paused);
+        push.or_else(|| looking().map(|step| Wait::Lookup { step }))
+    }
+
+    /// What a pipeline's `next` waits for, by name.
+    pub(crate) fn waiting_for(&self, queue: u64) -> Wait {
+        let Some(queue) = self.queues.get(&queue) else { return Wait::Batch };
+        match queue.worker {
+            WorkerState::LookingUp(step) => Wait::Lookup { step },
+            WorkerState::Idle if queue.fed.is_empty() => Wait::Batch,
+            WorkerState::Idle | WorkerState::Planning => Wait::Lookup { step: self.next_seq },
+            WorkerState::AwaitingWindow => self.window_waits_for(),
+        }
+    }
+
+    /// Which step will leave the window next; one that needs the caller only when no other step makes progress.
+    fn window_waits_for(&self) -> Wait {
+        if let Some(step) = self.window.oldest_at(Stage::Pushing) {
+            Wait::Push { step }
+        } else if let Some(step) = self.window.oldest_at(Stage::LookingUp) {
+            Wait::Lookup { step }
+        } else if let Some(step) = self.window.oldest_at(Stage::Taken) {
+            Wait::Gradients { step }
+        } else if let Some(step) = self.window.oldest_at(Stage::Ready) {
+            Wait::Taking { step }
+        } else {
+            Wait::Lookup { step: self.next_seq }
+        }
+    }
+}
+
+/// When a wait of `timeout` ends.
+pub(crate) fn deadline(timeout: Duration) -> Instant {
+    const LONGEST: Duration = Duration::from_secs(24 * 3600); // an Instant overflows, a caller may wait again
+    Instant::now() + timeout.min(LONGEST)
+}

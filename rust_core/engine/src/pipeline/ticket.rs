@@ -1,0 +1,155 @@
+//! [`PooledBatch`]: a batch with its vectors, and the ticket to push its gradients.
+
+use std::fmt;
+use std::sync::Arc;
+
+use persia_types::tables::LookupReport;
+
+use crate::batch::Batch;
+use crate::device::{DeviceGradients, OnDevice};
+use crate::error::Error;
+use crate::options::PushOptions;
+use crate::pipeline::scheduler::{PushJob, Ready, Scheduler};
+use crate::pipeline::staleness::Stage;
+use crate::step::gradients::{Gradient, PushGradients};
+use crate::step::output::Output;
+use crate::step::plan::Plan;
+
+/// A batch with its pooled rows.
+#[derive(Debug)]
+pub struct PooledBatch {
+    /// The rank's step; for a batch that does not train, the step that would come next.
+    pub step: u64,
+    /// Shared with the ticket.
+    pub batch: Arc<Batch>,
+    /// One per id feature, in the batch's order.
+    pub outputs: Vec<Output>,
+    /// The vectors, where the engine has a device; those of `outputs` are empty then.
+    pub on_device: Option<OnDevice>,
+    /// What the look-up found.
+    pub report: LookupReport,
+    /// The right to push gradients; `None` for a batch that does not train.
+    pub ticket: Option<PushTicket>,
+}
+
+impl PooledBatch {
+    pub(super) fn new(scheduler: &Arc<Scheduler>, ready: Ready) -> Self {
+        let Ready { step, batch, outputs, on_device, report, plan } = ready;
+        let ticket = plan.map(|plan| PushTicket {
+            scheduler: Arc::clone(scheduler),
+            step,
+            work: Some((Arc::clone(&batch), plan)),
+        });
+        Self { step, batch, outputs, on_device, report, ticket }
+    }
+}
+
+/// The right to push the gradients of one step, which is in the staleness window. Dropped unused, the step leaves it.
+///
+/// Where ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)) a ticket dropped unused
+/// makes an empty push, because the next rank waits for it. The step then leaves the window with the acknowledgement.
+pub struct PushTicket {
+    scheduler: Arc<Scheduler>,
+    step: u64,
+    /// Taken by `push`.
+    work: Option<(Arc<Batch>, Plan)>,
+}
+
+impl fmt::Debug for PushTicket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PushTicket").field("step", &self.step).finish_non_exhaustive()
+    }
+}
+
+impl PushTicket {
+    /// The step it belongs to.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Queue gradients, one per id feature in the batch's order, and return at once.
+    ///
+    /// A feature without a gradient is not updated. The step leaves the staleness window when the push is acknowledged.
+    ///
+    /// # Errors
+    /// [`Error::BadGradient`] and [`Error::BadOption`] (nothing is pushed, and the step leaves the window),
+    /// [`Error::Closed`] when the engine was dropped, or the failure that stopped it.
+    pub fn push(self, gradients: Vec<Option<Gradient>>, options: PushOptions) -> Result<(), Error> {
+        self.check(&gradients, options)?;
+        self.hand_over(PushGradients::OnHost(gradients), options)
+    }
+
+    /// As [`Self::push`], with gradients that the engine's device sums; every id feature has one. They are multiplied by
+    /// [`Self::gradient_scale`] already; `options.scale` is ignored.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub fn push_summed(self, gradients: Box<dyn DeviceGradients>, options: PushOptions) -> Result<(), Error> {
+        options.check()?;
+        self.hand_over(PushGradients::OnDevice(gradients), options)
+    }
+
+    /// What every summed gradient is multiplied by, in addition to the options' scale.
+    pub fn gradient_scale(&self) -> f32 {
+        self.scheduler.context.gradient_scale
+    }
+
+    fn hand_over(mut self, gradients: PushGradients, options: PushOptions) -> Result<(), Error> {
+        let mut state = self.scheduler.lock();
+        // Dropping the ticket locks again, so no early `?` under the lock.
+        if let Some(error) = state.failed.clone() {
+            drop(state);
+            return Err(error);
+        }
+        if state.stopping {
+            drop(state);
+            return Err(Error::Closed { what: "the engine" });
+        }
+        if let Some((batch, plan)) = self.work.take() {
+            state.window.advance(self.step, Stage::Pushing);
+            state.pushes.push_back(PushJob { step: self.step, batch, plan, gradients, options });
+        }
+        drop(state);
+        self.scheduler.wake_workers();
+        Ok(())
+    }
+
+    fn check(&self, gradients: &[Option<Gradient>], options: PushOptions) -> Result<(), Error> {
+        let Some((batch, plan)) = &self.work else { return Ok(()) };
+        let bad = |what: String| Err(Error::BadGradient { step: self.step, what });
+        let features = batch.id_features();
+        if gradients.len() != features.len() {
+            return bad(format!("{} gradients for {} id features", gradients.len(), features.len()));
+        }
+        for (index, (slot, gradient)) in plan.slots().iter().zip(gradients).enumerate() {
+            let dim = self.scheduler.context.dim_of_slot(*slot);
+            let Some(gradient) = gradient else { continue };
+            let (feature, found) = (plan.feature(batch, index), gradient.as_ref().as_ref().len());
+            if found != feature.samples() * dim {
+                let want = format!("{} samples or places of {dim}", feature.samples());
+                return bad(format!("{:?} has {found} floats, want {want}", feature.name()));
+            }
+        }
+        options.check()
+    }
+}
+
+impl Drop for PushTicket {
+    fn drop(&mut self) {
+        let Some((batch, plan)) = self.work.take() else { return };
+        if !self.scheduler.options.takes_turns() {
+            return self.scheduler.release(self.step);
+        }
+        let mut state = self.scheduler.lock();
+        if state.failed.is_some() || state.stopping {
+            drop(state);
+            return self.scheduler.release(self.step);
+        }
+        let gradients = PushGradients::OnHost(batch.id_features().iter().map(|_| None).collect());
+        let options = PushOptions::default();
+        state.window.advance(self.step, Stage::Pushing);
+        state.pushes.push_back(PushJob { step: self.step, batch, plan, gradients, options });
+        drop(state);
+        self.scheduler.wake_workers();
+    }
+}

@@ -1,0 +1,44 @@
+//! [`Wait`]: what a call that timed out was waiting for.
+
+use std::fmt;
+
+/// What a wait is for. Steps are this rank's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// A batch from the source.
+    Batch,
+    /// The look-up of a step.
+    Lookup {
+        /// Which.
+        step: u64,
+    },
+    /// The acknowledgement of a step's push.
+    Push {
+        /// Which.
+        step: u64,
+    },
+    /// The caller, who has to push or drop the ticket of this step.
+    Gradients {
+        /// Which.
+        step: u64,
+    },
+    /// The caller, who has to call `next` for this step, which is looked up.
+    Taking {
+        /// Which.
+        step: u64,
+    },
+}
+
+impl fmt::Display for Wait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Batch => write!(f, "a batch from the source"),
+            Self::Lookup { step } => write!(f, "the look-up of step {step}"),
+            Self::Push { step } => write!(f, "the push of step {step} to be acknowledged"),
+            Self::Gradients { step } => write!(f, "backward of step {step}, or its batch to be dropped"),
+            Self::Taking { step } => {
+                write!(f, "step {step} to be taken by its data loader, or that to be closed")
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! Gradients of a push, and the push itself.
+
+use std::time::Duration;
+
+use persia_types::tables::{PushReport, PushRequest, TableGradients, TablesError};
+use persia_types::token::Token;
+
+use crate::context::Context;
+use crate::device::DeviceGradients;
+use crate::error::Error;
+
+/// The gradient of one id feature's output, of the same shape, in any memory of the host.
+pub type Gradient = Box<dyn AsRef<[f32]> + Send>;
+
+/// The gradients of one push.
+pub(crate) enum PushGradients {
+    /// One per id feature, to be summed here or by the tables.
+    OnHost(Vec<Option<Gradient>>),
+    /// Summed already.
+    OnDevice(Box<dyn DeviceGradients>),
+}
+
+/// A push's result and its times.
+pub(crate) struct Backward {
+    pub(crate) report: PushReport,
+    pub(crate) segment_sum: Duration,
+    pub(crate) push: Duration,
+}
+
+/// Push, and check that every row is accounted for.
+pub(super) fn push(
+    context: &Context,
+    token: Token,
+    lr_factor: f32,
+    tables: &[TableGradients<'_>],
+) -> Result<PushReport, Error> {
+    let request = PushRequest { token, step: token.seq, lr_factor, tables };
+    let failed = |error: TablesError| Error::Push { step: token.seq, source: error.into() };
+    let report = context.tables.push(&request).map_err(failed)?;
+    let rows = tables.iter().map(|table| table.ids.len() as u64).sum();
+    if !report.accounts_for(rows) {
+        let what = format!("it was given {rows} rows and reported {report:?}");
+        return Err(failed(TablesError::Incompatible { peer: "the holder of the rows".into(), what }));
+    }
+    Ok(report)
+}

@@ -1,0 +1,127 @@
+//! [`Bags`]: the rows of each sample of a feature, and how they are added.
+
+use std::ops::Range;
+
+use crate::{ShapeError, bad_shape};
+
+/// The rows of each sample of one feature, named as in FBGEMM and PyTorch.
+#[derive(Debug, Clone, Copy)]
+pub struct Bags<'a> {
+    /// Rows, sample after sample, in batch order.
+    pub indices: &'a [u32],
+    /// Per sample the start of its rows in `indices` (`samples + 1` offsets); `None` is one row per sample.
+    pub offsets: Option<&'a [u32]>,
+    /// Per index what its row is multiplied by; `None` is 1.
+    pub per_sample_weights: Option<&'a [f32]>,
+    /// Per sample what its sum is divided by; `None` is 1.
+    pub divisors: Option<&'a [f32]>,
+}
+
+impl<'a> Bags<'a> {
+    /// Number of samples.
+    pub fn samples(&self) -> usize {
+        self.offsets.map_or(self.indices.len(), |offsets| offsets.len().saturating_sub(1))
+    }
+
+    /// The bags of some samples; lengths were checked.
+    pub fn of(&self, samples: Range<usize>) -> Self {
+        let divisors = self.divisors.map(|divisors| &divisors[samples.clone()]);
+        match self.offsets {
+            Some(offsets) => Self { offsets: Some(&offsets[samples.start..=samples.end]), divisors, ..*self },
+            None => {
+                let per_sample_weights = self.per_sample_weights.map(|weights| &weights[samples.clone()]);
+                Self { indices: &self.indices[samples], per_sample_weights, divisors, ..*self }
+            }
+        }
+    }
+
+    /// Check everything for `rows` rows: lengths, that indices are below `rows`, offsets ascend, weights are
+    /// finite, and divisors are finite and above 0.
+    ///
+    /// # Errors
+    /// [`ShapeError`] with what is wrong.
+    pub fn check(&self, rows: usize) -> Result<(), ShapeError> {
+        let (indices, samples) = (self.indices.len(), self.samples());
+        if let Some(offsets) = self.offsets {
+            let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
+                return bad_shape("no offsets of samples, want one more than samples".into());
+            };
+            let ascend = offsets.is_sorted();
+            if *first != 0 || *last as usize != indices || !ascend {
+                return bad_shape(format!(
+                    "offsets of samples must ascend from 0 to {indices}, these go from {first} to {last}"
+                ));
+            }
+        }
+        if let Some(index) = self.indices.iter().max().filter(|index| **index as usize >= rows) {
+            return bad_shape(format!("a sample uses row {index} of {rows}"));
+        }
+        let other_length = |values: Option<&[f32]>, wanted: usize| values.is_some_and(|v| v.len() != wanted);
+        if other_length(self.per_sample_weights, indices) {
+            return bad_shape(format!("{indices} indices have another number of weights"));
+        }
+        if other_length(self.divisors, samples) {
+            return bad_shape(format!("{samples} samples have another number of divisors"));
+        }
+        let first = |values: Option<&'a [f32]>, good: fn(f32) -> bool| {
+            values.and_then(|values| values.iter().position(|value| !good(*value)).map(|at| (at, values[at])))
+        };
+        if let Some((at, weight)) = first(self.per_sample_weights, f32::is_finite) {
+            return bad_shape(format!("weight {weight} at index {at} is not finite"));
+        }
+        if let Some((at, divisor)) = first(self.divisors, |divisor| divisor.is_finite() && divisor > 0.0) {
+            return bad_shape(format!("divisor {divisor} of sample {at} is not a finite number above 0"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::{Pool, pool};
+
+    const GOOD: Bags<'_> = Bags {
+        indices: &[2, 0, 1],
+        offsets: Some(&[0, 2, 2, 3]),
+        per_sample_weights: Some(&[1.0, -2.0, 0.0]),
+        divisors: Some(&[2.0, 1.0, 0.5]),
+    };
+
+    #[test]
+    fn bags_that_do_not_fit_are_refused_by_name() {
+        let refused = |bags: Bags<'_>| bags.check(3).err().map(|e| e.to_string()).unwrap_or_default();
+        let single = Bags { offsets: None, ..GOOD };
+        for good in [GOOD, single, Bags { per_sample_weights: None, divisors: None, ..GOOD }] {
+            assert_eq!((refused(good), good.samples()), (String::new(), 3));
+        }
+        for (bad, named) in [
+            (Bags { indices: &[2, 0, 3], ..GOOD }, "row 3 of 3"),
+            (Bags { offsets: Some(&[]), ..GOOD }, "no offsets"),
+            (Bags { offsets: Some(&[1, 2, 2, 3]), ..GOOD }, "from 1 to 3"),
+            (Bags { offsets: Some(&[0, 2, 2, 4]), ..GOOD }, "from 0 to 4"),
+            (Bags { offsets: Some(&[0, 9, 2, 3]), ..GOOD }, "ascend"),
+            (Bags { per_sample_weights: Some(&[1.0; 4]), ..GOOD }, "number of weights"),
+            (Bags { per_sample_weights: Some(&[1.0, f32::NAN, 1.0]), ..GOOD }, "weight NaN at index 1"),
+            (Bags { divisors: Some(&[1.0; 2]), ..GOOD }, "number of divisors"),
+            (Bags { divisors: Some(&[1.0, 0.0, 1.0]), ..GOOD }, "divisor 0 of sample 1"),
+            (Bags { divisors: Some(&[1.0, 1.0, f32::INFINITY]), ..GOOD }, "divisor inf of sample 2"),
+        ] {
+            assert!(refused(bad).contains(named), "{bad:?}: {}", refused(bad));
+        }
+    }
+
+    #[test]
+    fn some_samples_get_what_they_get_among_all() {
+        let rows: Vec<f32> = (0..6).map(|value| value as f32 + 0.5).collect();
+        for bags in [GOOD, Bags { offsets: None, ..GOOD }] {
+            let mut whole = [f32::NAN; 6];
+            pool(&Pool { rows: &rows, dim: 2, bags }, &mut whole);
+            for (start, end) in [(0, 1), (1, 3), (0, 3), (2, 2)] {
+                let mut part = vec![f32::NAN; (end - start) * 2];
+                pool(&Pool { rows: &rows, dim: 2, bags: bags.of(start..end) }, &mut part);
+                assert_eq!(part, whole[start * 2..end * 2]);
+            }
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! [`AuthInterceptor`]: authenticates calls, counts those it refuses, and logs them, a limited number of lines a second.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use persia_wire::auth::Guard;
+use tonic::service::Interceptor;
+use tonic::{Request, Status};
+
+use crate::metrics;
+
+/// The least time between two log lines: unauthenticated peers must not fill the disk.
+const LOG_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Lets only authenticated calls pass.
+#[derive(Clone)]
+pub(crate) struct AuthInterceptor {
+    guard: Guard,
+    log: Arc<Mutex<LogLimiter>>,
+}
+
+/// When a refusal was logged last, and how many calls were refused since.
+#[derive(Default)]
+struct LogLimiter {
+    last: Option<Instant>,
+    refused: u64,
+}
+
+impl AuthInterceptor {
+    pub(crate) fn new(guard: Guard) -> Self {
+        Self { guard, log: Arc::default() }
+    }
+}
+
+impl Interceptor for AuthInterceptor {
+    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
+        let peer = request.remote_addr();
+        self.guard.call(request).inspect_err(|status| {
+            metrics::count_refused();
+            self.log.lock().refused(peer, status.message());
+        })
+    }
+}
+
+impl LogLimiter {
+    fn refused(&mut self, peer: Option<SocketAddr>, why: &str) {
+        self.refused += 1;
+        if self.last.is_some_and(|last| last.elapsed() < LOG_INTERVAL) {
+            return;
+        }
+        let peer = peer.map_or_else(|| "this host, by Unix socket".to_owned(), |peer| peer.to_string());
+        tracing::warn!(peer, calls = self.refused, "refused: {why}");
+        *self = Self { last: Some(Instant::now()), refused: 0 };
+    }
+}

@@ -1,0 +1,14 @@
+//! [`Kind`]: which of the two processes this is.
+
+use persia_wire::discovery::Service;
+
+/// An embedding server, or a middleware.
+#[derive(Debug, Clone, Copy)]
+pub struct Kind {
+    /// Its name for discovery.
+    pub service: Service,
+    /// Its gRPC service.
+    pub grpc: &'static str,
+    /// Its default port.
+    pub port: u16,
+}

@@ -1,0 +1,81 @@
+//! [`Fanout`]: the queues from one request to the servers; [`SlowestServer`]: the one that blocks the others.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::SERVER_QUEUE;
+
+const NONE: usize = usize::MAX;
+
+/// A queue to each server that is called. Messages of one request are sent one after another, so a server whose queue is full blocks
+/// those of the others. It is recorded: a timeout is its fault.
+pub(super) struct Fanout<T> {
+    queues: Vec<Option<mpsc::Sender<T>>>,
+    slowest: SlowestServer,
+    deadline: Instant,
+}
+
+impl<T> Fanout<T> {
+    pub(super) fn new(deadline: Instant) -> Self {
+        Self { queues: Vec::new(), slowest: SlowestServer(Arc::new(AtomicUsize::new(NONE))), deadline }
+    }
+
+    /// Add the queue of the next server, which begins with `head`.
+    pub(super) fn open(&mut self, head: T) -> mpsc::Receiver<T> {
+        let (queue, messages) = mpsc::channel(SERVER_QUEUE);
+        // A new queue has room.
+        let _ = queue.try_send(head);
+        self.queues.push(Some(queue));
+        messages
+    }
+
+    /// The next server is not called.
+    pub(super) fn skip(&mut self) {
+        self.queues.push(None);
+    }
+
+    pub(super) fn slowest(&self) -> SlowestServer {
+        self.slowest.clone()
+    }
+
+    /// Send `message`, if the server is called. A closed queue is ignored: the call of its server reports the error.
+    pub(super) async fn send(&self, server: usize, message: T) {
+        let Some(queue) = self.queues.get(server).and_then(Option::as_ref) else { return };
+        if let Err(mpsc::error::TrySendError::Full(message)) = queue.try_send(message) {
+            if Instant::now() >= self.deadline {
+                return; // the server that blocked until the deadline stays recorded
+            }
+            self.slowest.0.store(server, Ordering::Relaxed);
+            if queue.send(message).await.is_ok() {
+                self.slowest.0.store(NONE, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether any server that is called has closed its queue.
+    pub(super) fn any_closed(&self) -> bool {
+        self.queues.iter().flatten().any(mpsc::Sender::is_closed)
+    }
+
+    /// Whether all servers have closed their queues: the request is over.
+    pub(super) fn all_closed(&self) -> bool {
+        self.queues.iter().flatten().all(mpsc::Sender::is_closed)
+    }
+}
+
+/// The server that blocks the request now.
+#[derive(Clone)]
+pub(super) struct SlowestServer(Arc<AtomicUsize>);
+
+impl SlowestServer {
+    /// The server that blocks the request, or `own` if none does.
+    pub(super) fn or(&self, own: usize) -> usize {
+        match self.0.load(Ordering::Relaxed) {
+            NONE => own,
+            server => server,
+        }
+    }
+}

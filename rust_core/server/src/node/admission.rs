@@ -1,0 +1,121 @@
+//! The path of a training request through a server: throttle → turn → log → token → apply.
+//!
+//! 1. *Throttle*: wait while a snapshot that is being written has used up the room for copies of rows.
+//! 2. *Turn*: in a reproducible run with several ranks, wait for the requests before this one.
+//! 3. *Log*: with `durability: log`, append the request, for a replay.
+//! 4. *Token*: a request whose token was applied before changes nothing.
+//! 5. *Apply*; then the turn advances.
+//!
+//! [`Node::admit`] waits for the first two and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the rest, which
+//! computes and may wait for a disk. A failed request leaves neither a record nor a token, and its turn stays: its retry
+//! takes the same path.
+
+use std::io;
+use std::sync::Arc;
+
+use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
+use persia_types::{Mode, Tables, TablesError, Token};
+
+use super::{Fence, Node, Phase, Turn};
+use crate::wal::WalRecord;
+
+impl Node {
+    /// Wait until a training request may be applied: for room, and for its turn if the run has turns.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming the missing requests.
+    pub async fn admit(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
+        self.throttle().await?;
+        self.wait_turn(token, phase).await
+    }
+
+    /// Read rows. A training look-up was [admitted](Self::admit), others have no turn and are not logged.
+    ///
+    /// # Errors
+    /// As [`Tables::lookup`]; `Unreachable` if the log cannot be written.
+    pub fn lookup(
+        &self,
+        turn: Option<Turn>,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        match request.mode {
+            Mode::Train => {
+                let record = || WalRecord::lookup(request);
+                self.log_and_apply(turn, record, || self.store.lookup(request, rows))
+            }
+            Mode::Eval | Mode::Infer => self.store.lookup(request, rows).map_err(|error| self.named(error)),
+        }
+    }
+
+    /// Apply the gradients of a push that was [admitted](Self::admit).
+    ///
+    /// # Errors
+    /// As [`Tables::push`]; `Unreachable` if the log cannot be written.
+    pub fn push(&self, turn: Option<Turn>, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
+    }
+
+    /// Wait for room for copies of rows, for a fraction of the time for a turn. Then the request proceeds: a slow disk slows
+    /// training down, and does not stop it.
+    async fn throttle(&self) -> Result<(), TablesError> {
+        if !self.is_full() {
+            return Ok(());
+        }
+        let (store, timeout) = (Arc::clone(&self.store), self.options.turn_timeout / 4);
+        let waited = tokio::task::spawn_blocking(move || store.wait_for_room(timeout)).await;
+        waited.map_err(|error| self.io(io::ErrorKind::Other, &error.to_string()))
+    }
+
+    /// Whether training requests are throttled now.
+    pub fn is_full(&self) -> bool {
+        self.store.is_full()
+    }
+
+    async fn wait_turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
+        let Fence { job, generation } = self.current()?;
+        if (job, generation) != (token.job, token.generation) {
+            return Err(TablesError::StaleGeneration { token, current: generation });
+        }
+        self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
+    }
+
+    fn log_and_apply<T>(
+        &self,
+        turn: Option<Turn>,
+        record: impl FnOnce() -> WalRecord,
+        apply: impl FnOnce() -> Result<T, TablesError>,
+    ) -> Result<T, TablesError> {
+        // The store claims the token.
+        let apply = || {
+            let report = apply().map_err(|error| self.named(error))?;
+            turn.into_iter().for_each(Turn::done);
+            Ok(report)
+        };
+        match &self.log {
+            None => apply(),
+            Some(log) => log.append(&record(), apply).map_err(|error| self.not_logged(error)),
+        }
+    }
+
+    /// A log may have room again soon: a caller retries what is `Unreachable`.
+    fn not_logged(&self, error: TablesError) -> TablesError {
+        match error {
+            TablesError::Io { path, source } => TablesError::Unreachable {
+                peer: self.peer.clone(),
+                what: format!("it cannot write its log, {}: {source}", path.display()),
+            },
+            other => other,
+        }
+    }
+
+    /// The store does not know the name of its server.
+    fn named(&self, error: TablesError) -> TablesError {
+        match error {
+            TablesError::WrongShard { held, shard, .. } => {
+                TablesError::WrongShard { peer: self.peer.clone(), held, shard }
+            }
+            other => other,
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! [`CheckpointRoot`]: the directory below which a server writes and reads checkpoints.
+
+use std::path::{Path, PathBuf};
+
+use persia_types::TablesError;
+use persia_types::limits::MAX_NAME_BYTES;
+
+/// The directory for snapshots, if there is one.
+#[derive(Debug, Clone, Default)]
+pub struct CheckpointRoot(Option<PathBuf>);
+
+impl CheckpointRoot {
+    /// Below `root`; None refuses every snapshot and restore.
+    pub fn new(root: Option<PathBuf>) -> Self {
+        Self(root)
+    }
+
+    /// The directory that `relative` names. Requests are not trusted: each component must match
+    /// `[A-Za-z0-9._-]{1,128}`, and must not be `.`, `..` or a symbolic link.
+    ///
+    /// # Errors
+    /// `BadShape` for a name that is not allowed, or without a root; `Io` if the directory does not exist.
+    pub fn resolve(&self, relative: &str) -> Result<PathBuf, TablesError> {
+        let bad = |what: String| Err(TablesError::BadShape { what });
+        let Some(root) = &self.0 else {
+            return bad("this server has no directory for checkpoints: start it with PERSIA_CKPT_DIR".into());
+        };
+        let mut path = root.clone();
+        for name in relative.split('/').filter(|_| !relative.is_empty()) {
+            if !is_name(name) {
+                return bad(format!(
+                    "checkpoint directory {relative:?}: {name:?} is not of the form [A-Za-z0-9._-]{{1,128}}"
+                ));
+            }
+            path.push(name);
+            if is_link(&path)? {
+                return bad(format!("checkpoint directory {relative:?}: {name:?} is a symbolic link"));
+            }
+        }
+        if path.is_dir() {
+            return Ok(path);
+        }
+        let source = std::io::Error::new(
+            std::io::ErrorKind::NotFound,
+            "no such directory on the server: PERSIA_CKPT_DIR must be one directory for trainers and servers",
+        );
+        Err(TablesError::Io { path, source })
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    (1..=MAX_NAME_BYTES).contains(&name.len())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
+        && name != "."
+        && name != ".."
+}
+
+fn is_link(path: &Path) -> Result<bool, TablesError> {
+    match path.symlink_metadata() {
+        Ok(found) => Ok(found.is_symlink()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(TablesError::Io { path: path.to_owned(), source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_plain_directories_below_the_root_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("run/step-7/.saving-1")).unwrap();
+        std::os::unix::fs::symlink("/", dir.path().join("run/link")).unwrap();
+        let root = CheckpointRoot::new(Some(dir.path().to_owned()));
+        assert_eq!(root.resolve("run/step-7/.saving-1").unwrap(), dir.path().join("run/step-7/.saving-1"));
+        assert_eq!(root.resolve("").unwrap(), dir.path());
+        let refused =
+            ["..", "run/../..", "/etc", "run//step-7", "run/.", "a b", "run/link/tmp", "run\0", "é"];
+        for name in refused {
+            let error = root.resolve(name).unwrap_err();
+            assert!(matches!(error, TablesError::BadShape { .. }), "{name}: {error}");
+        }
+        let error = root.resolve("run/other").unwrap_err();
+        assert!(matches!(error, TablesError::Io { .. }) && error.to_string().contains("PERSIA_CKPT_DIR"));
+        assert!(CheckpointRoot::new(None).resolve("run").is_err());
+    }
+}

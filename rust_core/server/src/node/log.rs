@@ -1,0 +1,241 @@
+//! [`RequestLog`]: what the log of a server starts from, and when a checkpoint replaces it.
+//!
+//! The base is the rows of a checkpoint, or none, and how far the run had come. The cut of a snapshot starts a segment.
+//! Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before the cut are removed.
+//! A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
+
+use std::path::PathBuf;
+
+use parking_lot::Mutex;
+use persia_store::Progress;
+use persia_types::TablesError;
+use persia_types::config::LogSync;
+use persia_types::tables::{FileEntry, Run};
+use serde::{Deserialize, Serialize};
+
+use super::sequencer::Reached;
+use crate::exit::Exit;
+use crate::wal::{ReplayOp, Replayed, Wal, WalRecord};
+
+/// Where the log of a server is, and when it is durable.
+#[derive(Debug, Clone)]
+pub struct LogOptions {
+    /// A directory of its own.
+    pub dir: PathBuf,
+    /// When it is durable.
+    pub sync: LogSync,
+}
+
+/// How far a run had come.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct WalPosition {
+    pub(super) progress: Progress,
+    /// None unless the requests of the run have an order.
+    pub(super) reached: Option<Reached>,
+}
+
+/// The state that the first record applies to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct WalBase {
+    pub(super) owner: Owner,
+    pub(super) run: Run,
+    /// None: no rows.
+    pub(super) rows: Option<Rows>,
+    /// The name of the first version.
+    #[serde(rename = "mark")]
+    pub(super) position: WalPosition,
+    segment: u64,
+}
+
+/// The settings that decide how a request is applied. A log of other settings is not replayed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Owner {
+    pub(super) version: String,
+    pub(super) index: u32,
+    pub(super) servers: u32,
+    pub(super) capacity: u64,
+}
+
+/// Files of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Rows {
+    /// Below the checkpoint root.
+    pub(super) directory: String,
+    pub(super) files: Vec<FileEntry>,
+}
+
+/// The log of a server. Its administrative methods are called one at a time.
+pub(super) struct RequestLog {
+    wal: Wal,
+    owner: Owner,
+    /// The last cut, unless its checkpoint is the base. Locked before the log.
+    cut: Mutex<Option<Cut>>,
+}
+
+/// A cut, and the first segment after it.
+struct Cut {
+    number: u64,
+    segment: u64,
+    position: WalPosition,
+}
+
+impl RequestLog {
+    /// Open the log.
+    ///
+    /// # Errors
+    /// `Usage` if the directory or a thread cannot be created.
+    pub(super) fn open(options: LogOptions, owner: Owner) -> Result<Self, Exit> {
+        let LogOptions { dir, sync } = options;
+        let failed = format!("log in {}", dir.display());
+        let wal = Wal::open(dir, sync).map_err(|error| Exit::Usage(format!("{failed}: {error}")))?;
+        Ok(Self { wal, owner, cut: Mutex::default() })
+    }
+
+    /// What the log that another process left starts from, if there is one.
+    ///
+    /// # Errors
+    /// Why it cannot be used.
+    pub(super) fn base(&self) -> Result<Option<WalBase>, String> {
+        let Some(base) = self.wal.base()? else { return Ok(None) };
+        let base: WalBase = serde_json::from_slice(&base).map_err(|error| format!("its base: {error}"))?;
+        if base.owner != self.owner {
+            return Err(format!("it was written by {:?}, this server is {:?}", base.owner, self.owner));
+        }
+        Ok(Some(base))
+    }
+
+    /// Give every record after `base` to `apply`, which returns the cut it made, if any. Then the log continues.
+    ///
+    /// # Errors
+    /// Why it cannot be used. What was applied by then is to be dropped.
+    pub(super) fn replay(
+        &self,
+        base: &WalBase,
+        mut apply: impl FnMut(ReplayOp) -> Result<Option<(u64, WalPosition)>, String>,
+    ) -> Result<Replayed, String> {
+        let mut cut = None;
+        let replayed = self.wal.replay(base.segment, |op, next| {
+            if matches!(op, ReplayOp::Begin(_)) {
+                cut = None;
+            }
+            if let Some((number, position)) = apply(op)? {
+                cut = Some(Cut { number, segment: next, position });
+            }
+            Ok(())
+        })?;
+        // The process may have ended between the record of a cut and the segment after it.
+        *self.cut.lock() = cut.filter(|cut| cut.segment <= replayed.segment);
+        Ok(replayed)
+    }
+
+    /// Whether the log has a base.
+    pub(super) fn has_base(&self) -> bool {
+        self.wal.has_base()
+    }
+
+    /// Start another log, from what `change` makes: the run, the rows, and how far the run has come.
+    ///
+    /// # Errors
+    /// Those of `change`, and the log stays; `Io`, and requests are refused until a restart succeeds.
+    pub(super) fn restart(
+        &self,
+        change: impl FnOnce() -> Result<(Run, Option<Rows>, WalPosition), TablesError>,
+    ) -> Result<(), TablesError> {
+        let mut cut = self.cut.lock();
+        self.wal.reset(|segment| {
+            let (run, rows, position) = change()?;
+            *cut = None;
+            self.encode(WalBase { owner: self.owner.clone(), run, rows, position, segment })
+        })
+    }
+
+    /// Log a training request, then `apply` it.
+    ///
+    /// # Errors
+    /// As [`Wal::append`].
+    pub(super) fn append<T>(
+        &self,
+        record: &WalRecord,
+        apply: impl FnOnce() -> Result<T, TablesError>,
+    ) -> Result<T, TablesError> {
+        self.wal.append(record, apply)
+    }
+
+    /// Log a run that continues with the rows held, then `start` it.
+    ///
+    /// # Errors
+    /// As [`Wal::append`].
+    pub(super) fn begin(
+        &self,
+        run: &Run,
+        start: impl FnOnce() -> Result<(), TablesError>,
+    ) -> Result<(), TablesError> {
+        let mut cut = self.cut.lock();
+        self.wal.append(&WalRecord::begin(run).map_err(encoding)?, start)?;
+        // A cut of another run.
+        *cut = None;
+        Ok(())
+    }
+
+    /// Log the cut of a snapshot, then make it.
+    ///
+    /// # Errors
+    /// As [`Wal::append`].
+    pub(super) fn prepare_snapshot(
+        &self,
+        number: u64,
+        make: impl FnOnce() -> Result<WalPosition, TablesError>,
+    ) -> Result<(), TablesError> {
+        let mut cut = self.cut.lock();
+        let (position, segment) = self.wal.append_and_rotate(&WalRecord::prepare_snapshot(number), make)?;
+        *cut = Some(Cut { number, segment, position });
+        Ok(())
+    }
+
+    /// Log that a snapshot will not be written: after a restart its rows need not be kept.
+    ///
+    /// # Errors
+    /// As [`Wal::append`].
+    pub(super) fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        if !self.has_base() {
+            return Ok(());
+        }
+        self.wal.append(&WalRecord::abort_snapshot(number), || Ok(()))
+    }
+
+    /// The snapshot with this number is part of a checkpoint, whose files are `rows`: make that the base, unless there
+    /// was a later cut.
+    ///
+    /// # Errors
+    /// `Io`: the old base may still be in place.
+    pub(super) fn truncate_to_checkpoint(
+        &self,
+        number: u64,
+        run: Run,
+        rows: Rows,
+    ) -> Result<(), TablesError> {
+        let mut last = self.cut.lock();
+        let Some(cut) = last.as_ref().filter(|cut| cut.number == number && self.has_base()) else {
+            return Ok(());
+        };
+        let (owner, position, segment) = (self.owner.clone(), cut.position.clone(), cut.segment);
+        let base = self.encode(WalBase { owner, run, rows: Some(rows), position, segment })?;
+        self.wal.truncate(segment, &base)?;
+        *last = None;
+        Ok(())
+    }
+
+    /// Bytes of its segments.
+    pub(super) fn bytes(&self) -> u64 {
+        self.wal.bytes()
+    }
+
+    fn encode(&self, base: WalBase) -> Result<Vec<u8>, TablesError> {
+        serde_json::to_vec(&base).map_err(|error| encoding(error.into()))
+    }
+}
+
+/// A run that cannot be written down.
+fn encoding(error: std::io::Error) -> TablesError {
+    TablesError::BadRun { what: format!("it cannot be logged: {error}") }
+}

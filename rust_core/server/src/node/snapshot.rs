@@ -1,0 +1,164 @@
+//! Administrative requests of a checkpoint: the cut, its files, and what replaces or drops all rows.
+
+use std::io;
+use std::time::Duration;
+
+use persia_store::checkpoint::probe_file;
+use persia_types::tables::{FileEntry, Snapshot};
+use persia_types::{Tables, TablesError};
+
+use super::log::Rows;
+use super::{Fence, Node};
+
+/// How long a cut waits for another administrative request: longer than any that touches no file takes.
+const CUT_TIMEOUT: Duration = Duration::from_secs(1);
+
+impl Node {
+    /// Keep the rows as they are now, for the snapshot with this number.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
+    pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
+        self.check(fence)?;
+        // All ranks wait until the cut is made: it does not wait for a disk.
+        let Some(_alone) = self.admin.try_lock_for(CUT_TIMEOUT) else {
+            let what = "the files of an earlier snapshot are still being written";
+            return Err(self.io(io::ErrorKind::ResourceBusy, what));
+        };
+        self.check(fence)?;
+        match &self.log {
+            None => self.store.prepare_snapshot(number),
+            Some(log) => log.prepare_snapshot(number, || {
+                self.store.prepare_snapshot(number)?;
+                Ok(self.position())
+            }),
+        }
+    }
+
+    /// Release the rows kept for this snapshot, if they are.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleGeneration`.
+    pub fn abort_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        self.release(number)
+    }
+
+    fn release(&self, number: u64) -> Result<(), TablesError> {
+        self.store.abort_snapshot(number)?;
+        if let Some(log) = &self.log
+            && let Err(error) = log.abort_snapshot(number)
+        {
+            tracing::warn!(number, "after a restart rows would be copied for an aborted snapshot: {error}");
+        }
+        Ok(())
+    }
+
+    /// Report whether a snapshot can be written into `directory`, below the checkpoint root.
+    ///
+    /// # Errors
+    /// As [`Self::write_snapshot`].
+    pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
+        self.check(fence)?;
+        let probed = self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir));
+        probed.map_err(|error| match error {
+            TablesError::Io { path, source } => {
+                let what = format!("server {}: {source}", self.options.index);
+                TablesError::Io { path, source: io::Error::new(source.kind(), what) }
+            }
+            other => other,
+        })
+    }
+
+    /// Write the rows of the snapshot with this number, or those of now, into `directory`, below the checkpoint root.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`.
+    pub fn write_snapshot(
+        &self,
+        fence: Fence,
+        directory: &str,
+        number: Option<u64>,
+    ) -> Result<Snapshot, TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        let dir = self.options.checkpoints.resolve(directory);
+        let snapshot = dir.and_then(|dir| self.store.write_snapshot(&dir, number));
+        if let (Err(_), Some(number)) = (&snapshot, number) {
+            self.release(number)?;
+        }
+        let snapshot = snapshot?;
+        tracing::info!(directory, files = snapshot.files.len(), "snapshot written");
+        Ok(snapshot)
+    }
+
+    /// This snapshot is part of a checkpoint, whose `files` are in `directory`: the log starts from it, unless there was
+    /// a later cut.
+    ///
+    /// # Errors
+    /// As [`Self::write_snapshot`].
+    pub fn commit_snapshot(
+        &self,
+        fence: Fence,
+        number: u64,
+        directory: &str,
+        files: &[FileEntry],
+    ) -> Result<(), TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        self.options.checkpoints.resolve(directory)?;
+        let Some(log) = &self.log else { return Ok(()) };
+        let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
+        log.truncate_to_checkpoint(number, run, Rows { directory: directory.into(), files: files.to_vec() })
+    }
+
+    /// Replace the rows held by those of `files` that belong here, or with `check_only` report why that is impossible.
+    ///
+    /// # Errors
+    /// As [`Self::write_snapshot`]; `Corrupt` and `Foreign` name the file.
+    pub fn restore(
+        &self,
+        fence: Fence,
+        directory: &str,
+        files: &[FileEntry],
+        check_only: bool,
+    ) -> Result<(), TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        let dir = self.options.checkpoints.resolve(directory)?;
+        if check_only {
+            return self.store.check_restore(&dir, files);
+        }
+        let rows = Rows { directory: directory.into(), files: files.to_vec() };
+        self.replace(Some(rows), || self.store.restore(&dir, files))?;
+        tracing::info!(dir = %dir.display(), "rows restored");
+        Ok(())
+    }
+
+    /// Drop all rows.
+    ///
+    /// # Errors
+    /// `NotBegun`, `StaleGeneration`.
+    pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
+        let _alone = self.admin.lock();
+        self.check(fence)?;
+        self.replace(None, || self.store.clear())?;
+        tracing::info!("rows dropped");
+        Ok(())
+    }
+
+    /// Apply `change`, after which the store holds `rows` and nothing else, and start another log from them.
+    fn replace(
+        &self,
+        rows: Option<Rows>,
+        change: impl FnOnce() -> Result<(), TablesError>,
+    ) -> Result<(), TablesError> {
+        let Some(log) = &self.log else { return change() };
+        let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
+        log.restart(|| {
+            change()?;
+            Ok((run, rows, self.position()))
+        })
+    }
+}

@@ -1,0 +1,111 @@
+//! [`Files`]: the names in the directory of a log.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use persia_store::checkpoint::replace_file;
+use persia_types::TablesError;
+
+use super::segment::{MAGIC, Segment};
+
+const BASE: &str = "base";
+/// A crash may leave this draft of a base.
+const BASE_DRAFT: &str = ".base.tmp";
+
+/// The directory of a log.
+pub(super) struct Files {
+    dir: PathBuf,
+}
+
+impl Files {
+    /// Create the directory if it is missing.
+    pub(super) fn open(dir: PathBuf) -> io::Result<Self> {
+        fs::create_dir_all(&dir)?;
+        Ok(Self { dir })
+    }
+
+    /// An error of the directory.
+    pub(super) fn error(&self, source: io::Error) -> TablesError {
+        TablesError::Io { path: self.dir.clone(), source }
+    }
+
+    /// The path of a segment.
+    pub(super) fn segment(&self, number: u64) -> PathBuf {
+        self.dir.join(number.to_string())
+    }
+
+    /// Create an empty segment. Its name is durable.
+    pub(super) fn create_segment(&self, number: u64) -> Result<Segment, TablesError> {
+        let path = self.segment(number);
+        let created = Segment::create(path.clone(), number).and_then(|segment| {
+            self.sync()?;
+            Ok(segment)
+        });
+        created.map_err(|source| TablesError::Io { path, source })
+    }
+
+    /// Remove a segment, if it exists.
+    pub(super) fn remove_segment(&self, number: u64) -> io::Result<()> {
+        remove(&self.segment(number))
+    }
+
+    /// Whether the segments from this one on hold no record.
+    pub(super) fn is_empty_from(&self, number: u64) -> io::Result<bool> {
+        let bytes = self.segment(number).metadata()?.len();
+        let next = number.checked_add(1).map(|next| self.segment(next));
+        Ok(bytes <= MAGIC.len() as u64 && !next.is_some_and(|path| path.exists()))
+    }
+
+    /// The content of the base, if there is one.
+    ///
+    /// # Errors
+    /// Why it cannot be read, with its path.
+    pub(super) fn read_base(&self) -> Result<Option<Vec<u8>>, String> {
+        let path = self.dir.join(BASE);
+        let mut content = match fs::read(&path) {
+            Ok(content) => content,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(format!("{}: {error}", path.display())),
+        };
+        match content.split_first_chunk() {
+            Some((checksum, base)) if crc32c::crc32c(base) == u32::from_le_bytes(*checksum) => {
+                content.drain(..checksum.len());
+                Ok(Some(content))
+            }
+            _ => Err(format!("{}: damaged", path.display())),
+        }
+    }
+
+    /// Replace the base, durably.
+    pub(super) fn write_base(&self, base: &[u8]) -> Result<(), TablesError> {
+        let content = [&crc32c::crc32c(base).to_le_bytes(), base].concat();
+        Ok(replace_file(&self.dir.join(BASE), &content)?)
+    }
+
+    /// Remove the log. The base goes first: segments without a base are no log.
+    pub(super) fn remove_all(&self) -> io::Result<()> {
+        remove(&self.dir.join(BASE))?;
+        self.sync()?;
+        for entry in fs::read_dir(&self.dir)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            let is_segment = name.to_str().is_some_and(|name| name.parse::<u64>().is_ok());
+            if is_segment || name == BASE_DRAFT {
+                remove(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        File::open(&self.dir)?.sync_all()
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}

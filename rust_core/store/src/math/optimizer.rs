@@ -1,0 +1,322 @@
+//! Optimizers: the formulas by which a gradient changes a row, in one pass over it.
+//!
+//! `lr` is the learning rate times the factor of the push, `g` the summed gradient. Every operation is rounded to f32, in
+//! the order written:
+//!
+//! * SGD: `w -= lr * (g + wd * w)`; with momentum `v = momentum * v + g; w -= lr * (v + wd * w)`
+//! * Adagrad: `g += wd * w; w -= (lr * g) / sqrt(s + eps); s = s * g_square_momentum + g * g`
+//! * Adagrad by row: the same with one `s`, which grows by `sum(g * g) / dim`. The sum is folded in halves from 16 partial
+//!   sums; element `i` belongs to partial sum `i % 16`
+//! * Adam: `g += wd * w; m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);`
+//!   `w -= (a * m) / (sqrt(v * b) + eps)` where `a = lr / (1 - beta1^t)` and `b = 1 / (1 - beta2^t)` are
+//!   computed in f64 and rounded once
+//!
+//! Finally, `w` is clamped if `weight_bound > 0`.
+
+use persia_types::Optimizer;
+
+use crate::simd::{LANES, Lanes};
+
+/// Updates one row.
+pub(crate) trait RowRule: Copy {
+    /// `weights` and `gradient` are equally long; the length of `state` is [`Optimizer::state_len`].
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
+}
+
+/// An optimizer with the hyper-parameters of one push.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Rule {
+    Sgd(Sgd),
+    Momentum(Momentum),
+    Adagrad(Adagrad),
+    RowAdagrad(RowAdagrad),
+    Adam(Adam),
+}
+
+impl Rule {
+    /// For a push of `step`. A `weight_bound` of 0 bounds nothing.
+    pub(crate) fn new(optimizer: &Optimizer, lr_factor: f32, weight_bound: f32, step: u32) -> Self {
+        let bound = if weight_bound > 0.0 { weight_bound } else { f32::INFINITY };
+        match *optimizer {
+            Optimizer::Sgd { lr, momentum: 0.0, weight_decay } => {
+                Self::Sgd(Sgd { lr: lr * lr_factor, decay: weight_decay, bound })
+            }
+            Optimizer::Sgd { lr, momentum, weight_decay } => {
+                Self::Momentum(Momentum { lr: lr * lr_factor, momentum, decay: weight_decay, bound })
+            }
+            Optimizer::Adagrad { lr, weight_decay, g_square_momentum, eps, vectorwise_shared, .. } => {
+                let lr = lr * lr_factor;
+                let rule = Adagrad { lr, decay: weight_decay, keep: g_square_momentum, eps, bound };
+                if vectorwise_shared { Self::RowAdagrad(RowAdagrad(rule)) } else { Self::Adagrad(rule) }
+            }
+            Optimizer::Adam { lr, beta1, beta2, weight_decay, eps } => Self::Adam(Adam {
+                rate: (f64::from(lr * lr_factor) / (1.0 - power(beta1, step))) as f32,
+                scale: (1.0 / (1.0 - power(beta2, step))) as f32,
+                beta1,
+                beta2,
+                decay: weight_decay,
+                eps,
+                bound,
+            }),
+        }
+    }
+
+    /// The optimizer state of a new row.
+    pub(crate) fn initial_state(optimizer: &Optimizer) -> f32 {
+        match optimizer {
+            Optimizer::Adagrad { initial_accumulator_value, .. } => *initial_accumulator_value,
+            Optimizer::Sgd { .. } | Optimizer::Adam { .. } => 0.0,
+        }
+    }
+}
+
+/// `base` to the power of `exponent`, by squaring: multiplications have equal bits everywhere.
+fn power(base: f32, mut exponent: u32) -> f64 {
+    let (mut square, mut result) = (f64::from(base), 1.0);
+    while exponent > 0 {
+        if exponent & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        exponent >>= 1;
+    }
+    result
+}
+
+/// Whether no value is NaN or infinite.
+#[inline(always)]
+pub(crate) fn all_finite<L: Lanes>(values: &[f32]) -> bool {
+    let (blocks, rest) = values.as_chunks::<LANES>();
+    // Not `all`: it would be compiled without the instruction set of `L`.
+    for block in blocks {
+        if !L::all_finite(block) {
+            return false;
+        }
+    }
+    rest.iter().all(|value| value.is_finite())
+}
+
+/// A rule for elements that do not depend on each other, with `S` numbers of state per weight.
+trait ElementRule<const S: usize> {
+    /// The new weight and state.
+    fn element(&self, weight: f32, state: [f32; S], gradient: f32) -> (f32, [f32; S]);
+}
+
+/// Apply an element rule to a row, in blocks that become vector instructions.
+#[inline(always)]
+fn elements<const S: usize, R: ElementRule<S>>(
+    rule: &R,
+    weights: &mut [f32],
+    state: &mut [f32],
+    gradient: &[f32],
+) {
+    let dim = weights.len();
+    let mut at = 0;
+    while at + LANES <= dim {
+        block::<LANES, S, R>(rule, weights, state, gradient, at);
+        at += LANES;
+    }
+    if at + 8 <= dim {
+        block::<8, S, R>(rule, weights, state, gradient, at);
+        at += 8;
+    }
+    if at + 4 <= dim {
+        block::<4, S, R>(rule, weights, state, gradient, at);
+        at += 4;
+    }
+    while at < dim {
+        block::<1, S, R>(rule, weights, state, gradient, at);
+        at += 1;
+    }
+}
+
+#[inline(always)]
+fn block<const W: usize, const S: usize, R: ElementRule<S>>(
+    rule: &R,
+    weights: &mut [f32],
+    state: &mut [f32],
+    gradient: &[f32],
+    at: usize,
+) {
+    let dim = weights.len();
+    let mut new_weights = [0.0; W];
+    let mut new_state = [[0.0; W]; S];
+    new_weights.copy_from_slice(&weights[at..at + W]);
+    for (part, lanes) in new_state.iter_mut().enumerate() {
+        lanes.copy_from_slice(&state[part * dim + at..][..W]);
+    }
+    let gradient = &gradient[at..at + W];
+    for lane in 0..W {
+        let old = std::array::from_fn(|part| new_state[part][lane]);
+        let (weight, state) = rule.element(new_weights[lane], old, gradient[lane]);
+        new_weights[lane] = weight;
+        for part in 0..S {
+            new_state[part][lane] = state[part];
+        }
+    }
+    weights[at..at + W].copy_from_slice(&new_weights);
+    for (part, lanes) in new_state.iter().enumerate() {
+        state[part * dim + at..][..W].copy_from_slice(lanes);
+    }
+}
+
+/// Clamp to ± `bound`. NaN stays.
+#[inline(always)]
+fn clamp(weight: f32, bound: f32) -> f32 {
+    let below = if weight > bound { bound } else { weight };
+    if below < -bound { -bound } else { below }
+}
+
+/// `w -= lr * (g + wd * w)`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sgd {
+    lr: f32,
+    decay: f32,
+    bound: f32,
+}
+
+impl ElementRule<0> for Sgd {
+    #[inline(always)]
+    fn element(&self, weight: f32, state: [f32; 0], gradient: f32) -> (f32, [f32; 0]) {
+        (clamp(weight - self.lr * (gradient + self.decay * weight), self.bound), state)
+    }
+}
+
+impl RowRule for Sgd {
+    #[inline(always)]
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+        elements(self, weights, state, gradient);
+    }
+}
+
+/// SGD with momentum.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Momentum {
+    lr: f32,
+    momentum: f32,
+    decay: f32,
+    bound: f32,
+}
+
+impl ElementRule<1> for Momentum {
+    #[inline(always)]
+    fn element(&self, weight: f32, [velocity]: [f32; 1], gradient: f32) -> (f32, [f32; 1]) {
+        let velocity = self.momentum * velocity + gradient;
+        (clamp(weight - self.lr * (velocity + self.decay * weight), self.bound), [velocity])
+    }
+}
+
+impl RowRule for Momentum {
+    #[inline(always)]
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+        elements(self, weights, state, gradient);
+    }
+}
+
+/// Adagrad with one accumulator per weight.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Adagrad {
+    lr: f32,
+    decay: f32,
+    keep: f32,
+    eps: f32,
+    bound: f32,
+}
+
+impl ElementRule<1> for Adagrad {
+    #[inline(always)]
+    fn element(&self, weight: f32, [sum]: [f32; 1], gradient: f32) -> (f32, [f32; 1]) {
+        let gradient = gradient + self.decay * weight;
+        let weight = weight - self.lr * gradient / (sum + self.eps).sqrt();
+        (clamp(weight, self.bound), [sum * self.keep + gradient * gradient])
+    }
+}
+
+impl RowRule for Adagrad {
+    #[inline(always)]
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+        elements(self, weights, state, gradient);
+    }
+}
+
+/// Adagrad with one accumulator per row.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowAdagrad(Adagrad);
+
+/// The element-wise part of [`RowAdagrad`], once the root is known.
+struct Rooted {
+    rule: Adagrad,
+    root: f32,
+}
+
+impl ElementRule<0> for Rooted {
+    #[inline(always)]
+    fn element(&self, weight: f32, state: [f32; 0], gradient: f32) -> (f32, [f32; 0]) {
+        let gradient = gradient + self.rule.decay * weight;
+        (clamp(weight - self.rule.lr * gradient / self.root, self.rule.bound), state)
+    }
+}
+
+impl RowRule for RowAdagrad {
+    #[inline(always)]
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+        let rule = self.0;
+        let grown = state[0] * rule.keep + mean_square::<L>(weights, gradient, rule.decay);
+        elements(&Rooted { rule, root: (state[0] + rule.eps).sqrt() }, weights, &mut [], gradient);
+        state[0] = grown;
+    }
+}
+
+/// Mean of `(g + decay * w)²`, by [`LANES`] partial sums.
+#[inline(always)]
+fn mean_square<L: Lanes>(weights: &[f32], gradient: &[f32], decay: f32) -> f32 {
+    let mut sums = [0.0f32; LANES];
+    let (weight_blocks, weight_rest) = weights.as_chunks::<LANES>();
+    let (gradient_blocks, gradient_rest) = gradient.as_chunks::<LANES>();
+    for (weights, gradient) in weight_blocks.iter().zip(gradient_blocks) {
+        L::add_squares(&mut sums, weights, gradient, decay);
+    }
+    if !weight_rest.is_empty() {
+        let (mut weights, mut gradient) = ([0.0; LANES], [0.0; LANES]);
+        weights[..weight_rest.len()].copy_from_slice(weight_rest);
+        gradient[..gradient_rest.len()].copy_from_slice(gradient_rest);
+        L::add_squares(&mut sums, &weights, &gradient, decay);
+    }
+    L::fold(&sums) / weights.len() as f32
+}
+
+/// Adam with bias correction.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Adam {
+    /// `a` in the formula.
+    rate: f32,
+    /// `b` in the formula.
+    scale: f32,
+    beta1: f32,
+    beta2: f32,
+    decay: f32,
+    eps: f32,
+    bound: f32,
+}
+
+impl ElementRule<2> for Adam {
+    #[inline(always)]
+    fn element(&self, weight: f32, [first, second]: [f32; 2], gradient: f32) -> (f32, [f32; 2]) {
+        let gradient = gradient + self.decay * weight;
+        let first = self.beta1 * first + (1.0 - self.beta1) * gradient;
+        let second = self.beta2 * second + (1.0 - self.beta2) * (gradient * gradient);
+        let weight = weight - self.rate * first / ((second * self.scale).sqrt() + self.eps);
+        (clamp(weight, self.bound), [first, second])
+    }
+}
+
+impl RowRule for Adam {
+    #[inline(always)]
+    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+        elements(self, weights, state, gradient);
+    }
+}
+
+#[cfg(test)]
+#[path = "optimizer_tests.rs"]
+mod tests;

@@ -1,0 +1,8 @@
+//! What happens to a request: it is checked, claimed by its token, and applied batch by batch.
+
+pub(crate) mod check;
+pub(crate) mod lookup;
+pub(crate) mod push;
+mod shard_batch;
+pub(crate) mod slot_cache;
+pub(crate) mod tokens;

@@ -1,0 +1,189 @@
+//! [`ShardBatch`]: the ids of one table that are worked on together, with the shards they are in.
+//!
+//! Neighbouring shards are locked together, so that even a request with few ids per shard has many cache misses in flight.
+//! A request is worked on table by table and not shard by shard: the vectors of a feature's samples then stay in the
+//! core's own cache, and few pages are in use at a time.
+
+use std::ops::Range;
+
+use parking_lot::{Mutex, MutexGuard};
+use persia_kernels::rows_ahead;
+use persia_types::id::hash_id;
+use persia_types::{Id, ShardedIds};
+
+use crate::shard::{NO_SLOT, Shard};
+use crate::simd::{Lanes, prefetch, prefetch_from};
+
+/// Ids of a batch. Their buckets stay in the nearest cache from prefetch to use.
+pub(super) const BATCH_IDS: usize = 256;
+
+/// Ids of one table, with their shards locked.
+pub(super) struct ShardBatch<'a, 's> {
+    /// The locked shards.
+    pub(super) shards: &'a mut [MutexGuard<'s, Shard>],
+    /// The number of each of them.
+    pub(super) numbers: &'a [usize],
+    /// The positions of each shard's ids among the table's. They are contiguous.
+    pub(super) ranges: &'a [Range<usize>],
+}
+
+impl<'s> ShardBatch<'_, 's> {
+    /// Every id of the batch: the index of its shard in [`Self::shards`], and its position.
+    pub(super) fn walk(ranges: &[Range<usize>]) -> impl Iterator<Item = (usize, usize)> {
+        ranges.iter().enumerate().flat_map(|(shard, range)| range.clone().map(move |at| (shard, at)))
+    }
+
+    #[inline(always)]
+    fn shards(&self) -> impl Iterator<Item = (&MutexGuard<'s, Shard>, Range<usize>)> {
+        self.shards.iter().zip(self.ranges.iter().cloned())
+    }
+
+    /// Find the slots of all ids, after prefetching the first bucket of each.
+    #[inline(always)]
+    pub(super) fn find<L: Lanes>(&self, table: usize, ids: &[Id], slots: &mut [u32]) {
+        for (shard, range) in self.shards() {
+            let index = &shard.tables[table].index;
+            for id in &ids[range] {
+                prefetch(index.buckets(), index.home(hash_id(*id)), 1);
+            }
+        }
+        for (shard, range) in self.shards() {
+            let table = &shard.tables[table];
+            for (slot, id) in slots[range.clone()].iter_mut().zip(&ids[range]) {
+                *slot = table.find::<L>(*id);
+            }
+        }
+    }
+
+    /// A prefetcher for the rows of these slots. Prefetches their `recency`, and the ids of slots that may be stale:
+    /// `is_stale` takes an index into [`Self::shards`].
+    #[inline(always)]
+    pub(super) fn prefetcher(
+        &self,
+        table: usize,
+        slots: &[u32],
+        recency: bool,
+        is_stale: impl Fn(usize) -> bool,
+    ) -> Prefetcher {
+        let first = self.ranges.first().map_or(0, |range| range.start);
+        let mut rows = [std::ptr::null(); BATCH_IDS];
+        for (number, (shard, range)) in self.shards().enumerate() {
+            let table = &shard.tables[table];
+            let (start, stride) = (table.rows().as_ptr(), table.layout().stride());
+            let stale = is_stale(number);
+            for (row, slot) in rows[range.start - first..].iter_mut().zip(&slots[range]) {
+                if *slot != NO_SLOT {
+                    *row = start.wrapping_add(*slot as usize * stride);
+                    if recency || stale {
+                        prefetch(table.last_used(), *slot as usize, 1);
+                    }
+                    if stale {
+                        prefetch(table.ids(), *slot as usize, 1);
+                    }
+                }
+            }
+        }
+        Prefetcher { first, rows }
+    }
+}
+
+/// The addresses of a batch's rows, prefetched some ids before their use: the cache does not hold all of them at once.
+/// Null where there is no row; never read through.
+pub(super) struct Prefetcher {
+    first: usize,
+    rows: [*const f32; BATCH_IDS],
+}
+
+impl Prefetcher {
+    /// Prefetch the first `len` floats of the first rows.
+    #[inline(always)]
+    pub(super) fn start(&self, len: usize) {
+        let first = self.rows[..rows_ahead(len)].iter();
+        first.filter(|row| !row.is_null()).for_each(|row| prefetch_from(*row, len));
+    }
+
+    /// Prefetch the first `len` floats of the row some ids after position `at`.
+    #[inline(always)]
+    pub(super) fn advance(&self, at: usize, len: usize) {
+        if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)).filter(|row| !row.is_null()) {
+            prefetch_from(*row, len);
+        }
+    }
+}
+
+/// Call `work` with every batch of `table`, in the order of `ids`. A batch has [`BATCH_IDS`] ids, the last one the rest.
+///
+/// Every caller locks shards in ascending order, so two requests cannot deadlock. A shard without ids is not locked.
+pub(super) fn for_each_batch<E>(
+    shards: &[Mutex<Shard>],
+    table: usize,
+    ids: &ShardedIds,
+    mut work: impl FnMut(ShardBatch<'_, '_>) -> Result<(), E>,
+) -> Result<(), E> {
+    let most = BATCH_IDS.min(ids.len()).min(shards.len());
+    let mut locked: Vec<MutexGuard<'_, Shard>> = Vec::with_capacity(most);
+    let (mut numbers, mut ranges) = (Vec::with_capacity(most), Vec::with_capacity(most));
+    let mut end = BATCH_IDS;
+    for (number, shard) in shards.iter().enumerate() {
+        let mut range = ids.range(number);
+        while !range.is_empty() {
+            let cut = range.end.min(end);
+            let shard = shard.lock();
+            // The table is not in the shard's own cache lines: prefetch those of the whole batch before reading one.
+            prefetch(&shard.tables, table, 1);
+            locked.push(shard);
+            numbers.push(number);
+            ranges.push(range.start..cut);
+            range.start = cut;
+            if cut == end || cut == ids.len() {
+                work(ShardBatch { shards: &mut locked, numbers: &numbers, ranges: &ranges })?;
+                locked.clear();
+                numbers.clear();
+                ranges.clear();
+                end = cut + BATCH_IDS;
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::VIRTUAL_SHARDS;
+
+    use super::*;
+
+    fn check(ids: &[u64]) {
+        let shards: Vec<Mutex<Shard>> = (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&[], 1))).collect();
+        let grouped = ShardedIds::group(ids).unwrap();
+        let mut covered = 0;
+        for_each_batch(&shards, 0, &grouped, |batch| {
+            assert!(batch.shards.len() == batch.ranges.len() && batch.numbers.len() == batch.ranges.len());
+            assert!(batch.numbers.iter().zip(batch.ranges).all(|(number, range)| {
+                let whole = grouped.range(*number);
+                whole.start <= range.start && range.end <= whole.end
+            }));
+            let start = covered;
+            for (shard, at) in ShardBatch::walk(batch.ranges) {
+                assert!(shard < batch.shards.len());
+                assert_eq!(at, covered);
+                covered += 1;
+            }
+            assert!(covered - start == BATCH_IDS || covered == ids.len());
+            Ok::<(), ()>(())
+        })
+        .unwrap();
+        assert_eq!(covered, ids.len());
+        assert!(shards.iter().all(|shard| shard.try_lock().is_some()));
+    }
+
+    #[test]
+    fn every_id_is_covered_once_and_in_order() {
+        check(&[]);
+        check(&[7]);
+        check(&(0..3_000).collect::<Vec<_>>());
+        check(&(0..200_000).collect::<Vec<_>>());
+        check(&[1; 5_000]);
+        check(&[1; BATCH_IDS]);
+    }
+}

@@ -1,0 +1,187 @@
+//! [`SlotCache`]: the slots that a look-up found, for the push of the same token.
+//!
+//! By then another look-up may have evicted a row. If rows have left a shard since, the push checks the id in each slot,
+//! and searches where it differs.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+
+use parking_lot::Mutex;
+use persia_types::limits::MAX_STALENESS;
+use persia_types::{Token, VIRTUAL_SHARDS};
+
+/// Buffers that are kept for coming look-ups.
+const MAX_SPARE: usize = 8;
+
+/// Slots of one look-up, table after table in the request's order.
+#[derive(Debug, Default)]
+pub(crate) struct LookupSlots {
+    slots: Vec<u32>,
+    /// `(table, slots)` per table of the request.
+    parts: Vec<(usize, Range<usize>)>,
+    /// For single rows; reused with the rest of a request's memory.
+    scratch: Vec<f32>,
+    /// The [`eviction_generation`](crate::shard::Shard::eviction_generation) of each shard when its first slot was found.
+    eviction_generations: Vec<u64>,
+}
+
+/// The eviction generation of a shard of which no slot was found.
+const NEVER: u64 = u64::MAX;
+
+/// Slots of one part of a request, with buffers.
+pub(super) struct PartSlots<'a> {
+    /// In the order of the part's ids.
+    pub(super) slots: &'a mut [u32],
+    /// As many floats as were asked for, of unspecified content.
+    pub(super) scratch: &'a mut [f32],
+    eviction_generations: &'a mut [u64],
+}
+
+impl PartSlots<'_> {
+    /// Note that slots of a shard are about to be found.
+    #[inline(always)]
+    pub(super) fn note(&mut self, shard: usize, eviction_generation: u64) {
+        let first = &mut self.eviction_generations[shard];
+        *first = eviction_generation.min(*first);
+    }
+
+    /// Whether a row may have left one of the slots found in a shard.
+    #[inline(always)]
+    pub(super) fn is_stale(&self, shard: usize, eviction_generation: u64) -> bool {
+        self.eviction_generations[shard] != eviction_generation
+    }
+}
+
+impl LookupSlots {
+    /// Make room for parts of these `(table, ids)`. Slots are unspecified until written.
+    pub(super) fn reset(&mut self, parts: impl Iterator<Item = (usize, usize)>) {
+        self.parts.clear();
+        let mut end = 0;
+        for (table, ids) in parts {
+            self.parts.push((table, end..end + ids));
+            end += ids;
+        }
+        // Old content stays: every slot is written before it is read.
+        if self.slots.len() < end {
+            self.slots.resize(end, 0);
+        }
+        self.eviction_generations.clear();
+        self.eviction_generations.resize(VIRTUAL_SHARDS, NEVER);
+    }
+
+    /// A part of the request, with `scratch` floats.
+    pub(super) fn part(&mut self, part: usize, scratch: usize) -> PartSlots<'_> {
+        if self.scratch.len() < scratch {
+            self.scratch.resize(scratch, 0.0);
+        }
+        PartSlots {
+            slots: &mut self.slots[self.parts[part].1.clone()],
+            scratch: &mut self.scratch[..scratch],
+            eviction_generations: &mut self.eviction_generations,
+        }
+    }
+
+    /// The slots of `table`, if it was looked up with as many ids.
+    pub(super) fn slots_of(&self, table: usize, ids: usize) -> Option<&[u32]> {
+        self.part_of(table, ids).map(|part| &self.slots[self.parts[part].1.clone()])
+    }
+
+    /// The part of `table`, if it was looked up with as many ids. A push of fewer ids has to search.
+    pub(super) fn part_of(&self, table: usize, ids: usize) -> Option<usize> {
+        self.parts.iter().position(|(candidate, range)| *candidate == table && range.len() == ids)
+    }
+}
+
+#[derive(Default)]
+struct State {
+    by_rank: HashMap<u32, BTreeMap<u64, LookupSlots>>,
+    /// Buffers for coming look-ups.
+    spare: Vec<LookupSlots>,
+}
+
+/// The slots of at most [`MAX_STALENESS`] look-ups per rank, the latest ones.
+#[derive(Default)]
+pub(crate) struct SlotCache(Mutex<State>);
+
+impl SlotCache {
+    /// A buffer for a look-up.
+    pub(crate) fn buffer(&self) -> LookupSlots {
+        self.0.lock().spare.pop().unwrap_or_default()
+    }
+
+    /// Keep the slots of a look-up until its push.
+    pub(crate) fn insert(&self, token: Token, slots: LookupSlots) {
+        let mut state = self.0.lock();
+        let of_rank = state.by_rank.entry(token.rank).or_default();
+        let replaced = of_rank.insert(token.seq, slots);
+        let oldest = if of_rank.len() > MAX_STALENESS { of_rank.pop_first() } else { None };
+        state.spare.extend(replaced.into_iter().chain(oldest.map(|(_, slots)| slots)));
+        state.spare.truncate(MAX_SPARE);
+    }
+
+    /// Remove the slots of a look-up.
+    pub(crate) fn take(&self, token: Token) -> Option<LookupSlots> {
+        self.0.lock().by_rank.get_mut(&token.rank)?.remove(&token.seq)
+    }
+
+    /// Reuse a buffer for a coming look-up.
+    pub(crate) fn recycle(&self, slots: LookupSlots) {
+        let mut state = self.0.lock();
+        if state.spare.len() < MAX_SPARE {
+            state.spare.push(slots);
+        }
+    }
+
+    /// Forget all slots, because all rows changed.
+    pub(crate) fn clear(&self) {
+        *self.0.lock() = State::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::JobId;
+
+    use super::*;
+
+    fn token(rank: u32, seq: u64) -> Token {
+        Token { job: JobId(1), generation: 1, rank, seq }
+    }
+
+    #[test]
+    fn memory_is_bounded_per_rank_and_the_latest_stay() {
+        let cache = SlotCache::default();
+        for seq in 1..=1_000 {
+            cache.insert(token(0, seq), cache.buffer());
+        }
+        assert!(cache.take(token(0, 1_000 - MAX_STALENESS as u64)).is_none());
+        assert!(cache.take(token(0, 1_001 - MAX_STALENESS as u64)).is_some());
+        assert!(cache.take(token(0, 1_000)).is_some());
+        assert!(cache.take(token(0, 1_000)).is_none());
+        assert!(cache.take(token(1, 999)).is_none());
+    }
+
+    #[test]
+    fn a_part_is_found_by_table_and_length() {
+        let mut slots = LookupSlots::default();
+        slots.reset([(4, 3), (2, 2)].into_iter());
+        slots.part(1, 0).slots.copy_from_slice(&[8, 9]);
+        assert_eq!((slots.slots_of(2, 2), slots.slots_of(2, 3)), (Some(&[8, 9][..]), None));
+        assert_eq!((slots.part_of(2, 2), slots.part_of(2, 1), slots.part_of(3, 3)), (Some(1), None, None));
+        slots.reset([(2, 1)].into_iter());
+        assert_eq!(slots.part(0, 0).slots.len(), 1);
+    }
+
+    #[test]
+    fn the_first_eviction_generation_of_a_shard_counts() {
+        let mut slots = LookupSlots::default();
+        slots.reset([(0, 1)].into_iter());
+        let mut part = slots.part(0, 0);
+        assert!(part.is_stale(3, 0));
+        part.note(3, 5);
+        part.note(3, 6); // another table's slots, found later
+        assert!(!part.is_stale(3, 5) && part.is_stale(3, 6) && part.is_stale(4, 5));
+        slots.reset([(0, 1)].into_iter());
+        assert!(slots.part(0, 0).is_stale(3, 5));
+    }
+}

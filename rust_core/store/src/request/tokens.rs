@@ -1,0 +1,149 @@
+//! [`Claims`]: which look-ups and pushes were applied, and which are in flight.
+
+use std::collections::BTreeMap;
+
+use parking_lot::{Condvar, Mutex};
+use persia_types::token::SeenTokens;
+use persia_types::{JobId, TablesError, Token};
+
+/// What a token is claimed for: a look-up and its push have the same token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verb {
+    Lookup,
+    Push,
+}
+
+#[derive(Default)]
+struct State {
+    lookups: SeenTokens,
+    pushes: SeenTokens,
+    in_flight: Vec<(Verb, Token)>,
+}
+
+impl State {
+    fn seen(&mut self, verb: Verb) -> &mut SeenTokens {
+        match verb {
+            Verb::Lookup => &mut self.lookups,
+            Verb::Push => &mut self.pushes,
+        }
+    }
+}
+
+/// Tokens of one run.
+#[derive(Default)]
+pub(crate) struct Claims {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+impl Claims {
+    /// Forget all tokens, and accept only those of `job` and `generation` from now on. Nothing is in flight.
+    pub(crate) fn begin(&self, job: JobId, generation: u64) {
+        let mut state = self.state.lock();
+        debug_assert!(state.in_flight.is_empty());
+        state.lookups = SeenTokens::begin(job, generation);
+        state.pushes = SeenTokens::begin(job, generation);
+    }
+
+    /// The right to apply `token`; None if it was applied before. A duplicate of a request in flight waits for its end.
+    pub(crate) fn claim(&self, verb: Verb, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
+        let mut state = self.state.lock();
+        loop {
+            if state.seen(verb).contains(token)? {
+                return Ok(None);
+            }
+            if !state.in_flight.contains(&(verb, token)) {
+                state.in_flight.push((verb, token));
+                return Ok(Some(Claim { claims: self, verb, token, applied: false }));
+            }
+            self.ended.wait(&mut state);
+        }
+    }
+
+    /// The applied look-ups and pushes. Nothing is in flight.
+    pub(crate) fn applied(&self) -> (SeenTokens, SeenTokens) {
+        let state = self.state.lock();
+        (state.lookups.clone(), state.pushes.clone())
+    }
+
+    /// Resume after what [`Self::applied`] returned.
+    pub(crate) fn resume(&self, lookups: SeenTokens, pushes: SeenTokens) {
+        let mut state = self.state.lock();
+        (state.lookups, state.pushes) = (lookups, pushes);
+    }
+
+    /// The highest push of every rank.
+    pub(crate) fn highest_pushes(&self) -> BTreeMap<u32, u64> {
+        self.state.lock().pushes.highest()
+    }
+}
+
+/// The right to apply one token. Dropped before [`Claim::applied`], it leaves the token unknown, for a retry.
+pub(crate) struct Claim<'a> {
+    claims: &'a Claims,
+    verb: Verb,
+    token: Token,
+    applied: bool,
+}
+
+impl Claim<'_> {
+    /// Remember the token.
+    pub(crate) fn applied(mut self) {
+        self.applied = true;
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut state = self.claims.state.lock();
+        state.in_flight.retain(|claimed| *claimed != (self.verb, self.token));
+        if self.applied {
+            let inserted = state.seen(self.verb).insert(self.token);
+            debug_assert!(matches!(inserted, Ok(true)), "claimed tokens are of this generation and new");
+        }
+        drop(state);
+        self.claims.ended.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    const TOKEN: Token = Token { job: JobId(1), generation: 1, rank: 0, seq: 5 };
+
+    fn claims() -> Claims {
+        let claims = Claims::default();
+        claims.begin(JobId(1), 1);
+        claims
+    }
+
+    #[test]
+    fn a_failed_claim_leaves_the_token_unknown_and_an_applied_one_does_not() {
+        let claims = claims();
+        drop(claims.claim(Verb::Push, TOKEN).unwrap().unwrap());
+        claims.claim(Verb::Push, TOKEN).unwrap().unwrap().applied();
+        assert!(claims.claim(Verb::Push, TOKEN).unwrap().is_none());
+        assert!(claims.claim(Verb::Lookup, TOKEN).unwrap().is_some());
+        assert_eq!(claims.highest_pushes(), BTreeMap::from([(0, 5)]));
+    }
+
+    #[test]
+    fn of_concurrent_duplicates_one_is_applied() {
+        let claims = claims();
+        let applied = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    if let Some(claim) = claims.claim(Verb::Push, TOKEN).unwrap() {
+                        applied.fetch_add(1, Ordering::Relaxed);
+                        claim.applied();
+                    }
+                });
+            }
+        });
+        assert_eq!(applied.into_inner(), 1);
+    }
+}

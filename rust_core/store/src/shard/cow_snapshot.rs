@@ -1,0 +1,122 @@
+//! [`CowSnapshot`]: the rows of one table of a shard at one instant, by copy-on-write.
+//!
+//! To begin a snapshot copies recency only. From then on a row is copied before it first changes or leaves, unless its
+//! file has it already. Rows that do not change, and rows that came later, are never copied.
+
+use std::sync::Arc;
+
+use crate::checkpoint::Values;
+use crate::shard::copy_budget::CopyBudget;
+use crate::shard::export::{RowList, RowRef};
+use crate::shard::index::Index;
+use crate::shard::row::{FREE, Layout};
+
+/// In [`CowSnapshot::copies`]: the row is still in its slot, unchanged.
+const UNTOUCHED: u32 = 0;
+/// In [`CowSnapshot::copies`]: the row was taken for its file.
+const WRITTEN: u32 = u32::MAX;
+
+/// What a snapshot holds of one table.
+pub(crate) struct CowSnapshot {
+    layout: Layout,
+    len: usize,
+    /// Of each slot that was in use; [`FREE`] of those without a row.
+    last_used: Vec<u32>,
+    /// Of each of those slots: [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
+    copies: Vec<u32>,
+    ids: Vec<u64>,
+    rows: Vec<f32>,
+    /// A copy, once the table's counts change.
+    admission_counts: Option<Vec<(u64, u32)>>,
+    budget: Arc<CopyBudget>,
+    copied_bytes: u64,
+}
+
+impl Drop for CowSnapshot {
+    fn drop(&mut self) {
+        self.budget.release(self.copied_bytes);
+    }
+}
+
+impl CowSnapshot {
+    /// Of a table with `len` rows, whose used slots have this recency.
+    pub(super) fn begin(layout: Layout, len: usize, last_used: &[u32], budget: &Arc<CopyBudget>) -> Self {
+        Self {
+            layout,
+            len,
+            last_used: last_used.to_vec(),
+            copies: vec![UNTOUCHED; last_used.len()],
+            ids: Vec::new(),
+            rows: Vec::new(),
+            admission_counts: None,
+            budget: Arc::clone(budget),
+            copied_bytes: 0,
+        }
+    }
+
+    /// Bytes allocated.
+    pub(super) fn memory_bytes(&self) -> usize {
+        let counts = self.admission_counts.as_ref().map_or(0, Vec::capacity);
+        (self.last_used.capacity() + self.copies.capacity() + self.rows.capacity()) * size_of::<u32>()
+            + self.ids.capacity() * size_of::<u64>()
+            + counts * size_of::<(u64, u32)>()
+    }
+
+    /// Copy the row in `slot` if the snapshot needs it: it is about to change or leave.
+    pub(super) fn preserve(&mut self, slot: u32, id: u64, row: &[f32]) {
+        let at = slot as usize;
+        if self.copies.get(at) == Some(&UNTOUCHED) && self.last_used[at] != FREE {
+            self.ids.push(id);
+            self.rows.extend_from_slice(row);
+            self.copies[at] = self.ids.len() as u32;
+            self.charge(size_of::<u64>() + size_of_val(row));
+        }
+    }
+
+    /// Copy the admission counts if the snapshot needs them: they are about to change.
+    pub(super) fn preserve_counts(&mut self, counts: &Index) {
+        if self.admission_counts.is_none() {
+            let copy: Vec<_> = counts.entries().collect();
+            self.charge(size_of_val(copy.as_slice()));
+            self.admission_counts = Some(copy);
+        }
+    }
+
+    /// All rows of the snapshot. `ids` and `counts` are those of the table now.
+    pub(super) fn list(&self, ids: &[u64], counts: &Index) -> RowList {
+        let held = (0..).zip(&self.last_used).filter(|(_, last_used)| **last_used != FREE);
+        let mut rows = Vec::with_capacity(self.len);
+        rows.extend(held.map(|(slot, last_used)| {
+            let id = self.copy_of(slot).map_or_else(|| ids[slot as usize], |copy| self.ids[copy]);
+            RowRef { id, slot, last_used: *last_used }
+        }));
+        let admission_counts = self.admission_counts.clone().unwrap_or_else(|| counts.entries().collect());
+        RowList { layout: self.layout, rows, admission_counts }
+    }
+
+    /// The values of these rows, which may change from now on. `current` is the row in a slot now.
+    pub(super) fn take<'a>(&mut self, rows: &[RowRef], current: impl Fn(u32) -> &'a [f32]) -> Values {
+        let mut values = Values::with_capacity(self.layout, rows.len());
+        let stride = self.layout.stride();
+        for row in rows {
+            match self.copy_of(row.slot) {
+                Some(copy) => values.push(self.layout, &self.rows[copy * stride..][..stride]),
+                None => values.push(self.layout, current(row.slot)),
+            }
+            self.copies[row.slot as usize] = WRITTEN;
+        }
+        values
+    }
+
+    fn charge(&mut self, bytes: usize) {
+        self.copied_bytes += bytes as u64;
+        self.budget.charge(bytes as u64);
+    }
+
+    fn copy_of(&self, slot: u32) -> Option<usize> {
+        match self.copies[slot as usize] {
+            UNTOUCHED | WRITTEN => None,
+            copy => Some(copy as usize - 1),
+        }
+    }
+}

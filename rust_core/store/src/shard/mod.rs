@@ -1,0 +1,299 @@
+//! [`Shard`]: one virtual shard of all tables, with eviction, expiry and admission by count.
+//!
+//! From the outside in:
+//!
+//! * [`table`]: the rows of one table; [`row`]: how a row is stored
+//! * [`index`]: from ids to slots
+//! * [`region`]: memory that grows; [`buddy_allocator`]: the small blocks of it
+//! * [`cow_snapshot`]: rows as they were at one instant; [`copy_budget`]: how many may be copied for that
+//! * [`export`]: rows on their way to a checkpoint
+
+mod buddy_allocator;
+mod copy_budget;
+mod cow_snapshot;
+mod export;
+mod index;
+mod region;
+mod row;
+mod table;
+
+use persia_types::TablesError;
+use persia_types::id::hash_id;
+use persia_types::limits::WAITING_IDS_PER_SHARD;
+
+use crate::simd::Portable;
+pub(crate) use copy_budget::CopyBudget;
+use index::Index;
+pub(crate) use index::NO_SLOT;
+use region::OutOfMemory;
+pub(crate) use row::Layout;
+use table::ShardTable;
+
+/// An eviction frees one in so many rows of the budget, so that many insertions share the cost of its scan.
+const EVICTED_PART: usize = 16;
+
+/// One virtual shard: the unit of locking, budget and checkpoint files. The alignment keeps its lock and content out of
+/// the cache lines of other shards.
+///
+/// # Eviction and time to live
+///
+/// A shard holds at most `budget = max(1, ceil(capacity / 256))` rows over *all* its tables. An insertion into a full
+/// shard first removes all expired rows. If these are fewer than `max(1, budget / 16)`, it evicts the rows with the
+/// smallest `(last_used, table, id)` until that many have left. `last_used` is the highest step of a training look-up of
+/// the row, `table` the index in the schema. The row that is inserted is not a candidate.
+///
+/// A row of a table with a time to live is expired at step `t` if `last_used + ttl < t`. Look-ups and pushes of such a
+/// step treat its id as one without a row. Its memory is freed when a training look-up asks for the id, when rows have
+/// to leave, or by a sweep: a training look-up of step `t` with ids in shard `t % 256` first removes the expired rows of
+/// that shard.
+///
+/// A training look-up makes two passes over the request, tables and ids in its order. The first notes the use of every
+/// id that has a row; the second inserts every other id that is admitted. (An id that the second pass evicts and the
+/// request names again is inserted again.)
+///
+/// # Admission by count
+///
+/// If a table requires `min_count` look-ups before an id gets a row, each training look-up that finds an id without a
+/// row adds one to its count, up to `min_count`. The insertion of the row removes the count. A shard counts
+/// `2 * budget` ids, within [`WAITING_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
+/// count reaches 0 are forgotten, as often as needed.
+///
+/// None of this depends on slots, on time, or on which server holds which shards.
+#[repr(align(64))]
+pub(crate) struct Shard {
+    pub(crate) tables: Vec<ShardTable>,
+    /// Rows of all tables.
+    rows: usize,
+    budget: usize,
+    /// Ids of all tables with an admission count.
+    counted: usize,
+    /// The step of the last sweep.
+    swept: u32,
+    /// Grows with every row that leaves. While it stays equal, no slot has lost its row.
+    eviction_generation: u64,
+}
+
+/// How many rows left, and why.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Left {
+    pub(crate) evicted: u64,
+    pub(crate) expired: u64,
+}
+
+/// A row that may be evicted. The order of fields is the order of eviction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    last_used: u32,
+    table: u32,
+    id: u64,
+}
+
+impl Shard {
+    /// Empty tables of these layouts.
+    pub(crate) fn new(layouts: &[Layout], budget: usize) -> Self {
+        let tables = layouts.iter().map(|layout| ShardTable::new(*layout)).collect();
+        Self { tables, rows: 0, budget, counted: 0, swept: 0, eviction_generation: 0 }
+    }
+
+    /// Drop all rows and free their memory.
+    pub(crate) fn clear(&mut self) {
+        let layouts: Vec<Layout> = self.tables.iter().map(ShardTable::layout).collect();
+        *self = Self::new(&layouts, self.budget);
+    }
+
+    /// Set the layouts of the tables. Tables with rows have theirs already.
+    pub(crate) fn set_layouts(&mut self, layouts: &[Layout]) {
+        for (table, layout) in self.tables.iter_mut().zip(layouts) {
+            if table.layout() != *layout {
+                table.set_layout(*layout);
+            }
+        }
+    }
+
+    /// Insert the row of an id without one, after making room. Returns `(slot, rows that left)`.
+    pub(crate) fn insert(
+        &mut self,
+        table: usize,
+        id: u64,
+        step: u32,
+        fill: impl FnOnce(&mut [f32]),
+    ) -> Result<(u32, Left), OutOfMemory> {
+        let left = if self.rows < self.budget {
+            Left::default()
+        } else {
+            let count = (self.budget / EVICTED_PART).max(1);
+            let expired = self.sweep(step);
+            Left { evicted: self.evict(count.saturating_sub(expired as usize)), expired }
+        };
+        let slot = self.tables[table].insert(id, step, fill)?;
+        self.rows += 1;
+        let table = &mut self.tables[table];
+        if table.admission_counts.len() > 0 {
+            table.preserve_counts();
+            if table.admission_counts.remove(id, hash_id(id)) != NO_SLOT {
+                self.counted -= 1;
+            }
+        }
+        Ok((slot, left))
+    }
+
+    /// Drop the row of `id`, which must have one.
+    pub(crate) fn remove(&mut self, table: usize, id: u64) {
+        self.tables[table].remove(id);
+        self.rows -= 1;
+        self.eviction_generation += 1;
+    }
+
+    /// While this stays equal, no slot of the shard has lost its row.
+    #[inline(always)]
+    pub(crate) fn eviction_generation(&self) -> u64 {
+        self.eviction_generation
+    }
+
+    /// [`Self::sweep`], once per step however many ranks there are.
+    pub(crate) fn sweep_once(&mut self, step: u32) -> u64 {
+        if self.swept >= step {
+            return 0;
+        }
+        self.swept = step;
+        self.sweep(step)
+    }
+
+    /// Drop all rows that are expired at `step`. Returns their number.
+    fn sweep(&mut self, step: u32) -> u64 {
+        let before = self.rows;
+        for table in &mut self.tables {
+            let oldest = table.layout().oldest_alive(step);
+            if oldest == 0 {
+                continue;
+            }
+            let expired: Vec<u64> =
+                table.entries().filter(|(.., last_used)| *last_used < oldest).map(|(_, id, _)| id).collect();
+            self.rows -= expired.len();
+            self.eviction_generation += expired.len() as u64;
+            expired.into_iter().for_each(|id| table.remove(id));
+        }
+        (before - self.rows) as u64
+    }
+
+    /// Count a look-up of an id without a row. Returns whether this was the `min_count`-th, or a later one.
+    pub(crate) fn count(&mut self, table: usize, id: u64, min_count: u32) -> Result<bool, OutOfMemory> {
+        let hash = hash_id(id);
+        let before = self.tables[table].admission_counts.find::<Portable>(id, hash);
+        let count = match before {
+            _ if min_count == 1 => return Ok(true),
+            NO_SLOT => {
+                self.halve_counts_to(self.counted_limit() - 1)?;
+                1
+            }
+            count => count.saturating_add(1).min(min_count),
+        };
+        self.tables[table].preserve_counts();
+        let counts = &mut self.tables[table].admission_counts;
+        if before == NO_SLOT {
+            counts.reserve()?;
+            self.counted += 1;
+        } else {
+            counts.remove(id, hash);
+        }
+        counts.insert(id, hash, count);
+        Ok(count >= min_count)
+    }
+
+    /// Whether an id has an admission count, and therefore no row.
+    pub(crate) fn has_count(&self, table: usize, id: u64) -> bool {
+        self.tables[table].admission_counts.find::<Portable>(id, hash_id(id)) != NO_SLOT
+    }
+
+    /// Add the admission count of a checkpoint.
+    pub(crate) fn load_count(&mut self, table: usize, id: u64, count: u32) -> Result<(), OutOfMemory> {
+        let counts = &mut self.tables[table].admission_counts;
+        counts.reserve()?;
+        counts.insert(id, hash_id(id), count);
+        self.counted += 1;
+        Ok(())
+    }
+
+    fn counted_limit(&self) -> usize {
+        let (least, most) = WAITING_IDS_PER_SHARD.into_inner();
+        self.budget.saturating_mul(2).clamp(least, most)
+    }
+
+    /// Halve all counts until at most `most` ids have one.
+    fn halve_counts_to(&mut self, most: usize) -> Result<(), OutOfMemory> {
+        while self.counted > most {
+            for table in &mut self.tables {
+                let mut halved = Index::new();
+                for (id, count) in table.admission_counts.entries().filter(|(_, count)| *count > 1) {
+                    halved.reserve()?;
+                    halved.insert(id, hash_id(id), count / 2);
+                }
+                self.counted -= table.admission_counts.len() - halved.len();
+                table.preserve_counts();
+                table.admission_counts = halved;
+            }
+        }
+        Ok(())
+    }
+
+    /// Evict down to the budget: a checkpoint may be of a larger capacity.
+    pub(crate) fn fit_budget(&mut self) -> Result<(), OutOfMemory> {
+        if self.rows > self.budget {
+            self.evict(self.rows - self.budget);
+        }
+        self.halve_counts_to(self.counted_limit())
+    }
+
+    /// Make room for `rows` more of a checkpoint.
+    pub(crate) fn reserve(&mut self, table: usize, rows: usize) -> Result<(), OutOfMemory> {
+        self.tables[table].reserve(rows)
+    }
+
+    /// Insert a row of a checkpoint, even above the budget.
+    pub(crate) fn load(
+        &mut self,
+        table: usize,
+        id: u64,
+        last_used: u32,
+        fill: impl FnOnce(&mut [f32]),
+    ) -> Result<(), OutOfMemory> {
+        self.tables[table].insert(id, last_used, fill)?;
+        self.rows += 1;
+        Ok(())
+    }
+
+    /// Evict the `count` least recently used rows. Returns their number.
+    #[cold]
+    fn evict(&mut self, count: usize) -> u64 {
+        if count == 0 {
+            return 0;
+        }
+        let mut candidates = Vec::with_capacity(self.rows);
+        for (number, table) in self.tables.iter().enumerate() {
+            let entries = table.entries();
+            candidates.extend(entries.map(|(_, id, last_used)| Candidate {
+                last_used,
+                table: number as u32,
+                id,
+            }));
+        }
+        let count = count.min(candidates.len());
+        if count < candidates.len() {
+            candidates.select_nth_unstable(count);
+        }
+        for candidate in &candidates[..count] {
+            self.tables[candidate.table as usize].remove(candidate.id);
+        }
+        self.rows -= count;
+        self.eviction_generation += count as u64;
+        count as u64
+    }
+}
+
+/// The error for a table that cannot grow.
+pub(crate) fn no_memory(table: &str, error: OutOfMemory) -> TablesError {
+    TablesError::OutOfMemory { table: table.to_owned(), bytes: error.bytes as u64 }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,337 @@
+//! [`Region`]: a growable array of zeros that takes memory from the system only as it is written.
+//!
+//! Each table has regions for rows, ids, recency and its indexes in every shard, so that hundreds of thousands of regions
+//! may exist. Small ones are blocks of one [`BuddyAllocator`] on huge pages, so that the addresses of small tables fit
+//! the translation look-aside buffer. A large one is a mapping of its own, aligned to a huge page: its untouched part
+//! costs nothing, and it grows by moving page tables, not bytes. Its pages are collapsed into huge ones only where these
+//! are already full, so that a huge page is never half empty.
+
+#![allow(unsafe_code)]
+
+use std::marker::PhantomData;
+use std::mem::size_of;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use parking_lot::Mutex;
+
+use crate::shard::buddy_allocator::{BuddyAllocator, CHUNK, GRAIN};
+
+/// Up to this many bytes a region is a block of the allocator.
+const BLOCK_MAX: usize = 64 << 10;
+/// One entry of the translation look-aside buffer.
+const HUGE_PAGE: usize = CHUNK;
+/// What the system allocates at the first write.
+const PAGE: usize = 4 << 10;
+
+/// The alignment of every region, an empty one included.
+#[repr(align(64))]
+struct CacheLine;
+
+/// Where an empty region starts.
+const NOWHERE: NonNull<u8> = NonNull::<CacheLine>::dangling().cast();
+
+/// Types for which any bit pattern, zeros included, is a value.
+///
+/// # Safety
+/// Implementors hold no references, have no invalid bit patterns and need no more alignment than a cache line.
+pub(super) unsafe trait Plain: Copy + Send + Sync + 'static {}
+
+// SAFETY: every bit pattern is a float.
+unsafe impl Plain for f32 {}
+// SAFETY: every bit pattern is an integer.
+unsafe impl Plain for u64 {}
+// SAFETY: every bit pattern is an integer.
+unsafe impl Plain for u32 {}
+
+/// The system has no more memory. The region is unchanged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OutOfMemory {
+    /// The size that was refused.
+    pub(crate) bytes: usize,
+}
+
+/// A growable array. Dereferences to a slice over its whole capacity.
+pub(super) struct Region<T: Plain> {
+    start: NonNull<u8>,
+    /// Size of the block or mapping; 0 before the first growth.
+    bytes: usize,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: a region owns its memory and `T` is plain data.
+unsafe impl<T: Plain> Send for Region<T> {}
+// SAFETY: shared references only read.
+unsafe impl<T: Plain> Sync for Region<T> {}
+
+impl<T: Plain> Region<T> {
+    /// No elements, no memory.
+    pub(crate) const fn new() -> Self {
+        Self { start: NOWHERE, bytes: 0, elements: PhantomData }
+    }
+
+    /// Exactly `len` zeros that will all be written: huge pages at once where they fit.
+    pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
+        let need = len * size_of::<T>();
+        let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
+        let start = if bytes > BLOCK_MAX { map(bytes)? } else { allocate(bytes)? };
+        if bytes >= HUGE_PAGE {
+            advise(start, bytes, libc::MADV_HUGEPAGE);
+        }
+        Ok(Self { start, bytes, elements: PhantomData })
+    }
+
+    /// Make room for at least `len` elements; new ones are zero. A block, which is resident as a whole, grows by about a
+    /// quarter; a mapping, of which only what is written is resident, doubles.
+    pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
+        let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
+        if need <= self.bytes {
+            return Ok(());
+        }
+        let doubled = need.checked_next_power_of_two().ok_or(OutOfMemory { bytes: need })?;
+        if need <= BLOCK_MAX {
+            let bytes = need.next_multiple_of((doubled / 8).max(GRAIN));
+            *self = self.copied_into(allocate(bytes)?, bytes);
+        } else if self.bytes <= BLOCK_MAX {
+            let bytes = doubled.max(HUGE_PAGE);
+            *self = self.copied_into(map(bytes)?, bytes);
+            // By default some systems back every mapping with huge pages.
+            advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
+        } else {
+            self.start = remap(self.start, self.bytes, doubled)?;
+            self.bytes = doubled;
+        }
+        Ok(())
+    }
+
+    /// Make room for `len` elements that will all be written now, on huge pages where these will be full: far cheaper than
+    /// to collapse small pages later.
+    pub(crate) fn grow_filled(&mut self, len: usize) -> Result<(), OutOfMemory> {
+        self.grow(len)?;
+        let full = len * size_of::<T>() / HUGE_PAGE;
+        if self.bytes > BLOCK_MAX && full > 0 {
+            advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
+            for page in 0..full {
+                // A write that changes nothing. A read would first map the shared page of zeros.
+                // SAFETY: inside the mapping, which `self` owns alone.
+                let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(page * HUGE_PAGE)) };
+                byte.fetch_or(0, Ordering::Relaxed);
+            }
+            advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
+        }
+        Ok(())
+    }
+
+    /// Bytes resident when only the first `len` elements were ever written.
+    pub(crate) fn resident_bytes(&self, len: usize) -> usize {
+        if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
+    }
+
+    /// Note that elements `from..to` were written for the first time, and collapse pages into the huge ones that these fill.
+    #[inline]
+    pub(crate) fn collapse_huge_pages(&self, from: usize, to: usize) {
+        let (first, end) = (from * size_of::<T>() / HUGE_PAGE, to * size_of::<T>() / HUGE_PAGE);
+        if first < end && self.bytes > BLOCK_MAX {
+            self.collapse(first * HUGE_PAGE, (end - first) * HUGE_PAGE);
+        }
+    }
+
+    #[cold]
+    fn collapse(&self, offset: usize, bytes: usize) {
+        debug_assert!(offset + bytes <= self.bytes);
+        advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
+        // SAFETY: the range lies inside this mapping; the call changes page sizes, never content.
+        let collapsed =
+            unsafe { libc::madvise(self.start.as_ptr().add(offset).cast(), bytes, libc::MADV_COLLAPSE) };
+        // Kernels before 6.1 collapse pages only in the background, which needs the advice to stay.
+        if collapsed == 0 {
+            advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
+        }
+    }
+
+    fn copied_into(&self, start: NonNull<u8>, bytes: usize) -> Self {
+        // SAFETY: both blocks are live and distinct, and `bytes` is the larger size.
+        unsafe { start.copy_from_nonoverlapping(self.start, self.bytes) };
+        Self { start, bytes, elements: PhantomData }
+    }
+}
+
+impl<T: Plain> Deref for Region<T> {
+    type Target = [T];
+
+    #[inline(always)]
+    fn deref(&self) -> &[T] {
+        // SAFETY: `bytes` bytes from `start` are initialised (zeroed at first), aligned, and owned by `self`;
+        // for an empty region the pointer dangles and the length is 0.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>()) }
+    }
+}
+
+impl<T: Plain> DerefMut for Region<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and `self` is borrowed mutably.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>())
+        }
+    }
+}
+
+impl<T: Plain> Drop for Region<T> {
+    fn drop(&mut self) {
+        if self.bytes > BLOCK_MAX {
+            unmap(self.start.as_ptr(), self.bytes);
+        } else if self.bytes > 0 {
+            release(self.start, self.bytes);
+        }
+    }
+}
+
+/// Free memory for the small regions of all tables.
+static BLOCKS: Mutex<BuddyAllocator> = Mutex::new(BuddyAllocator::new());
+
+/// A block of zeros; `bytes` is a multiple of [`GRAIN`] and at most [`BLOCK_MAX`].
+fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
+    if bytes == 0 {
+        return Ok(NOWHERE);
+    }
+    let taken = BLOCKS.lock().take(bytes);
+    let start = match taken {
+        Some(start) => start,
+        None => {
+            let chunk = map(CHUNK)?;
+            advise(chunk, CHUNK, libc::MADV_HUGEPAGE);
+            let mut blocks = BLOCKS.lock();
+            blocks.give(chunk, CHUNK);
+            blocks.take(bytes).ok_or(OutOfMemory { bytes })?
+        }
+    };
+    // SAFETY: these bytes are part of a live mapping and no other region has them.
+    unsafe { start.write_bytes(0, bytes) };
+    Ok(start)
+}
+
+/// Free a block, and return a chunk that is no longer needed to the system.
+fn release(start: NonNull<u8>, bytes: usize) {
+    let spare = {
+        let mut blocks = BLOCKS.lock();
+        blocks.give(start, bytes);
+        blocks.spare_chunk()
+    };
+    if let Some(chunk) = spare {
+        unmap(chunk.as_ptr(), CHUNK);
+    }
+}
+
+/// Map `bytes` (a multiple of `PAGE`) of untouched zeros at a multiple of `HUGE_PAGE`.
+fn map(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
+    let refused = OutOfMemory { bytes };
+    let padded = bytes.checked_add(HUGE_PAGE).ok_or(refused)?;
+    let (access, kind) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+    // SAFETY: a new anonymous mapping at an address of the system's choice touches no existing memory.
+    let whole = unsafe { libc::mmap(std::ptr::null_mut(), padded, access, kind, -1, 0) };
+    if whole == libc::MAP_FAILED {
+        return Err(refused);
+    }
+    let whole = whole.cast::<u8>();
+    let head = whole.align_offset(HUGE_PAGE);
+    let start = whole.wrapping_add(head);
+    unmap(whole, head);
+    unmap(start.wrapping_add(bytes), HUGE_PAGE - head);
+    NonNull::new(start).ok_or(refused)
+}
+
+fn unmap(start: *mut u8, bytes: usize) {
+    if bytes > 0 {
+        // SAFETY: callers pass whole pages of a mapping they own and no longer use.
+        let unmapped = unsafe { libc::munmap(start.cast(), bytes) };
+        debug_assert_eq!(unmapped, 0);
+    }
+}
+
+/// Move a mapping to a larger range with the same alignment. No byte is copied.
+fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
+    let target = map(bytes)?;
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: `old` is a mapping of ours of that size; `target` is another, which the call replaces.
+    let moved =
+        unsafe { libc::mremap(old.as_ptr().cast(), old_bytes, bytes, flags, target.as_ptr().cast::<u8>()) };
+    if moved == libc::MAP_FAILED {
+        unmap(target.as_ptr(), bytes);
+        return Err(OutOfMemory { bytes });
+    }
+    Ok(target)
+}
+
+/// Advise the system about page sizes. A refusal does no harm.
+fn advise(start: NonNull<u8>, bytes: usize, advice: libc::c_int) {
+    // SAFETY: callers pass a mapping of ours, and advice about pages that changes no content.
+    unsafe { libc::madvise(start.as_ptr().cast(), bytes, advice) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn content_survives_every_growth_and_new_elements_are_zero() {
+        let mut region = Region::<f32>::new();
+        assert!(region.is_empty());
+        let mut written = 0;
+        // From a block to the first mapping, which moves twice.
+        for len in [1, 100, 5_000, 16_384, 16_385, 600_000, 3_000_000] {
+            region.grow(len).unwrap();
+            assert!(region.len() >= len);
+            assert_eq!(region.as_ptr().align_offset(64), 0, "not at a cache line");
+            assert!(region[..written].iter().enumerate().all(|(i, value)| *value == i as f32));
+            assert!(region[written..].iter().all(|value| *value == 0.0));
+            for i in written..len {
+                region[i] = i as f32;
+            }
+            region.collapse_huge_pages(written, len);
+            written = len;
+        }
+        assert!(region.iter().take(written).enumerate().all(|(i, value)| *value == i as f32));
+    }
+
+    #[test]
+    fn an_exact_region_is_zero_and_no_larger_than_asked() {
+        for len in [0, 1, 16, 16_384, 16_385, 1 << 20] {
+            let region = Region::<f32>::zeroed(len).unwrap();
+            assert!(region.iter().all(|value| *value == 0.0));
+            assert!(region.len() >= len && region.len() * 4 < len * 4 + PAGE);
+        }
+    }
+
+    #[test]
+    fn a_refused_growth_leaves_the_region_unchanged() {
+        let mut region = Region::<f32>::new();
+        region.grow(20_000).unwrap();
+        region[19_999] = 7.0;
+        assert!(region.grow(usize::MAX / 8).is_err());
+        assert!(region.grow(usize::MAX).is_err());
+        assert_eq!(region[19_999], 7.0);
+    }
+
+    #[test]
+    fn grow_filled_keeps_content_and_adds_zeros() {
+        let mut region = Region::<f32>::new();
+        for len in [10, 20_000, 3_000_000, 5_000_000] {
+            region.grow_filled(len).unwrap();
+            assert!(region.len() >= len);
+            assert!(region[1..].iter().all(|value| *value == 0.0));
+            region[0] = 7.0;
+        }
+        assert_eq!(region[0], 7.0);
+    }
+
+    #[test]
+    fn untouched_memory_is_not_counted() {
+        let mut region = Region::<f32>::new();
+        region.grow(1 << 28).unwrap();
+        region[0] = 1.0;
+        assert_eq!(region.resident_bytes(1), PAGE);
+    }
+}

@@ -1,0 +1,102 @@
+//! [`Layout`]: how a table stores its rows, and how weights are read from and written to a row.
+//!
+//! A row is `[weights | optimizer state]` in words of 32 bits. A weight of f32 is a word. Two weights of 16 bits share a
+//! word; if their number is odd, the last half is unused. State is always f32.
+
+use persia_kernels::copy;
+use persia_kernels::half::{Bf16, F16, narrow, round_stochastic, widen};
+use persia_types::{Dtype, Table};
+
+use crate::math::random::RowDraws;
+use crate::simd::{Lanes, Portable};
+
+/// The last use of a slot without a row. Steps count from 1, while every id is a legal one.
+pub(crate) const FREE: u32 = 0;
+
+/// How a table stores its rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    /// Weights per row.
+    pub(crate) dim: usize,
+    /// What a weight is stored as.
+    pub(crate) dtype: Dtype,
+    /// Floats of optimizer state per row.
+    pub(crate) state_len: usize,
+    /// Steps that a row lives without a training look-up; None is for ever.
+    pub(crate) ttl: Option<u32>,
+}
+
+impl Layout {
+    /// Of a table before a run has set its optimizer.
+    pub(crate) fn stateless(table: &Table) -> Self {
+        Self { dim: table.dim, dtype: table.settings.dtype, state_len: 0, ttl: table.settings.ttl }
+    }
+
+    /// Words from one row to the next.
+    #[inline(always)]
+    pub(crate) fn stride(self) -> usize {
+        self.weight_words() + self.state_len
+    }
+
+    /// Words of the weights.
+    #[inline(always)]
+    pub(crate) fn weight_words(self) -> usize {
+        match self.dtype {
+            Dtype::F32 => self.dim,
+            Dtype::F16 | Dtype::Bf16 => self.dim.div_ceil(2),
+        }
+    }
+
+    /// Bytes of weights and state, without padding.
+    pub(crate) fn payload_bytes(self) -> usize {
+        let weight = if self.dtype == Dtype::F32 { 4 } else { 2 };
+        self.dim * weight + self.state_len * 4
+    }
+
+    /// At `step`, rows last used before the returned step are expired. 0 if rows never expire.
+    #[inline(always)]
+    pub(crate) fn oldest_alive(self, step: u32) -> u32 {
+        self.ttl.map_or(0, |ttl| step.saturating_sub(ttl))
+    }
+
+    /// Read the weights of a row into `to`, which has `dim` floats.
+    #[inline(always)]
+    pub(crate) fn read<L: Lanes>(self, row: &[f32], to: &mut [f32]) {
+        match self.dtype {
+            Dtype::F32 => copy(&row[..self.dim], to),
+            Dtype::F16 => widen::<L, F16>(self.halves(row), to),
+            Dtype::Bf16 => widen::<L, Bf16>(self.halves(row), to),
+        }
+    }
+
+    /// Write the weights of a row from `from`, which has `dim` floats: rounded to the nearest or, with `draws`,
+    /// stochastically.
+    #[inline(always)]
+    pub(crate) fn write<L: Lanes>(self, row: &mut [f32], from: &[f32], draws: Option<RowDraws>) {
+        let halves = match self.dtype {
+            Dtype::F32 => return copy(from, &mut row[..self.dim]),
+            Dtype::F16 | Dtype::Bf16 => {
+                &mut bytemuck::cast_slice_mut::<f32, u16>(&mut row[..self.weight_words()])[..self.dim]
+            }
+        };
+        match (self.dtype, draws) {
+            (Dtype::F16, None) => narrow::<L, F16>(from, halves),
+            (Dtype::F16, Some(draws)) => round_stochastic::<F16>(from, halves, |i| draws.draw(i)),
+            (_, None) => narrow::<L, Bf16>(from, halves),
+            (_, Some(draws)) => round_stochastic::<Bf16>(from, halves, |i| draws.draw(i)),
+        }
+    }
+
+    /// Round weights to what a row can hold. `scratch` is as long.
+    pub(crate) fn round(self, weights: &mut [f32], scratch: &mut [f32]) {
+        if self.dtype != Dtype::F32 {
+            self.write::<Portable>(scratch, weights, None);
+            self.read::<Portable>(scratch, weights);
+        }
+    }
+
+    #[inline(always)]
+    fn halves(self, row: &[f32]) -> &[u16] {
+        &bytemuck::cast_slice::<f32, u16>(&row[..self.weight_words()])[..self.dim]
+    }
+}

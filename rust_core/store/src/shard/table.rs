@@ -1,0 +1,347 @@
+//! [`ShardTable`]: the rows of one table in one shard.
+//!
+//! The row of a slot starts at `slot * stride` of one region. Ids and recency have regions of their own. So a row touches
+//! no more cache lines than it must; and a look-up, which updates recency only, finds that of sixteen slots in one line.
+
+use std::sync::Arc;
+
+use persia_types::id::hash_id;
+use persia_types::limits::MAX_ROWS_PER_SLAB;
+
+use crate::checkpoint::{TableRows, Values};
+use crate::shard::copy_budget::CopyBudget;
+use crate::shard::cow_snapshot::CowSnapshot;
+use crate::shard::export::{RowList, RowRef};
+use crate::shard::index::{Index, NO_SLOT};
+use crate::shard::region::{OutOfMemory, Region};
+use crate::shard::row::{FREE, Layout};
+use crate::simd::Lanes;
+
+/// Rows, their ids, recency and admission counts, and a snapshot of them while one is held.
+pub(crate) struct ShardTable {
+    layout: Layout,
+    pub(crate) index: Index,
+    rows: Region<f32>,
+    /// The id of each slot; of a free slot the next free one.
+    ids: Region<u64>,
+    /// The step of each slot's last training look-up, from 1; [`FREE`] marks a free one.
+    last_used: Region<u32>,
+    /// Slots ever used. The free ones among them are chained.
+    used: u32,
+    first_free: u32,
+    /// The pages of slots below this one were given their size by [`Region::grow_filled`].
+    collapsed: u32,
+    len: usize,
+    /// Ids without a row that training looked up, each with the number of look-ups in place of a slot.
+    pub(crate) admission_counts: Index,
+    snapshot: Option<Box<CowSnapshot>>,
+}
+
+impl ShardTable {
+    /// No rows, no memory.
+    pub(crate) fn new(layout: Layout) -> Self {
+        Self {
+            layout,
+            index: Index::new(),
+            rows: Region::new(),
+            ids: Region::new(),
+            last_used: Region::new(),
+            used: 0,
+            first_free: NO_SLOT,
+            collapsed: 0,
+            len: 0,
+            admission_counts: Index::new(),
+            snapshot: None,
+        }
+    }
+
+    /// Change the layout of a table without rows.
+    pub(super) fn set_layout(&mut self, layout: Layout) {
+        debug_assert_eq!(self.len, 0);
+        let admission_counts = std::mem::replace(&mut self.admission_counts, Index::new());
+        let snapshot = self.snapshot.take();
+        *self = Self { admission_counts, snapshot, ..Self::new(layout) };
+    }
+
+    /// How rows are stored.
+    #[inline(always)]
+    pub(crate) fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Rows held.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes of weights and state held.
+    pub(crate) fn payload_bytes(&self) -> usize {
+        self.len * self.layout.payload_bytes()
+    }
+
+    /// Bytes resident for this table.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        let used = self.used as usize;
+        size_of::<Self>()
+            + self.index.memory_bytes()
+            + self.admission_counts.memory_bytes()
+            + self.snapshot.as_ref().map_or(0, |snapshot| snapshot.memory_bytes())
+            + self.rows.resident_bytes(used * self.layout.stride())
+            + self.ids.resident_bytes(used)
+            + self.last_used.resident_bytes(used)
+    }
+
+    /// All rows, for prefetching at `slot * stride`.
+    #[inline(always)]
+    pub(crate) fn rows(&self) -> &[f32] {
+        &self.rows
+    }
+
+    /// The ids of all slots, for prefetching.
+    #[inline(always)]
+    pub(crate) fn ids(&self) -> &[u64] {
+        &self.ids
+    }
+
+    /// The recency of all slots, for prefetching.
+    #[inline(always)]
+    pub(crate) fn last_used(&self) -> &[u32] {
+        &self.last_used
+    }
+
+    /// The row in a slot.
+    #[inline(always)]
+    pub(crate) fn row(&self, slot: u32) -> &[f32] {
+        let stride = self.layout.stride();
+        &self.rows[slot as usize * stride..][..stride]
+    }
+
+    /// The row in a slot, to be changed; before that, call [`Self::preserve`] if a snapshot is held.
+    #[inline(always)]
+    pub(crate) fn row_mut(&mut self, slot: u32) -> &mut [f32] {
+        let stride = self.layout.stride();
+        &mut self.rows[slot as usize * stride..][..stride]
+    }
+
+    /// Whether `slot`, found by an earlier look-up, still holds the row of `id`.
+    #[inline(always)]
+    pub(crate) fn holds(&self, slot: u32, id: u64) -> bool {
+        self.ids.get(slot as usize) == Some(&id) && self.last_used[slot as usize] != FREE
+    }
+
+    /// The slot of `id`, else [`NO_SLOT`].
+    #[inline(always)]
+    pub(crate) fn find<L: Lanes>(&self, id: u64) -> u32 {
+        self.index.find::<L>(id, hash_id(id))
+    }
+
+    /// Whether the row in a slot was used at step `oldest` or later.
+    #[inline(always)]
+    pub(crate) fn is_alive(&self, slot: u32, oldest: u32) -> bool {
+        oldest == 0 || self.last_used[slot as usize] >= oldest
+    }
+
+    /// Note a use of `slot`. Steps of several ranks may arrive out of order: the highest counts.
+    #[inline(always)]
+    pub(crate) fn touch(&mut self, slot: u32, step: u32) {
+        let last_used = &mut self.last_used[slot as usize];
+        *last_used = step.max(*last_used);
+    }
+
+    /// Make room for `rows` more, all of which will be inserted now.
+    pub(super) fn reserve(&mut self, rows: usize) -> Result<(), OutOfMemory> {
+        let slots = self.used as usize + rows;
+        self.index.reserve_for(self.len + rows)?;
+        self.rows.grow_filled(slots * self.layout.stride())?;
+        self.ids.grow_filled(slots)?;
+        self.last_used.grow_filled(slots)?;
+        self.collapsed = slots as u32;
+        Ok(())
+    }
+
+    /// Insert the row of an id without one, written by `fill`. A failure changes nothing.
+    pub(super) fn insert(
+        &mut self,
+        id: u64,
+        last_used: u32,
+        fill: impl FnOnce(&mut [f32]),
+    ) -> Result<u32, OutOfMemory> {
+        self.index.reserve()?;
+        let slot = self.take_slot()?;
+        fill(self.row_mut(slot));
+        self.ids[slot as usize] = id;
+        self.last_used[slot as usize] = last_used;
+        self.index.insert(id, hash_id(id), slot);
+        self.len += 1;
+        Ok(slot)
+    }
+
+    /// Drop the row of `id`, which must have one.
+    pub(super) fn remove(&mut self, id: u64) {
+        let slot = self.index.remove(id, hash_id(id));
+        debug_assert!(self.holds(slot, id));
+        if self.has_snapshot() {
+            self.preserve(slot);
+        }
+        self.ids[slot as usize] = u64::from(self.first_free);
+        self.last_used[slot as usize] = FREE;
+        self.first_free = slot;
+        self.len -= 1;
+    }
+
+    /// Every row's `(slot, id, last_used)`, in the order of slots.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = (u32, u64, u32)> {
+        let used = self.ids[..self.used as usize].iter().zip(self.last_used.iter());
+        (0..)
+            .zip(used)
+            .filter(|(_, (_, last_used))| **last_used != FREE)
+            .map(|(slot, (id, last_used))| (slot, *id, *last_used))
+    }
+
+    fn take_slot(&mut self) -> Result<u32, OutOfMemory> {
+        if self.first_free != NO_SLOT {
+            let slot = self.first_free;
+            self.first_free = self.ids[slot as usize] as u32;
+            return Ok(slot);
+        }
+        let (slot, stride) = (self.used as usize, self.layout.stride());
+        if slot >= MAX_ROWS_PER_SLAB {
+            return Err(OutOfMemory { bytes: stride * size_of::<f32>() });
+        }
+        self.rows.grow((slot + 1) * stride)?;
+        self.ids.grow(slot + 1)?;
+        self.last_used.grow(slot + 1)?;
+        if slot >= self.collapsed as usize {
+            self.rows.collapse_huge_pages(slot * stride, (slot + 1) * stride);
+            self.ids.collapse_huge_pages(slot, slot + 1);
+            self.last_used.collapse_huge_pages(slot, slot + 1);
+        }
+        self.used += 1;
+        Ok(slot as u32)
+    }
+}
+
+/// Snapshots.
+impl ShardTable {
+    /// Hold the rows and counts of now until [`Self::end_snapshot`].
+    pub(crate) fn begin_snapshot(&mut self, budget: &Arc<CopyBudget>) {
+        let last_used = &self.last_used[..self.used as usize];
+        self.snapshot = (!self.is_empty())
+            .then(|| Box::new(CowSnapshot::begin(self.layout, self.len, last_used, budget)));
+    }
+
+    /// Release what the snapshot holds. Drop the result, which may be large, without a lock.
+    pub(crate) fn end_snapshot(&mut self) -> Option<Box<CowSnapshot>> {
+        self.snapshot.take()
+    }
+
+    /// Whether rows have to be [preserved](Self::preserve) before they change.
+    #[inline(always)]
+    pub(crate) fn has_snapshot(&self) -> bool {
+        self.snapshot.is_some()
+    }
+
+    /// Copy the row in `slot` for the snapshot: it is about to change or leave.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn preserve(&mut self, slot: u32) {
+        let stride = self.layout.stride();
+        if let Some(snapshot) = &mut self.snapshot {
+            let row = &self.rows[slot as usize * stride..][..stride];
+            snapshot.preserve(slot, self.ids[slot as usize], row);
+        }
+    }
+
+    /// Copy the admission counts for the snapshot: they are about to change.
+    pub(super) fn preserve_counts(&mut self) {
+        if let Some(snapshot) = &mut self.snapshot {
+            snapshot.preserve_counts(&self.admission_counts);
+        }
+    }
+
+    /// What the snapshot holds; None if that is nothing.
+    pub(crate) fn list_snapshot(&self) -> Option<RowList> {
+        let snapshot = self.snapshot.as_deref()?;
+        Some(snapshot.list(&self.ids, &self.admission_counts))
+    }
+
+    /// The values of rows of the snapshot, which may change from now on.
+    pub(crate) fn take_from_snapshot(&mut self, rows: &[RowRef]) -> Values {
+        let (stride, current) = (self.layout.stride(), &self.rows);
+        self.snapshot.as_mut().map_or_else(
+            || Values::with_capacity(self.layout, 0),
+            |snapshot| snapshot.take(rows, |slot| &current[slot as usize * stride..][..stride]),
+        )
+    }
+
+    /// All rows and counts of now; None without either.
+    pub(crate) fn export(&self, name: &str) -> Option<TableRows> {
+        if self.is_empty() {
+            return None;
+        }
+        let rows = self.entries().map(|(slot, id, last_used)| RowRef { id, slot, last_used }).collect();
+        let admission_counts = self.admission_counts.entries().collect();
+        let (rows, table) = RowList { layout: self.layout, rows, admission_counts }.sorted(name);
+        let mut values = Values::with_capacity(self.layout, rows.len());
+        rows.iter().for_each(|row| values.push(self.layout, self.row(row.slot)));
+        let Values { weights, state } = values;
+        Some(TableRows { weights, state, ..table })
+    }
+
+    /// Whether there are neither rows nor counts.
+    fn is_empty(&self) -> bool {
+        self.len + self.admission_counts.len() == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::Dtype;
+
+    use super::*;
+    use crate::simd::Portable;
+
+    fn table() -> ShardTable {
+        ShardTable::new(Layout { dim: 3, dtype: Dtype::F32, state_len: 2, ttl: None })
+    }
+
+    #[test]
+    fn a_reused_slot_is_not_mistaken_for_the_old_row() {
+        let mut table = table();
+        for id in [5, 0, u64::MAX] {
+            table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
+        }
+        let slot = table.find::<Portable>(0);
+        table.remove(0);
+        assert!(!table.holds(slot, 0));
+        assert_eq!(table.find::<Portable>(0), NO_SLOT);
+        assert_eq!(table.insert(9, 2, |row| row.fill(9.0)).unwrap(), slot);
+        assert!(table.holds(slot, 9) && !table.holds(slot, 0) && !table.holds(NO_SLOT, 9));
+        assert_eq!(table.entries().map(|(_, id, _)| id).collect::<Vec<_>>(), [5, 9, u64::MAX]);
+        assert_eq!(table.row(table.find::<Portable>(5)), [5.0; 5]);
+    }
+
+    #[test]
+    fn all_free_slots_are_reused() {
+        let mut table = table();
+        for id in 0..100 {
+            table.insert(id, 1, |row| row.fill(0.0)).unwrap();
+        }
+        for id in 0..100 {
+            table.remove(id);
+        }
+        for id in 100..200 {
+            table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
+        }
+        assert_eq!((table.used, table.len()), (100, 100));
+        assert!((100..200).all(|id| table.row(table.find::<Portable>(id)) == [id as f32; 5]));
+    }
+
+    #[test]
+    fn a_look_up_out_of_order_does_not_lower_recency() {
+        let mut table = table();
+        let slot = table.insert(1, 8, |row| row.fill(0.0)).unwrap();
+        table.touch(slot, 5);
+        assert_eq!(table.entries().next().unwrap().2, 8);
+    }
+}

@@ -1,0 +1,69 @@
+//! Snapshots: all shards to files and back, by several threads.
+
+mod parallel;
+mod rows;
+mod throttle;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::Path;
+
+use persia_types::TablesError;
+use persia_types::tables::{FileEntry, Snapshot};
+
+use crate::checkpoint::{ShardReader, ShardRows};
+pub(crate) use parallel::for_each_job;
+use parallel::run_jobs;
+use rows::ShardFile;
+pub(crate) use rows::{export, import, write_shard_snapshot};
+use throttle::WriteThrottle;
+
+/// Write `shards` to files in `dir`, each by `write`. `tables` is the number of tables. Writing is throttled while
+/// `trained` returns growing numbers; None lifts the throttle.
+pub(crate) fn save(
+    dir: &Path,
+    tables: usize,
+    shards: Range<usize>,
+    threads: usize,
+    trained: impl Fn() -> Option<u64> + Sync,
+    write: impl Fn(usize) -> Result<ShardFile, TablesError> + Sync,
+) -> Result<Snapshot, TablesError> {
+    let throttle = WriteThrottle::new(threads, trained);
+    let files = run_jobs(shards.len(), threads, throttle::yield_to_training, |(), at| {
+        if at + 1 == shards.len() {
+            throttle.lift();
+        }
+        throttle.run(|| write(shards.start + at).inspect_err(|_| throttle.lift()))
+    })?;
+    // The files are durable; now make their names durable.
+    let io = |source| TablesError::Io { path: dir.to_owned(), source };
+    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
+    let mut snapshot = Snapshot { files: Vec::new(), rows: vec![0; tables] };
+    for (file, counts) in files.into_iter().flatten() {
+        snapshot.files.push(file);
+        counts.into_iter().for_each(|(table, rows)| snapshot.rows[table] += rows as u64);
+    }
+    Ok(snapshot)
+}
+
+/// Read and check all files, and import each. Returns the results by shard.
+pub(crate) fn load<T: Send>(
+    dir: &Path,
+    files: &[FileEntry],
+    threads: usize,
+    import: impl Fn(&ShardRows, &Path) -> Result<T, TablesError> + Sync,
+) -> Result<BTreeMap<usize, T>, TablesError> {
+    let loaded = run_jobs(files.len(), threads, ShardReader::default, |reader, at| {
+        let rows = reader.read(dir, &files[at])?;
+        Ok::<_, TablesError>((rows.shard, import(rows, &dir.join(&files[at].name))?))
+    })?;
+    let mut shards = BTreeMap::new();
+    for (at, (shard, content)) in loaded.into_iter().enumerate() {
+        if shards.insert(shard, content).is_some() {
+            let path = dir.join(&files[at].name);
+            return Err(TablesError::Corrupt { path, what: format!("shard {shard} is named twice") });
+        }
+    }
+    Ok(shards)
+}

@@ -1,0 +1,136 @@
+//! Between a shard in memory and its rows in a checkpoint.
+
+use std::path::Path;
+
+use parking_lot::Mutex;
+use persia_types::tables::FileEntry;
+use persia_types::{Schema, TablesError};
+
+use crate::checkpoint::{ShardRows, TableRows, write_shard_of};
+use crate::shard::{Layout, Shard, no_memory};
+use crate::simd::Portable;
+
+/// The file of a shard, and how many rows of which tables are in it; None if the shard is empty.
+pub(super) type ShardFile = Option<(FileEntry, Vec<(usize, usize)>)>;
+
+/// All content of a shard, sorted by id. Empty tables are left out.
+pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows {
+    let tables = shard.tables.iter().zip(&schema.tables);
+    ShardRows {
+        shard: number,
+        tables: tables.filter_map(|(table, named)| table.export(&named.name)).collect(),
+    }
+}
+
+/// Write the snapshot that a shard holds to its file in `dir`, and end it. Locks the shard for some rows at a time.
+///
+/// # Errors
+/// As [`write_shard`](crate::checkpoint::write_shard).
+pub(crate) fn write_shard_snapshot(
+    dir: &Path,
+    number: usize,
+    shard: &Mutex<Shard>,
+    schema: &Schema,
+) -> Result<ShardFile, TablesError> {
+    let mut held = Vec::new();
+    let mut content = ShardRows { shard: number, tables: Vec::new() };
+    for (table, named) in schema.tables.iter().enumerate() {
+        let list = shard.lock().tables[table].list_snapshot();
+        if let Some(list) = list {
+            let (rows, of_table) = list.sorted(&named.name);
+            content.tables.push(of_table);
+            held.push((table, rows));
+        }
+    }
+    if held.is_empty() {
+        return Ok(None);
+    }
+    let file = write_shard_of(dir, &content, |at, range| {
+        let (table, rows) = &held[at];
+        shard.lock().tables[*table].take_from_snapshot(&rows[range])
+    })?;
+    for (table, _) in &held {
+        let snapshot = shard.lock().tables[*table].end_snapshot();
+        drop(snapshot); // without the lock
+    }
+    Ok(Some((file, held.into_iter().map(|(table, rows)| (table, rows.len())).collect())))
+}
+
+/// A shard with `rows`, evicted down to its budget. `path` is their file, for errors.
+///
+/// Weights are rounded to the nearest of the table's dtype, which changes nothing if they were saved from the same dtype.
+/// State is dropped unless `keep_state`.
+pub(crate) fn import(
+    rows: &ShardRows,
+    path: &Path,
+    schema: &Schema,
+    layouts: &[Layout],
+    keep_state: bool,
+    budget: usize,
+) -> Result<Shard, TablesError> {
+    let corrupt = |what| TablesError::Corrupt { path: path.to_owned(), what };
+    rows.check().map_err(corrupt)?;
+    let mut shard = Shard::new(layouts, budget);
+    for table in &rows.tables {
+        let number = table_number(table, path, schema, layouts, keep_state)?;
+        import_table(&mut shard, number, table, layouts[number], corrupt)?;
+    }
+    shard.fit_budget().map_err(|error| no_memory("(all)", error))?;
+    Ok(shard)
+}
+
+fn import_table(
+    shard: &mut Shard,
+    number: usize,
+    table: &TableRows,
+    layout: Layout,
+    corrupt: impl Fn(String) -> TablesError,
+) -> Result<(), TablesError> {
+    shard.reserve(number, table.ids.len()).map_err(|error| no_memory(&table.name, error))?;
+    for (at, (id, last_used)) in table.ids.iter().zip(&table.last_used).enumerate() {
+        let step = u32::try_from(*last_used).ok().filter(|step| *step > 0);
+        let Some(step) = step else {
+            return Err(corrupt(format!(
+                "table {}: id {id} was last used at step {last_used}, want 1 to {}",
+                table.name,
+                u32::MAX
+            )));
+        };
+        let fill = |row: &mut [f32]| {
+            layout.write::<Portable>(row, &table.weights[at * table.dim..][..table.dim], None);
+            let state = &table.state[at * table.state_len..][..layout.state_len];
+            row[layout.weight_words()..].copy_from_slice(state);
+        };
+        shard.load(number, *id, step, fill).map_err(|error| no_memory(&table.name, error))?;
+    }
+    for (id, count) in &table.admission_counts {
+        shard.load_count(number, *id, *count).map_err(|error| no_memory(&table.name, error))?;
+    }
+    Ok(())
+}
+
+/// The number of the table that `rows` belong to.
+fn table_number(
+    rows: &TableRows,
+    path: &Path,
+    schema: &Schema,
+    layouts: &[Layout],
+    keep_state: bool,
+) -> Result<usize, TablesError> {
+    let foreign = |what| Err(TablesError::Foreign { path: path.to_owned(), what });
+    let Some(number) = schema.tables.iter().position(|table| table.name == rows.name) else {
+        let known: Vec<&str> = schema.tables.iter().map(|table| table.name.as_str()).collect();
+        return foreign(format!("it has a table {}, configured are {}", rows.name, known.join(", ")));
+    };
+    let Layout { dim, state_len, .. } = layouts[number];
+    if rows.dim != dim {
+        return foreign(format!("its table {} has dim {}, {dim} is configured", rows.name, rows.dim));
+    }
+    if keep_state && rows.state_len != state_len {
+        return foreign(format!(
+            "its table {} has {} floats of optimizer state per row, the configured optimizer has {state_len}",
+            rows.name, rows.state_len
+        ));
+    }
+    Ok(number)
+}

@@ -1,0 +1,245 @@
+//! [`Store`]: the tables of one process, in memory.
+//!
+//! * `run`: to begin and resume a run
+//! * `requests`: look-ups and pushes
+//! * `snapshots`: to save and restore all rows
+//! * `progress`, `prepared`: what was applied, and which snapshot holds the rows
+
+mod prepared;
+mod progress;
+mod requests;
+mod run;
+mod snapshots;
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use parking_lot::{Mutex, RwLock};
+use persia_types::limits::MAX_DIM;
+use persia_types::tables::{
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
+};
+use persia_types::{Mode, Schema, Tables, TablesError, VIRTUAL_SHARDS};
+
+use crate::checkpoint::ShardRows;
+use crate::request::slot_cache::SlotCache;
+use crate::request::tokens::Claims;
+use crate::run::{ActiveRun, bad};
+use crate::shard::{CopyBudget, Layout, Shard};
+use crate::simd::Level;
+use crate::snapshot;
+use prepared::PreparedSnapshot;
+use progress::Counters;
+pub use progress::Progress;
+
+/// Limits of a [`Store`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StoreOptions {
+    /// Rows over all tables, at least 1. Memory is allocated as rows come.
+    pub capacity: u64,
+    /// Threads that write and read a snapshot. At least 1.
+    pub snapshot_threads: usize,
+    /// The virtual shards held. Requests with ids of others are refused, files of others are skipped.
+    pub shards: Range<usize>,
+    /// Bytes of rows that may be copied because they change before their snapshot is written. Above this, training requests
+    /// wait for room. One request may exceed it.
+    pub max_copy_bytes: u64,
+    /// How long a training request waits for room. Zero if the caller waits before: see [`Store::wait_for_room`].
+    pub throttle: Duration,
+}
+
+impl Default for StoreOptions {
+    fn default() -> Self {
+        Self {
+            capacity: 1_000_000_000,
+            snapshot_threads: 4,
+            shards: 0..VIRTUAL_SHARDS,
+            max_copy_bytes: u64::MAX,
+            throttle: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
+///
+/// * A *look-up* passes over its tables with some neighbouring shards locked at a time, and passes again if ids had no
+///   row. It takes effect once per token. Repeated, it changes nothing, counts no ids in [`Stats`], and reads an id
+///   without a row as the row that the first look-up inserted. If memory runs out, the rows admitted so far stay and the
+///   token stays unknown.
+/// * A *push* is checked as a whole and then applied. A row without an entry in the table, or with a gradient that is not
+///   finite, is skipped. Neither affects other rows.
+/// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
+///   do not. Requests continue while a snapshot is written; rows are copied before they change. What replaces or drops
+///   all rows waits for the snapshot.
+pub struct Store {
+    schema: Schema,
+    options: StoreOptions,
+    level: Level,
+    shards: Vec<Mutex<Shard>>,
+    /// Every request holds the read lock for its whole duration, so that none outlives its run.
+    run: RwLock<Option<ActiveRun>>,
+    claims: Claims,
+    slot_cache: SlotCache,
+    counters: Mutex<Counters>,
+    /// The generation of `run`, for readers that must not wait for its lock.
+    generation: AtomicU64,
+    /// Locked while a snapshot is written. Lock it before `run`.
+    prepared: Mutex<PreparedSnapshot>,
+    copy_budget: Arc<CopyBudget>,
+}
+
+impl Store {
+    /// An empty store.
+    ///
+    /// # Errors
+    /// `BadRun` for an option of 0, a dimension out of range, an invalid range of shards, or two tables of one name.
+    pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
+        if options.capacity == 0 || options.snapshot_threads == 0 {
+            return bad(format!("capacity and snapshot_threads must be at least 1: {options:?}"));
+        }
+        if options.shards.is_empty() || options.shards.end > VIRTUAL_SHARDS {
+            return bad(format!("shards {:?} are not a range within 0..{VIRTUAL_SHARDS}", options.shards));
+        }
+        for (number, table) in schema.tables.iter().enumerate() {
+            if !(1..=MAX_DIM).contains(&table.dim) {
+                return bad(format!("table {} has dim {}, want 1 to {MAX_DIM}", table.name, table.dim));
+            }
+            if schema.tables[..number].iter().any(|other| other.name == table.name) {
+                return bad(format!("two tables are called {}", table.name));
+            }
+        }
+        let layouts: Vec<Layout> = schema.tables.iter().map(Layout::stateless).collect();
+        let budget = shard_budget(options.capacity);
+        let copy_budget = Arc::new(CopyBudget::new(options.max_copy_bytes));
+        Ok(Self {
+            schema,
+            options,
+            level: Level::detect(),
+            shards: (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&layouts, budget))).collect(),
+            run: RwLock::new(None),
+            claims: Claims::default(),
+            slot_cache: SlotCache::default(),
+            counters: Mutex::default(),
+            generation: AtomicU64::new(0),
+            prepared: Mutex::default(),
+            copy_budget,
+        })
+    }
+
+    /// The schema it was made for.
+    pub fn schema(&self) -> &Schema {
+        &self.schema
+    }
+
+    /// All content of a shard, sorted by id.
+    ///
+    /// # Panics
+    /// When `shard` is not below [`VIRTUAL_SHARDS`].
+    pub fn export_shard(&self, shard: usize) -> ShardRows {
+        snapshot::export(shard, &self.shards[shard].lock(), &self.schema)
+    }
+
+    /// Drop all rows. The caller holds the lock of `run`.
+    fn drop_rows(&self) {
+        self.slot_cache.clear();
+        self.shards.iter().for_each(|shard| shard.lock().clear());
+    }
+}
+
+/// Rows per shard.
+fn shard_budget(capacity: u64) -> usize {
+    usize::try_from(capacity.div_ceil(VIRTUAL_SHARDS as u64)).unwrap_or(usize::MAX)
+}
+
+impl Tables for Store {
+    fn begin(&self, run: &Run) -> Result<(), TablesError> {
+        self.begin_run(run)
+    }
+
+    fn lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        if request.mode == Mode::Train {
+            self.wait_for_room(self.options.throttle);
+        }
+        self.apply_lookup(request, rows)
+    }
+
+    fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        self.wait_for_room(self.options.throttle);
+        self.apply_push(request)
+    }
+
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.prepare(number)
+    }
+
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.abort(number);
+        Ok(())
+    }
+
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.write(dir, number)
+    }
+
+    fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.restore_rows(dir, files)
+    }
+
+    fn stats(&self) -> Result<Stats, TablesError> {
+        let Counters { lookups, pushes } = *self.counters.lock();
+        let mut stats = Stats {
+            rows: vec![0; self.schema.tables.len()],
+            lookups,
+            pushes,
+            tokens: self.claims.highest_pushes(),
+            generation: self.generation.load(Ordering::Relaxed),
+            ..Stats::default()
+        };
+        for shard in &self.shards {
+            let shard = shard.lock();
+            stats.memory_bytes += size_of::<Mutex<Shard>>() as u64;
+            for (rows, table) in stats.rows.iter_mut().zip(&shard.tables) {
+                *rows += table.len() as u64;
+                stats.payload_bytes += table.payload_bytes() as u64;
+                stats.memory_bytes += table.memory_bytes() as u64;
+            }
+        }
+        Ok(stats)
+    }
+
+    fn clear(&self) -> Result<(), TablesError> {
+        let mut prepared = self.prepared.lock();
+        let _nothing_in_flight = self.run.write();
+        prepared.release();
+        self.drop_rows();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod level_tests;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statistics_do_not_wait_for_a_snapshot() {
+        let store = Store::new(Schema::default(), StoreOptions::default()).unwrap();
+        let as_a_snapshot_does = store.run.write();
+        let (answer, answered) = std::sync::mpsc::channel();
+        std::thread::scope(|threads| {
+            threads.spawn(|| answer.send(store.stats().unwrap().generation).unwrap());
+            let generation = answered.recv_timeout(Duration::from_secs(20));
+            drop(as_a_snapshot_does);
+            assert_eq!(generation, Ok(0));
+        });
+    }
+}

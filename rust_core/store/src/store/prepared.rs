@@ -1,0 +1,55 @@
+//! [`PreparedSnapshot`]: which snapshot holds the rows.
+
+use persia_types::TablesError;
+
+use crate::request::check::malformed;
+
+/// The snapshot that was prepared last. Numbers ascend within a generation.
+#[derive(Default)]
+pub(super) struct PreparedSnapshot {
+    generation: u64,
+    number: u64,
+    /// Whether its rows are held: it is neither written nor aborted.
+    held: bool,
+}
+
+impl PreparedSnapshot {
+    /// Note that this snapshot is prepared. Returns false if it was before, and its rows are held.
+    ///
+    /// # Errors
+    /// `BadShape` if it is not newer than the last snapshot that was released.
+    pub(super) fn prepare(&mut self, generation: u64, number: u64) -> Result<bool, TablesError> {
+        if self.generation != generation {
+            *self = Self { generation, number: 0, held: false };
+        }
+        let last = self.number;
+        if number < last || number == last && !self.held {
+            return malformed(format!("snapshot {number} is too late: the last one was {last}; save again"));
+        }
+        let is_new = number > last;
+        (self.number, self.held) = (number, true);
+        Ok(is_new)
+    }
+
+    /// Note that rows are held no more. Returns whether they were.
+    pub(super) fn release(&mut self) -> bool {
+        std::mem::take(&mut self.held)
+    }
+
+    /// [`Self::release`], if the last snapshot has this number.
+    pub(super) fn release_number(&mut self, number: u64) -> bool {
+        self.number == number && self.release()
+    }
+
+    /// [`Self::release`] the rows of this snapshot.
+    ///
+    /// # Errors
+    /// `BadShape` if the rows of another snapshot were held, or none.
+    pub(super) fn release_for_write(&mut self, generation: u64, number: u64) -> Result<(), TablesError> {
+        let (held, last) = (self.release(), self.number);
+        if held && (self.generation, last) == (generation, number) {
+            return Ok(());
+        }
+        malformed(format!("snapshot {number} is not prepared: the last one was {last}; save again"))
+    }
+}

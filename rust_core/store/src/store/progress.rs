@@ -1,0 +1,29 @@
+//! [`Progress`]: what was applied since a run began.
+
+use persia_types::tables::{LookupReport, PushReport};
+use persia_types::token::SeenTokens;
+use serde::{Deserialize, Serialize};
+
+/// Sums over all training look-ups and pushes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Counters {
+    pub(super) lookups: LookupReport,
+    pub(super) pushes: PushReport,
+}
+
+impl Counters {
+    /// Rows looked up and pushed.
+    pub(super) fn rows(&self) -> u64 {
+        let Self { lookups, pushes } = self;
+        lookups.hits + lookups.inserted + lookups.missing + pushes.rows_pushed
+    }
+}
+
+/// The state of a run without its rows: the applied tokens, and the counters of
+/// [`Stats`](persia_types::tables::Stats).
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    pub(super) lookups: SeenTokens,
+    pub(super) pushes: SeenTokens,
+    pub(super) counters: Counters,
+}

@@ -1,0 +1,161 @@
+//! Look-ups and pushes.
+
+use std::time::Duration;
+
+use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
+use persia_types::{Mode, ShardedIds, Table, TablesError, VIRTUAL_SHARDS};
+
+use crate::request::check::{check_buffer, check_step, check_tables, malformed, of_table};
+use crate::request::lookup::{CheckedLookup, Effect};
+use crate::request::push::{CheckedPush, TableUpdate};
+use crate::request::slot_cache::LookupSlots;
+use crate::request::tokens::Verb;
+use crate::run::ActiveRun;
+use crate::store::Store;
+
+impl Store {
+    /// Whether the copy budget is used up.
+    pub fn is_full(&self) -> bool {
+        self.copy_budget.is_full()
+    }
+
+    /// Wait until there is room in the copy budget, at most for `timeout`. Call this before a training request takes
+    /// anything that other requests wait for.
+    pub fn wait_for_room(&self, timeout: Duration) {
+        self.copy_budget.wait(timeout);
+    }
+
+    pub(super) fn apply_lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        let run = self.run.read();
+        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
+        if rows.len() != request.tables.len() {
+            return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
+        }
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for (part, rows) in request.tables.iter().zip(rows.iter()) {
+            check_buffer(&self.schema.tables[part.table], part, rows.len())?;
+        }
+        self.check_shards(request.tables.iter().map(|part| part.ids))?;
+        match request.mode {
+            Mode::Train => self.train_lookup(run, request, rows),
+            Mode::Eval | Mode::Infer => {
+                let step = u32::try_from(request.step).unwrap_or(u32::MAX);
+                self.read(run, request, Effect::Read(step), None, rows)
+            }
+        }
+    }
+
+    pub(super) fn apply_push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        let run = self.run.read();
+        let run = run.as_ref().ok_or(TablesError::NotBegun)?;
+        let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
+        let report = match self.claims.claim(Verb::Push, request.token)? {
+            None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
+            Some(claim) => {
+                let push = self.check_push(run, request)?;
+                let mut found = self.slot_cache.take(request.token);
+                let report = push.apply(&self.shards, &mut found);
+                claim.applied();
+                found.into_iter().for_each(|found| self.slot_cache.recycle(found));
+                report
+            }
+        };
+        self.counters.lock().pushes += report;
+        Ok(report)
+    }
+
+    fn train_lookup(
+        &self,
+        run: &ActiveRun,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        if !run.trains {
+            return Err(TablesError::NoOptimizer);
+        }
+        let step = check_step(request.step)?;
+        let Some(claim) = self.claims.claim(Verb::Lookup, request.token)? else {
+            let first = self.slot_cache.take(request.token);
+            let report = self.read(run, request, Effect::Repeat(step), first.as_ref(), rows);
+            first.into_iter().for_each(|first| self.slot_cache.insert(request.token, first));
+            return report;
+        };
+        let mut found = self.slot_cache.buffer();
+        let lookup = self.checked_lookup(run, request, Effect::Admit(step), None);
+        let report = lookup.run(&self.shards, rows, &mut found)?;
+        self.slot_cache.insert(request.token, found);
+        claim.applied();
+        self.counters.lock().lookups += report;
+        Ok(report)
+    }
+
+    /// A look-up that changes nothing.
+    fn read(
+        &self,
+        run: &ActiveRun,
+        request: &LookupRequest<'_>,
+        effect: Effect,
+        first: Option<&LookupSlots>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        let mut found = self.slot_cache.buffer();
+        let report = self.checked_lookup(run, request, effect, first).run(&self.shards, rows, &mut found);
+        self.slot_cache.recycle(found);
+        report
+    }
+
+    fn checked_lookup<'a>(
+        &'a self,
+        run: &'a ActiveRun,
+        request: &LookupRequest<'a>,
+        effect: Effect,
+        first: Option<&'a LookupSlots>,
+    ) -> CheckedLookup<'a> {
+        CheckedLookup { schema: &self.schema, run, level: self.level, effect, tables: request.tables, first }
+    }
+
+    /// Check everything that can fail, before anything changes.
+    fn check_push<'a>(
+        &self,
+        run: &ActiveRun,
+        request: &PushRequest<'a>,
+    ) -> Result<CheckedPush<'a>, TablesError> {
+        if !run.trains {
+            return Err(TablesError::NoOptimizer);
+        }
+        let step = check_step(request.step)?;
+        if !(0.0..=f32::MAX).contains(&request.lr_factor) {
+            return malformed(format!("lr_factor {} is not from 0 to {:?}", request.lr_factor, f32::MAX));
+        }
+        check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
+        for part in request.tables {
+            let Table { name, dim, .. } = &self.schema.tables[part.table];
+            part.gradients.check(part.ids.len(), *dim).map_err(|error| of_table(name, error.into()))?;
+        }
+        self.check_shards(request.tables.iter().map(|part| part.ids))?;
+        let (lr_factor, rank) = (request.lr_factor, request.token.rank);
+        let updates =
+            request.tables.iter().map(|part| TableUpdate::new(run, part.table, lr_factor, step, rank));
+        let updates = updates.collect::<Option<_>>().ok_or(TablesError::NoOptimizer)?;
+        Ok(CheckedPush { level: self.level, step, tables: request.tables, updates })
+    }
+
+    /// Refuse ids of shards that are not held.
+    fn check_shards<'a>(&self, mut ids: impl Iterator<Item = &'a ShardedIds>) -> Result<(), TablesError> {
+        let held = &self.options.shards;
+        let foreign = ids.find_map(|ids| {
+            let before = (0..held.start).rev().find(|shard| !ids.range(*shard).is_empty());
+            before.or_else(|| (held.end..VIRTUAL_SHARDS).find(|shard| !ids.range(*shard).is_empty()))
+        });
+        match foreign {
+            None => Ok(()),
+            Some(shard) => {
+                Err(TablesError::WrongShard { peer: "this store".into(), held: held.clone(), shard })
+            }
+        }
+    }
+}

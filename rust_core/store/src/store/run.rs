@@ -1,0 +1,96 @@
+//! To begin and resume a run.
+
+use std::sync::atomic::Ordering;
+
+use persia_types::tables::Run;
+use persia_types::{Schema, TablesError};
+
+use crate::run::{ActiveRun, bad};
+use crate::shard::Layout;
+use crate::store::Store;
+use crate::store::progress::{Counters, Progress};
+
+impl Store {
+    /// What [`Tables::begin`](persia_types::Tables::begin) would return, without its effect: of several stores all begin,
+    /// or none.
+    ///
+    /// # Errors
+    /// As `begin`.
+    pub fn check_begin(&self, run: &Run) -> Result<(), TablesError> {
+        let active = self.run.read();
+        let checked = check_run(active.as_ref(), run, &self.schema)?;
+        if !run.fresh {
+            self.resolve_layouts(&checked)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn begin_run(&self, run: &Run) -> Result<(), TablesError> {
+        // If this fails, a snapshot is being written, and its writer releases what it holds.
+        let prepared = if run.fresh { Some(self.prepared.lock()) } else { self.prepared.try_lock() };
+        let mut active = self.run.write();
+        let checked = check_run(active.as_ref(), run, &self.schema)?;
+        if run.fresh {
+            self.drop_rows();
+        }
+        let layouts = self.resolve_layouts(&checked)?;
+        if prepared.is_some_and(|mut prepared| prepared.release()) {
+            self.end_snapshot(); // it is of the generation before, and will not be written
+        }
+        self.shards.iter().for_each(|shard| shard.lock().set_layouts(&layouts));
+        self.claims.begin(ActiveRun::job(run), run.generation);
+        self.slot_cache.clear();
+        *self.counters.lock() = Counters::default();
+        self.generation.store(run.generation, Ordering::Relaxed);
+        *active = Some(checked);
+        Ok(())
+    }
+
+    /// What was applied since the run began. Consistent with the rows while no look-up and no push is in flight.
+    pub fn progress(&self) -> Progress {
+        let (lookups, pushes) = self.claims.applied();
+        Progress { lookups, pushes, counters: *self.counters.lock() }
+    }
+
+    /// Resume after what [`Self::progress`] returned. The rows are of the same instant.
+    pub fn resume(&self, progress: Progress) {
+        self.claims.resume(progress.lookups, progress.pushes);
+        *self.counters.lock() = progress.counters;
+    }
+
+    /// The layouts of the tables in `run`, or why rows that are held do not fit it.
+    fn resolve_layouts(&self, run: &ActiveRun) -> Result<Vec<Layout>, TablesError> {
+        let mut layouts = run.layouts();
+        for (number, table) in self.schema.tables.iter().enumerate() {
+            let (rows, held) = self.rows_and_layout(number);
+            // Without an optimizer nothing reads state: rows may keep theirs.
+            if rows > 0 && held != layouts[number] && run.trains {
+                let (held, asked) = (held.state_len, layouts[number].state_len);
+                return bad(format!(
+                    "the {rows} rows of table {} have {held} floats of optimizer state, the new optimizer has \
+                     {asked}; clear the tables or keep the optimizer",
+                    table.name
+                ));
+            }
+            if rows > 0 {
+                layouts[number] = held;
+            }
+        }
+        Ok(layouts)
+    }
+
+    /// The number of rows of a table, and their layout.
+    fn rows_and_layout(&self, table: usize) -> (usize, Layout) {
+        let rows = self.shards.iter().map(|shard| shard.lock().tables[table].len()).sum();
+        (rows, self.shards[0].lock().tables[table].layout())
+    }
+}
+
+/// Check every number of `run`, and that it is newer than the `active` one.
+fn check_run(active: Option<&ActiveRun>, run: &Run, schema: &Schema) -> Result<ActiveRun, TablesError> {
+    let current = active.map_or(0, |active| active.generation);
+    if run.generation <= current {
+        return bad(format!("generation {} is not above the current generation {current}", run.generation));
+    }
+    ActiveRun::new(run, schema)
+}

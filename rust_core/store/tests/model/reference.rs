@@ -1,0 +1,215 @@
+//! The documentation of the store, executed literally on plain maps.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use persia_types::tables::{LookupReport, PushReport};
+use persia_types::{Id, Mode, VIRTUAL_SHARDS, shard_of};
+
+use crate::sample::Ids;
+
+pub(crate) const DIMS: [usize; 2] = [3, 21];
+pub(crate) const MOMENTUM: f32 = 0.5;
+pub(crate) const DECAY: f32 = 0.125;
+
+/// `(step, table, id)` of ids that are admitted by their probability.
+pub(crate) type Drawn = BTreeSet<(u64, usize, Id)>;
+/// Weights of new rows by `(table, id)`.
+pub(crate) type Initial = BTreeMap<(usize, Id), Vec<f32>>;
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Row {
+    pub(crate) last_used: u64,
+    pub(crate) weights: Vec<f32>,
+    pub(crate) velocity: Vec<f32>,
+}
+
+pub(crate) type Rows = BTreeMap<(usize, Id), Row>;
+pub(crate) type AdmissionCounts = BTreeMap<(usize, Id), u32>;
+
+#[derive(Clone)]
+pub(crate) struct Sent {
+    pub(crate) seq: u64,
+    pub(crate) step: u64,
+    pub(crate) parts: Vec<Ids>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Policy {
+    /// Rows of a shard.
+    pub(crate) budget: usize,
+    pub(crate) admit_probability: f32,
+    pub(crate) min_count: u32,
+    /// Of the second table; rows of the first do not expire.
+    pub(crate) ttl: Option<u32>,
+}
+
+/// A store with two tables.
+pub(crate) struct Model {
+    pub(crate) policy: Policy,
+    pub(crate) rows: Rows,
+    /// Look-ups counted for ids without a row.
+    pub(crate) counts: AdmissionCounts,
+    /// The steps at which each missing id is admitted, once it has its minimum count.
+    pub(crate) drawn: Drawn,
+    /// The weights of new rows.
+    pub(crate) initial: Initial,
+    /// For look-ups without a push: which ids, by part and position, had or got a row.
+    pub(crate) given: BTreeMap<u64, Vec<Vec<bool>>>,
+    pub(crate) pushed: BTreeSet<u64>,
+    /// `rows` and `counts` of the prepared snapshot.
+    pub(crate) prepared: Option<(Rows, AdmissionCounts)>,
+}
+
+impl Model {
+    pub(crate) fn lookup(
+        &mut self,
+        sent: &Sent,
+        mode: Mode,
+        repeated: bool,
+    ) -> (LookupReport, Vec<Vec<f32>>) {
+        let mut report = LookupReport::default();
+        let mut rows: Vec<Vec<Vec<f32>>> =
+            sent.parts.iter().map(|(_, ids)| vec![vec![]; ids.len()]).collect();
+        let admits = mode == Mode::Train && !repeated;
+        let first = self.given.get(&sent.seq).filter(|_| repeated).cloned();
+        let mut given: Vec<Vec<bool>> = sent.parts.iter().map(|(_, ids)| vec![true; ids.len()]).collect();
+        let due = sent.step as usize % VIRTUAL_SHARDS;
+        if admits && sent.parts.iter().any(|(_, ids)| !ids.range(due).is_empty()) {
+            report.expired += self.sweep(due, sent.step);
+        }
+        for shard in 0..VIRTUAL_SHARDS {
+            let mut absent = vec![];
+            for (part, (table, ids)) in sent.parts.iter().enumerate() {
+                for at in ids.range(shard) {
+                    let key = (*table, ids.ids()[at]);
+                    if !self.is_alive(key, sent.step) {
+                        absent.push((part, *table, at));
+                        continue;
+                    }
+                    let row = self.rows.get_mut(&key).unwrap();
+                    report.hits += 1;
+                    rows[part][at] = row.weights.clone();
+                    if admits {
+                        row.last_used = row.last_used.max(sent.step);
+                    }
+                }
+            }
+            for (part, table, at) in absent {
+                let id = sent.parts[part].1.ids()[at];
+                let zeros = vec![0.0; DIMS[table]];
+                let weights = self.initial[&(table, id)].clone();
+                let alive = self.is_alive((table, id), sent.step);
+                if admits && !alive {
+                    report.expired += u64::from(self.rows.remove(&(table, id)).is_some());
+                }
+                let admitted = match &first {
+                    _ if mode != Mode::Train || alive => false,
+                    Some(first) => first[part][at],
+                    None => {
+                        self.has_min_count((table, id), admits)
+                            && self.drawn.contains(&(sent.step, table, id))
+                    }
+                };
+                given[part][at] = alive || admitted;
+                rows[part][at] = match (mode, alive, admitted) {
+                    (Mode::Train, true, _) => {
+                        report.hits += 1;
+                        self.rows[&(table, id)].weights.clone()
+                    }
+                    (Mode::Train, false, true) => {
+                        if admits {
+                            let (evicted, expired) = self.insert(table, id, sent.step, &weights);
+                            report.evicted += evicted;
+                            report.expired += expired;
+                            report.inserted += 1;
+                        } else {
+                            report.missing += 1;
+                        }
+                        weights
+                    }
+                    _ => {
+                        report.missing += 1;
+                        zeros
+                    }
+                };
+            }
+        }
+        if admits {
+            self.given.insert(sent.seq, given);
+        }
+        (report, rows.into_iter().map(|rows| rows.concat()).collect())
+    }
+
+    fn is_alive(&self, key: (usize, Id), step: u64) -> bool {
+        let ttl = if key.0 == 1 { self.policy.ttl.map_or(u64::MAX, u64::from) } else { u64::MAX };
+        self.rows.get(&key).is_some_and(|row| row.last_used.saturating_add(ttl) >= step)
+    }
+
+    /// Drop the expired rows of a shard.
+    fn sweep(&mut self, shard: usize, step: u64) -> u64 {
+        let keys: Vec<_> = self.rows.keys().copied().filter(|(_, id)| shard_of(*id) == shard).collect();
+        let expired: Vec<_> = keys.into_iter().filter(|key| !self.is_alive(*key, step)).collect();
+        expired.iter().for_each(|key| drop(self.rows.remove(key)));
+        expired.len() as u64
+    }
+
+    fn has_min_count(&mut self, key: (usize, Id), count: bool) -> bool {
+        if !count || self.policy.min_count == 1 {
+            return !self.counts.contains_key(&key);
+        }
+        let count = self.counts.entry(key).or_default();
+        *count = (*count + 1).min(self.policy.min_count);
+        *count == self.policy.min_count
+    }
+
+    fn insert(&mut self, table: usize, id: Id, step: u64, weights: &[f32]) -> (u64, u64) {
+        let shard = shard_of(id);
+        let in_shard = self.rows.keys().filter(|(_, id)| shard_of(*id) == shard).count();
+        let full = in_shard >= self.policy.budget;
+        let expired = if full { self.sweep(shard, step) } else { 0 };
+        let mut held: Vec<(u64, usize, Id)> = self
+            .rows
+            .iter()
+            .filter(|((_, id), _)| shard_of(*id) == shard)
+            .map(|((table, id), row)| (row.last_used, *table, *id))
+            .collect();
+        held.sort_unstable();
+        let leaving =
+            if full { (self.policy.budget / 16).max(1).saturating_sub(expired as usize) } else { 0 };
+        let leaving = leaving.min(held.len());
+        for (_, table, id) in &held[..leaving] {
+            self.rows.remove(&(*table, *id));
+        }
+        let velocity = vec![0.0; weights.len()];
+        self.rows.insert((table, id), Row { last_used: step, weights: weights.to_vec(), velocity });
+        self.counts.remove(&(table, id));
+        (leaving as u64, expired)
+    }
+
+    pub(crate) fn push(&mut self, seq: u64, step: u64, parts: &[Ids], gradients: &[Vec<f32>]) -> PushReport {
+        let mut report = PushReport::default();
+        let duplicate = !self.pushed.insert(seq);
+        self.given.remove(&seq);
+        for ((table, ids), gradients) in parts.iter().zip(gradients) {
+            for (id, gradient) in ids.ids().iter().zip(gradients.chunks(DIMS[*table])) {
+                report.rows_pushed += 1;
+                if duplicate {
+                    report.rows_duplicate += 1;
+                } else if gradient.iter().any(|g| !g.is_finite()) {
+                    report.rows_nonfinite += 1;
+                    report.first_nonfinite = report.first_nonfinite.or(Some((*table, *id)));
+                } else if self.is_alive((*table, *id), step) {
+                    let row = self.rows.get_mut(&(*table, *id)).unwrap();
+                    report.rows_applied += 1;
+                    for ((w, v), g) in row.weights.iter_mut().zip(&mut row.velocity).zip(gradient) {
+                        *v = MOMENTUM * *v + *g;
+                        *w -= *v + DECAY * *w;
+                    }
+                } else {
+                    report.rows_missing += 1;
+                }
+            }
+        }
+        report
+    }
+}

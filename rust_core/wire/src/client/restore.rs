@@ -1,0 +1,28 @@
+//! Replace or drop all rows.
+
+use std::path::Path;
+
+use persia_types::TablesError;
+use persia_types::tables::FileEntry;
+
+use super::call::Caller;
+use crate::proto;
+
+impl Caller {
+    pub(super) async fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        let request = proto::RestoreRequest {
+            fence: self.fence(),
+            directory: self.options.checkpoint_directory(dir)?,
+            files: files.iter().cloned().map(Into::into).collect(),
+            check_only: false,
+        };
+        self.stats_by_server().await?; // all servers answer: one attempt is enough
+        let what = format!("restore from {}", dir.display());
+        self.administer(&what, self.one_admin_attempt(), &request).await.map(drop)
+    }
+
+    pub(super) async fn clear(&self) -> Result<(), TablesError> {
+        let request = proto::ClearRequest { fence: self.fence() };
+        self.administer("clear", self.admin_timeouts(), &request).await.map(drop)
+    }
+}

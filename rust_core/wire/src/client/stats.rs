@@ -1,0 +1,97 @@
+//! Statistics, and the number of servers.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use persia_types::TablesError;
+use persia_types::limits::MAX_SERVERS;
+use persia_types::tables::Stats;
+
+use super::call::{CallError, CallTimeouts, Caller, with_deadline};
+use super::pool::Remote;
+use crate::proto;
+
+impl Caller {
+    pub(super) async fn wait_ready(&self, limit: Duration) -> Result<(), TablesError> {
+        let timeouts = CallTimeouts { total: limit, attempt: self.timeouts().attempt.min(limit) };
+        self.stats(timeouts).await.map(drop)
+    }
+
+    /// The number of servers. It is asked for once.
+    pub(super) async fn servers(&self) -> Result<u32, TablesError> {
+        if let Some(servers) = self.known_servers() {
+            return Ok(servers);
+        }
+        self.stats(self.timeouts()).await?;
+        self.known_servers().ok_or(TablesError::NotBegun)
+    }
+
+    pub(super) async fn stats_by_server(&self) -> Result<Vec<Stats>, TablesError> {
+        self.stats(self.timeouts()).await
+    }
+
+    fn known_servers(&self) -> Option<u32> {
+        Some(self.servers.load(Ordering::Relaxed)).filter(|servers| *servers > 0)
+    }
+
+    async fn stats(&self, timeouts: CallTimeouts) -> Result<Vec<Stats>, TablesError> {
+        self.call("stats", timeouts, async |remote, limit| {
+            let request = with_deadline(limit, proto::StatsRequest {});
+            let reply = remote.rpc(&self.trainer).unary(request).await;
+            let reply = reply.map_err(|status| CallError::of_status(remote, &status))?;
+            let stats = all_stats(remote, &reply)?;
+            self.servers.store(reply.servers, Ordering::Relaxed);
+            Ok(stats)
+        })
+        .await
+    }
+}
+
+/// The statistics of all servers, or an error that names the missing ones.
+fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, CallError> {
+    if reply.servers as usize > MAX_SERVERS {
+        return Err(CallError::incompatible(remote, format!("it reports {} servers", reply.servers)));
+    }
+    let missing: Vec<String> = (0..reply.servers)
+        .filter(|index| !reply.answered.iter().any(|answer| answer.server == *index))
+        .map(|index| index.to_string())
+        .collect();
+    if reply.servers == 0 {
+        return Err(CallError::unreachable(remote, "it knows no server yet"));
+    }
+    if !missing.is_empty() {
+        return Err(CallError::Transient(TablesError::Unreachable {
+            peer: format!("server {} of {}", missing.join(", "), reply.servers),
+            what: format!("the {} has no answer", remote.name),
+        }));
+    }
+    let mut answers: Vec<&proto::ServerStats> = reply.answered.iter().collect();
+    answers.sort_by_key(|answer| answer.server);
+    answers
+        .into_iter()
+        .map(|answer| {
+            serde_json::from_str(&answer.stats).map_err(|error| {
+                CallError::incompatible(remote, format!("statistics of server {}: {error}", answer.server))
+            })
+        })
+        .collect()
+}
+
+/// The statistics of all servers as one.
+pub(super) fn sum(all: Vec<Stats>) -> Stats {
+    let mut sum = Stats::default();
+    for stats in all {
+        sum.rows.resize(sum.rows.len().max(stats.rows.len()), 0);
+        sum.rows.iter_mut().zip(&stats.rows).for_each(|(sum, rows)| *sum += rows);
+        sum.payload_bytes += stats.payload_bytes;
+        sum.memory_bytes += stats.memory_bytes;
+        sum.lookups += stats.lookups;
+        sum.pushes += stats.pushes;
+        for (rank, seq) in stats.tokens {
+            let highest = sum.tokens.entry(rank).or_default();
+            *highest = seq.max(*highest);
+        }
+        sum.generation = sum.generation.max(stats.generation);
+    }
+    sum
+}

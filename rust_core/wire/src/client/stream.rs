@@ -1,0 +1,47 @@
+//! Messages out and replies in, on the caller's thread.
+
+use std::pin::pin;
+
+use persia_types::TablesError;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+
+/// Messages made ahead of the connection.
+const AHEAD: usize = 8;
+
+/// Send `messages` while `exchange` runs with the stream of them. Ends with `exchange`.
+pub(super) async fn while_sending<T, R>(
+    messages: impl Iterator<Item = T>,
+    exchange: impl AsyncFnOnce(ReceiverStream<T>) -> R,
+) -> R {
+    let (sender, receiver) = mpsc::channel(AHEAD);
+    let (mut sending, mut exchange) =
+        (pin!(send(sender, messages)), pin!(exchange(ReceiverStream::new(receiver))));
+    let mut sent = false;
+    loop {
+        tokio::select! {
+            biased;
+            result = &mut exchange => return result,
+            () = &mut sending, if !sent => sent = true,
+        }
+    }
+}
+
+/// Send until the reader is gone: then the exchange has the reason.
+async fn send<T>(sender: mpsc::Sender<T>, messages: impl Iterator<Item = T>) {
+    for message in messages {
+        if sender.send(message).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// The dimension of `rows` rows in `floats` floats.
+pub(super) fn dim_of(table: usize, floats: usize, rows: usize) -> Result<usize, TablesError> {
+    let dim = floats.checked_div(rows).unwrap_or(0);
+    if floats != rows * dim || (dim == 0 && rows > 0) {
+        let what = format!("table {table}: {floats} floats for {rows} rows");
+        return Err(TablesError::BadShape { what });
+    }
+    Ok(dim)
+}

@@ -1,0 +1,169 @@
+//! [`WireTables`]: the blocking client.
+
+use std::path::Path;
+use std::time::Duration;
+
+use persia_kernels::Bags;
+use persia_types::TablesError;
+use persia_types::tables::{
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, Tables,
+};
+use tokio::runtime::{Builder, Runtime};
+
+use super::call::Caller;
+use super::options::ClientOptions;
+use super::stats;
+
+/// Threads that move bytes. The callers' threads make, check and copy chunks.
+const IO_THREADS: usize = 2;
+
+/// The rows on the embedding servers of a job.
+///
+/// Its methods block, so they must not be called on a thread that runs a tokio runtime. A request is retried under the
+/// same token, by another middleware where one failed, until [`ClientOptions::rpc_timeout`] has passed. Dropping the
+/// client closes its connections without waiting.
+///
+/// Before training: [`Self::wait_ready`], then rank 0 calls `begin` with `highest_generation() + 1` and the other ranks
+/// call [`Self::join`]. From then on, an unreachable server or middleware, and a server that has lost the run, are
+/// [`TablesError::Lost`].
+#[derive(Debug)]
+pub struct WireTables {
+    caller: Caller,
+    /// None while it is dropped.
+    runtime: Option<Runtime>,
+}
+
+impl WireTables {
+    /// A client that connects with its first call.
+    ///
+    /// # Errors
+    /// `Unreachable` when no thread can be started.
+    pub fn connect(options: ClientOptions) -> Result<Self, TablesError> {
+        let mut builder = Builder::new_multi_thread();
+        let runtime = builder.worker_threads(IO_THREADS).thread_name("persia-wire").enable_all().build();
+        let runtime = runtime.map_err(|error| TablesError::Unreachable {
+            peer: options.targets.to_string(),
+            what: format!("cannot start a thread: {error}"),
+        })?;
+        Ok(Self { caller: Caller::new(options), runtime: Some(runtime) })
+    }
+
+    fn wait<T>(&self, future: impl Future<Output = Result<T, TablesError>>) -> Result<T, TablesError> {
+        match &self.runtime {
+            Some(runtime) => runtime.block_on(future),
+            None => Err(TablesError::Unreachable {
+                peer: self.caller.options.targets.to_string(),
+                what: "the client is closed".into(),
+            }),
+        }
+    }
+
+    /// Wait until every server of the job has answered.
+    ///
+    /// # Errors
+    /// `Unreachable` after `limit`, naming what is missing; `Refused` and `Incompatible` at once.
+    pub fn wait_ready(&self, limit: Duration) -> Result<(), TablesError> {
+        self.wait(self.caller.wait_ready(limit))
+    }
+
+    /// Number of servers of the job.
+    ///
+    /// # Errors
+    /// As [`Tables::stats`].
+    pub fn servers(&self) -> Result<usize, TablesError> {
+        self.wait(self.caller.servers()).map(|servers| servers as usize)
+    }
+
+    /// The highest generation of any server; 0 before the first run. All servers have to answer.
+    ///
+    /// # Errors
+    /// As [`Tables::stats`].
+    pub fn highest_generation(&self) -> Result<u64, TablesError> {
+        self.stats().map(|stats| stats.generation)
+    }
+
+    /// Check that every server can write files into `dir`, below the checkpoint root.
+    ///
+    /// # Errors
+    /// `Io` with the reason of a server that cannot; `BadShape`, `NotBegun`, `StaleGeneration`; `Unreachable`.
+    pub fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
+        self.wait(self.caller.check_storage(dir))
+    }
+
+    /// The statistics of each server, by index.
+    ///
+    /// # Errors
+    /// As [`Tables::stats`].
+    pub fn stats_by_server(&self) -> Result<Vec<Stats>, TablesError> {
+        self.wait(self.caller.stats_by_server())
+    }
+
+    /// Take part in the run that rank 0 began.
+    pub fn join(&self, job: &str, generation: u64) {
+        self.caller.enter(job, generation);
+    }
+
+    /// Read rows of a run that another process trains. An outage of its servers then loses nothing.
+    pub fn observe(&self, job: &str, generation: u64) {
+        self.caller.observe(job, generation);
+    }
+}
+
+impl Tables for WireTables {
+    fn begin(&self, run: &Run) -> Result<(), TablesError> {
+        self.wait(self.caller.begin(run))
+    }
+
+    fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
+        self.caller.pools(dim, ids, bags)
+    }
+
+    fn lookup(
+        &self,
+        request: &LookupRequest<'_>,
+        rows: &mut [&mut [f32]],
+    ) -> Result<LookupReport, TablesError> {
+        self.wait(self.caller.lookup(request, rows))
+    }
+
+    fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
+        self.wait(self.caller.push(request))
+    }
+
+    fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.wait(self.caller.prepare_snapshot(number))
+    }
+
+    fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
+        self.wait(self.caller.abort_snapshot(number))
+    }
+
+    fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+        self.wait(self.caller.write_snapshot(dir, number))
+    }
+
+    fn commit_snapshot(&self, number: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.wait(self.caller.commit_snapshot(number, dir, files))
+    }
+
+    fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+        self.wait(self.caller.restore(dir, files))
+    }
+
+    /// Sums over all servers; tokens and generation are the highest of any.
+    fn stats(&self) -> Result<Stats, TablesError> {
+        self.stats_by_server().map(stats::sum)
+    }
+
+    fn clear(&self) -> Result<(), TablesError> {
+        self.wait(self.caller.clear())
+    }
+}
+
+impl Drop for WireTables {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

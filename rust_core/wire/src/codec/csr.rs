@@ -1,0 +1,113 @@
+//! [`ReceivedCsr`]: which ids each sample uses, in compressed sparse rows, sent after a head.
+
+use futures_util::Stream;
+use persia_kernels::{Bags, Csr, SegmentSum, ShapeError};
+use persia_types::TablesError;
+use tonic::Status;
+
+use super::chunk::ChunkError;
+use super::collect::Collector;
+use super::parts::Part;
+use super::receive;
+use super::samples::{Samples, Verb};
+use crate::proto::Chunk;
+
+/// The lists of a look-up.
+pub(crate) fn bag_words<'a>(bags: &Bags<'a>) -> [&'a [u32]; 4] {
+    [bags.indices, bags.offsets.unwrap_or(&[]), floats(bags.per_sample_weights), floats(bags.divisors)]
+}
+
+/// The lists of a push.
+pub(crate) fn sum_words<'a>(sum: &SegmentSum<'a>) -> [&'a [u32]; 4] {
+    [sum.csr.indices, sum.csr.offsets, floats(sum.per_sample_weights), floats(sum.factors)]
+}
+
+fn floats(values: Option<&[f32]>) -> &[u32] {
+    bytemuck::cast_slice(values.unwrap_or(&[]))
+}
+
+/// Which ids of a part its samples use.
+#[derive(Debug)]
+pub struct ReceivedCsr {
+    head: Samples,
+    words: Vec<u32>,
+}
+
+/// Its lists.
+struct Lists<'a> {
+    indices: &'a [u32],
+    offsets: &'a [u32],
+    per_sample_weights: Option<&'a [f32]>,
+    factors: Option<&'a [f32]>,
+}
+
+impl ReceivedCsr {
+    /// Split the words, of which there are as many as the head announces.
+    fn lists(&self) -> Lists<'_> {
+        let Samples { samples, indices, per_sample_weights, factors, .. } = self.head;
+        let (list, rest) = self.words.split_at(indices);
+        let (rest, last) = rest.split_at(rest.len() - if factors { samples } else { 0 });
+        let (offsets, weights) = rest.split_at(rest.len() - if per_sample_weights { indices } else { 0 });
+        let floats = |there: bool, words| there.then(|| bytemuck::cast_slice(words));
+        Lists {
+            indices: list,
+            offsets,
+            per_sample_weights: floats(per_sample_weights, weights),
+            factors: floats(factors, last),
+        }
+    }
+
+    /// Of a look-up: the ids that each sample pools.
+    pub fn bags(&self) -> Bags<'_> {
+        let Lists { indices, offsets, per_sample_weights, factors } = self.lists();
+        Bags { indices, offsets: Some(offsets), per_sample_weights, divisors: factors }
+    }
+
+    /// Of a push: the sum for each id over the `gradients` of samples.
+    pub fn sum<'a>(&'a self, gradients: &'a [f32], dim: usize) -> SegmentSum<'a> {
+        let Lists { indices, offsets, per_sample_weights, factors } = self.lists();
+        let csr = Csr { offsets, indices };
+        SegmentSum { gradients, dim, csr, factors, per_sample_weights, scale: self.head.scale }
+    }
+
+    fn check(&self, verb: Verb, part: &Part) -> Result<(), TablesError> {
+        let checked = match verb {
+            Verb::Lookup => self.bags().check(part.len()),
+            Verb::Push => self.sum(&[], part.format.dim).csr.check(part.len(), self.head.samples),
+        };
+        checked.map_err(|ShapeError(what)| TablesError::BadShape {
+            what: format!("table {}: {what}", part.table),
+        })
+    }
+}
+
+/// Receive and check the lists of all parts with samples, which follow the head. `chunk` takes a chunk out of a message.
+///
+/// # Errors
+/// A status with the problem.
+pub async fn receive_csr<M>(
+    stream: &mut (impl Stream<Item = Result<M, Status>> + Unpin),
+    verb: Verb,
+    parts: &[Part],
+    chunk: impl Fn(M) -> Option<Chunk>,
+) -> Result<Vec<Option<ReceivedCsr>>, Status> {
+    let mut words = Collector::csr(parts, verb);
+    while !words.is_complete() {
+        // At the end of the stream, `finish` reports what is missing.
+        let Some(message) = receive::next(stream).await? else { break };
+        let Some(chunk) = chunk(message) else {
+            return Err(Status::invalid_argument("after a head, the lists of all its samples come first"));
+        };
+        words.take(&chunk)?;
+    }
+    let words = words.finish()?;
+    let mut all = Vec::with_capacity(parts.len());
+    for (part, words) in parts.iter().zip(words) {
+        let csr = part.samples.map(|head| ReceivedCsr { head, words });
+        if let Some(csr) = &csr {
+            csr.check(verb, part).map_err(ChunkError::from)?;
+        }
+        all.push(csr);
+    }
+    Ok(all)
+}

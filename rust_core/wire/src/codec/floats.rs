@@ -1,0 +1,181 @@
+//! [`RowFormat`]: how many floats a row or gradient has, and their format on the wire.
+
+use bytemuck::pod_read_unaligned;
+use bytes::Bytes;
+use persia_kernels::half::{Bf16, F16, Half};
+use persia_kernels::simd::{LANES, Lanes, Level, Work};
+use persia_types::Dtype;
+
+use super::chunk::Width;
+
+/// Number and format of the floats of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowFormat {
+    /// Floats in a row.
+    pub dim: usize,
+    /// Format of a float on the wire. 16 bits round to nearest, ties to even. A magnitude beyond the largest finite number
+    /// becomes that number. An infinity becomes a NaN, so that it stays visible.
+    pub dtype: Dtype,
+}
+
+impl RowFormat {
+    /// Rows of `dim` floats of 32 bits.
+    pub fn f32(dim: usize) -> Self {
+        Self { dim, dtype: Dtype::F32 }
+    }
+
+    /// Bytes of a row.
+    pub fn width(self) -> Width {
+        Width::new(self.dim * if self.dtype == Dtype::F32 { 4 } else { 2 })
+    }
+
+    /// Rows as bytes. Floats of 32 bits are not copied.
+    pub(crate) fn encode(self, rows: Vec<f32>) -> Bytes {
+        match self.dtype {
+            Dtype::F32 => Bytes::from_owner(Floats(rows)),
+            Dtype::F16 | Dtype::Bf16 => self.encode_copy(&rows),
+        }
+    }
+
+    /// A copy of rows as bytes.
+    pub(crate) fn encode_copy(self, rows: &[f32]) -> Bytes {
+        let half = match self.dtype {
+            Dtype::F32 => return Bytes::copy_from_slice(bytemuck::cast_slice(rows)),
+            Dtype::F16 => Level::detect().run(Encode::<F16>::new(rows)),
+            Dtype::Bf16 => Level::detect().run(Encode::<Bf16>::new(rows)),
+        };
+        Bytes::from_owner(Halves(half))
+    }
+
+    /// Write the floats of `bytes` to `rows`, of the same number of floats.
+    pub(crate) fn decode(self, bytes: &[u8], rows: &mut [f32]) {
+        match self.dtype {
+            Dtype::F32 => bytemuck::cast_slice_mut(rows).copy_from_slice(bytes),
+            Dtype::F16 => Level::detect().run(Decode::<F16>::new(bytes, rows)),
+            Dtype::Bf16 => Level::detect().run(Decode::<Bf16>::new(bytes, rows)),
+        }
+    }
+}
+
+/// Floats that are owned as bytes.
+struct Floats(Vec<f32>);
+
+impl AsRef<[u8]> for Floats {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+struct Halves(Vec<u16>);
+
+impl AsRef<[u8]> for Halves {
+    fn as_ref(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+}
+
+struct Encode<'a, H> {
+    floats: &'a [f32],
+    format: std::marker::PhantomData<H>,
+}
+
+impl<'a, H> Encode<'a, H> {
+    fn new(floats: &'a [f32]) -> Self {
+        Self { floats, format: std::marker::PhantomData }
+    }
+}
+
+impl<H: Half> Work for Encode<'_, H> {
+    type Output = Vec<u16>;
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) -> Vec<u16> {
+        let mut halves = Vec::with_capacity(self.floats.len());
+        let (blocks, rest) = self.floats.as_chunks::<LANES>();
+        for block in blocks {
+            halves.extend_from_slice(&narrow::<L, H>(*block));
+        }
+        let mut block = [0.0; LANES];
+        block[..rest.len()].copy_from_slice(rest);
+        halves.extend_from_slice(&narrow::<L, H>(block)[..rest.len()]);
+        halves
+    }
+}
+
+#[inline(always)]
+fn narrow<L: Lanes, H: Half>(mut block: [f32; LANES]) -> [u16; LANES] {
+    if !L::all_finite(&block) {
+        block = block.map(|value| if value.is_finite() { value } else { f32::NAN });
+    }
+    H::narrow::<L>(&block)
+}
+
+struct Decode<'a, H> {
+    bytes: &'a [u8],
+    floats: &'a mut [f32],
+    format: std::marker::PhantomData<H>,
+}
+
+impl<'a, H> Decode<'a, H> {
+    fn new(bytes: &'a [u8], floats: &'a mut [f32]) -> Self {
+        debug_assert_eq!(bytes.len(), 2 * floats.len());
+        Self { bytes, floats, format: std::marker::PhantomData }
+    }
+}
+
+impl<H: Half> Work for Decode<'_, H> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        // The bytes of a message are not aligned.
+        let (blocks, rest) = self.bytes.as_chunks::<{ 2 * LANES }>();
+        let (outs, out_rest) = self.floats.as_chunks_mut::<LANES>();
+        for (block, out) in blocks.iter().zip(outs) {
+            *out = H::widen::<L>(&pod_read_unaligned(block));
+        }
+        let mut block = [0; 2 * LANES];
+        block[..rest.len()].copy_from_slice(rest);
+        out_rest.copy_from_slice(&H::widen::<L>(&pod_read_unaligned(&block))[..out_rest.len()]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sent(dtype: Dtype, floats: &[f32]) -> Vec<f32> {
+        let format = RowFormat { dim: 1, dtype };
+        let bytes = format.encode(floats.to_vec());
+        assert_eq!(bytes, format.encode_copy(floats));
+        // Moved by one byte, so that nothing is aligned.
+        let moved = [&[0], &bytes[..]].concat();
+        let mut back = vec![f32::NAN; floats.len()];
+        format.decode(&moved[1..], &mut back);
+        back
+    }
+
+    #[test]
+    fn representable_numbers_arrive_unchanged() {
+        let floats: Vec<f32> = (0..37).map(|i| (i as f32 - 18.0) / 8.0).collect();
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for length in [0, 1, 15, 16, 17, 32, 37] {
+                assert_eq!(sent(dtype, &floats[..length]), floats[..length], "{dtype:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn other_numbers_are_rounded_or_bounded_and_non_finite_ones_stay_non_finite() {
+        let third = 1.0f32 / 3.0;
+        for (dtype, within, largest) in
+            [(Dtype::F16, 1.0 / 2048.0, 65_504.0), (Dtype::Bf16, 1.0 / 256.0, 3.3895314e38)]
+        {
+            let back = sent(dtype, &[third, f32::MAX, -f32::MAX, f32::INFINITY, f32::NAN, 1.0]);
+            assert!((back[0] - third).abs() <= third * within && back[0] != third);
+            assert_eq!(back[1..3], [largest, -largest]);
+            assert!(back[3].is_nan() && back[4].is_nan());
+            assert_eq!(back[5], 1.0);
+        }
+    }
+}

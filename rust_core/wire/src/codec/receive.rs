@@ -1,0 +1,203 @@
+//! A whole, checked look-up or push from a stream.
+
+use std::time::Duration;
+
+use futures_util::{Stream, StreamExt};
+use persia_kernels::Gradients;
+use persia_types::id::ShardedIds;
+use persia_types::tables::{LookupRequest, PushRequest, TableGradients, TableIds};
+use persia_types::{Mode, Token};
+use tonic::Status;
+
+use super::chunk::ChunkError;
+use super::collect::Collector;
+use super::parts::{Part, check_parts};
+use crate::{convert, proto};
+
+/// How long a sender may be silent within a request.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// A received look-up.
+#[derive(Debug)]
+pub struct ReceivedLookup {
+    /// The name of the look-up.
+    pub token: Token,
+    /// The global step.
+    pub step: u64,
+    /// Training or evaluation.
+    pub mode: Mode,
+    /// Tables and dimensions, in the order of `ids`.
+    pub parts: Vec<Part>,
+    /// Ids of every part, by shard.
+    pub ids: Vec<ShardedIds>,
+}
+
+impl ReceivedLookup {
+    /// The tables of [`Self::request`].
+    pub fn tables(&self) -> Vec<TableIds<'_>> {
+        self.parts
+            .iter()
+            .zip(&self.ids)
+            .map(|(part, ids)| TableIds { table: part.table, ids, per_sample: None })
+            .collect()
+    }
+
+    /// The request to the holder of rows.
+    pub fn request<'a>(&self, tables: &'a [TableIds<'a>]) -> LookupRequest<'a> {
+        LookupRequest { token: self.token, step: self.step, mode: self.mode, tables }
+    }
+
+    /// Buffers for the rows of every part.
+    pub fn buffers(&self) -> Vec<Vec<f32>> {
+        self.parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect()
+    }
+}
+
+/// A received push.
+#[derive(Debug)]
+pub struct ReceivedPush {
+    /// The name of the push.
+    pub token: Token,
+    /// The global step.
+    pub step: u64,
+    /// Multiplies the learning rate.
+    pub lr_factor: f32,
+    /// Tables and dimensions, in the order of `ids`.
+    pub parts: Vec<Part>,
+    /// Ids of every part, by shard.
+    pub ids: Vec<ShardedIds>,
+    /// Gradients of the ids of every part.
+    pub gradients: Vec<Vec<f32>>,
+}
+
+impl ReceivedPush {
+    /// The tables of [`Self::request`].
+    pub fn tables(&self) -> Vec<TableGradients<'_>> {
+        let parts = self.parts.iter().zip(&self.ids).zip(&self.gradients);
+        parts
+            .map(|((part, ids), gradients)| TableGradients {
+                table: part.table,
+                ids,
+                gradients: Gradients::Rows(gradients),
+            })
+            .collect()
+    }
+
+    /// The request to the holder of rows.
+    pub fn request<'a>(&self, tables: &'a [TableGradients<'a>]) -> PushRequest<'a> {
+        PushRequest { token: self.token, step: self.step, lr_factor: self.lr_factor, tables }
+    }
+}
+
+/// The next message of a stream.
+///
+/// # Errors
+/// The stream's own, and `DeadlineExceeded` after a minute of silence.
+pub async fn next<T>(
+    stream: &mut (impl Stream<Item = Result<T, Status>> + Unpin),
+) -> Result<Option<T>, Status> {
+    match tokio::time::timeout(SILENCE, stream.next()).await {
+        Ok(message) => message.transpose(),
+        Err(_) => Err(Status::deadline_exceeded(format!(
+            "the sender was silent for {} s within a request",
+            SILENCE.as_secs()
+        ))),
+    }
+}
+
+fn no_head() -> Status {
+    Status::invalid_argument("the first message of a stream is its head")
+}
+
+fn two_heads() -> Status {
+    Status::invalid_argument("a second head, or an empty message, in one stream")
+}
+
+/// The head of a stream of look-up messages.
+///
+/// # Errors
+/// `InvalidArgument` for another first message.
+pub async fn lookup_head(
+    stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
+) -> Result<proto::LookupHead, Status> {
+    match next(stream).await?.and_then(|message| message.part) {
+        Some(proto::lookup_request::Part::Head(head)) => Ok(head),
+        _ => Err(no_head()),
+    }
+}
+
+/// The head of a stream of push messages.
+///
+/// # Errors
+/// `InvalidArgument` for another first message.
+pub async fn push_head(
+    stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
+) -> Result<proto::PushHead, Status> {
+    match next(stream).await?.and_then(|message| message.part) {
+        Some(proto::push_request::Part::Head(head)) => Ok(head),
+        _ => Err(no_head()),
+    }
+}
+
+/// The parts of a head that may only have rows of ids.
+fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
+    let parts = check_parts(head)?;
+    match parts.iter().find(|part| part.samples.is_some()) {
+        None => Ok(parts),
+        Some(part) => Err(ChunkError::bad_shape(format!(
+            "table {}: samples are pooled by a middleware, an embedding server takes rows of ids",
+            part.table
+        ))),
+    }
+}
+
+/// Receive a look-up of an embedding server.
+///
+/// # Errors
+/// A status with the problem.
+pub async fn lookup(
+    stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
+) -> Result<ReceivedLookup, Status> {
+    use proto::lookup_request::Part as Message;
+    let head = lookup_head(stream).await?;
+    let parts = parts_of_rows(&head.parts)?;
+    let token = convert::token(head.token).map_err(ChunkError::from)?;
+    let mode = convert::mode(head.mode).map_err(ChunkError::from)?;
+    let mut ids = Collector::ids(&parts);
+    while let Some(message) = next(stream).await? {
+        match message.part {
+            Some(Message::Ids(chunk)) => ids.take(&chunk)?,
+            _ => return Err(two_heads()),
+        }
+    }
+    let ids = grouped(&parts, ids.finish()?)?;
+    Ok(ReceivedLookup { token, step: head.step, mode, parts, ids })
+}
+
+/// Receive a push of an embedding server.
+///
+/// # Errors
+/// A status with the problem.
+pub async fn push(
+    stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
+) -> Result<ReceivedPush, Status> {
+    use proto::push_request::Part as Message;
+    let head = push_head(stream).await?;
+    let parts = parts_of_rows(&head.parts)?;
+    let token = convert::token(head.token).map_err(ChunkError::from)?;
+    let (mut ids, mut gradients) = (Collector::ids(&parts), Collector::gradients(&parts));
+    while let Some(message) = next(stream).await? {
+        match message.part {
+            Some(Message::Ids(chunk)) => ids.take(&chunk)?,
+            Some(Message::Gradients(chunk)) => gradients.take(&chunk)?,
+            _ => return Err(two_heads()),
+        }
+    }
+    let ids = grouped(&parts, ids.finish()?)?;
+    let gradients = gradients.finish()?;
+    Ok(ReceivedPush { token, step: head.step, lr_factor: head.lr_factor, parts, ids, gradients })
+}
+
+fn grouped(parts: &[Part], ids: Vec<Vec<u64>>) -> Result<Vec<ShardedIds>, ChunkError> {
+    parts.iter().zip(ids).map(|(part, ids)| part.ids(ids).map_err(ChunkError::from)).collect()
+}

@@ -1,0 +1,101 @@
+//! [`Samples`]: what a head says of vectors of samples, which replace rows of ids where they are smaller.
+//!
+//! A middleware then pools rows and sums gradients, with the kernels of a trainer.
+
+use persia_kernels::{Bags, SegmentSum};
+use persia_types::limits::{MAX_BATCH_SIZE, MAX_OCCURRENCES};
+
+use super::floats::RowFormat;
+use crate::proto;
+
+/// The samples of a part, as its head announces them. Numbers of a received head are within their limits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Samples {
+    /// Number of samples.
+    pub samples: usize,
+    /// Number of the indices of ids that they use.
+    pub indices: usize,
+    /// Whether each index has a weight.
+    pub per_sample_weights: bool,
+    /// Whether each sample has a divisor, or in a push a factor.
+    pub factors: bool,
+    /// Of a push: the factor of all sums.
+    pub scale: f32,
+}
+
+/// What is summed: a look-up has indices for each sample, a push for each id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verb {
+    /// Rows, for each sample.
+    Lookup,
+    /// Gradients, for each id.
+    Push,
+}
+
+impl Samples {
+    /// The samples of a look-up, if a sample may use several ids.
+    pub fn of_bags(bags: &Bags<'_>) -> Option<Self> {
+        bags.offsets.map(|_| Self {
+            samples: bags.samples(),
+            indices: bags.indices.len(),
+            per_sample_weights: bags.per_sample_weights.is_some(),
+            factors: bags.divisors.is_some(),
+            scale: 0.0,
+        })
+    }
+
+    /// The samples of a push.
+    pub fn of_sum(sum: &SegmentSum<'_>) -> Self {
+        Self {
+            samples: sum.gradients.len().checked_div(sum.dim).unwrap_or(0),
+            indices: sum.csr.indices.len(),
+            per_sample_weights: sum.per_sample_weights.is_some(),
+            factors: sum.factors.is_some(),
+            scale: sum.scale,
+        }
+    }
+
+    /// Whether vectors of samples with their indices are fewer bytes than the rows of `ids` ids.
+    pub fn save(&self, verb: Verb, ids: usize, format: RowFormat) -> bool {
+        let width = format.width().0;
+        self.samples * width + self.words(verb, ids) * size_of::<u32>() < ids * width
+    }
+
+    /// Words of all lists.
+    pub fn words(&self, verb: Verb, ids: usize) -> usize {
+        let Self { samples, indices, per_sample_weights, factors, .. } = *self;
+        let lists = if verb == Verb::Lookup { samples } else { ids };
+        indices + lists + 1 + if per_sample_weights { indices } else { 0 } + if factors { samples } else { 0 }
+    }
+
+    /// The message.
+    pub(crate) fn to_proto(self) -> proto::Samples {
+        let Self { samples, indices, per_sample_weights, factors, scale } = self;
+        proto::Samples {
+            samples: samples as u32,
+            indices: indices as u32,
+            per_sample_weights,
+            factors,
+            scale,
+        }
+    }
+
+    /// Check the samples of a part with `ids` ids. Also returns the announced bytes of vectors and words.
+    pub(crate) fn check(sent: &proto::Samples, ids: usize, dim: usize) -> Result<(Self, u64), String> {
+        let proto::Samples { samples, indices, per_sample_weights, factors, scale } = *sent;
+        let (samples, indices) = (samples as usize, indices as usize);
+        if ids == 0 {
+            return Err(format!("{samples} samples use no ids"));
+        }
+        if samples > MAX_BATCH_SIZE {
+            return Err(format!("{samples} samples, the limit is {MAX_BATCH_SIZE}"));
+        }
+        if indices > MAX_OCCURRENCES {
+            return Err(format!("{indices} indices of ids, the limit is {MAX_OCCURRENCES}"));
+        }
+        let checked = Self { samples, indices, per_sample_weights, factors, scale };
+        let words = [Verb::Lookup, Verb::Push].map(|verb| checked.words(verb, ids)).into_iter().max();
+        let values = samples as u64 * dim as u64 + words.unwrap_or(0) as u64;
+        Ok((checked, values * 4))
+    }
+}

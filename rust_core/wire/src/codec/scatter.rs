@@ -1,0 +1,141 @@
+//! [`Scatter`]: rows of a reply, written to their place.
+
+use std::ops::Range;
+
+use persia_kernels::{Csr, copy};
+use persia_types::{Dtype, TablesError};
+
+use super::chunk::{ChunkError, verify};
+use super::floats::RowFormat;
+use super::parts::Part;
+use crate::proto::Chunk;
+
+/// Ranges of items that have arrived, ascending, with gaps between them.
+#[derive(Debug, Default)]
+struct Covered(Vec<Range<u64>>);
+
+impl Covered {
+    /// Add a range; false if it overlaps.
+    fn add(&mut self, range: Range<u64>) -> bool {
+        let at = self.0.partition_point(|other| other.end < range.start);
+        let touches_left = self.0.get(at).is_some_and(|left| left.end == range.start);
+        let right = if touches_left { at + 1 } else { at };
+        if self.0.get(right).is_some_and(|right| right.start < range.end) {
+            return false;
+        }
+        let touches_right = self.0.get(right).is_some_and(|right| right.start == range.end);
+        match (touches_left, touches_right) {
+            (true, true) => {
+                self.0[at].end = self.0[right].end;
+                self.0.remove(right);
+            }
+            (true, false) => self.0[at].end = range.end,
+            (false, true) => self.0[at].start = range.start,
+            (false, false) => self.0.insert(at, range),
+        }
+        true
+    }
+
+    fn count(&self) -> u64 {
+        self.0.iter().map(|range| range.end - range.start).sum()
+    }
+}
+
+/// Writes each row to its place. Chunks arrive in any order, each row once.
+#[derive(Debug)]
+pub struct Scatter<'a, 'b> {
+    rows: &'a mut [&'b mut [f32]],
+    csr: &'a [Option<Csr<'a>>],
+    parts: Vec<(RowFormat, u64, Covered)>,
+    /// Rows of a chunk of 16 bits.
+    widened: Vec<f32>,
+}
+
+impl<'a, 'b> Scatter<'a, 'b> {
+    /// Into `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `csr[p]`.
+    ///
+    /// # Errors
+    /// `BadShape` for a buffer of another length, another number of buffers than of parts, or indices that do not fit.
+    pub fn new(
+        parts: &[Part],
+        csr: &'a [Option<Csr<'a>>],
+        rows: &'a mut [&'b mut [f32]],
+    ) -> Result<Self, TablesError> {
+        let bad = |what: String| Err(TablesError::BadShape { what });
+        if parts.len() != rows.len() || parts.len() != csr.len() {
+            return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
+        }
+        for ((part, csr), rows) in parts.iter().zip(csr).zip(rows.iter()) {
+            let wanted = csr.map_or(part.vectors(), |csr| csr.indices.len());
+            if rows.len() != wanted * part.format.dim {
+                return bad(format!(
+                    "table {}: a buffer of {} floats, want {wanted} rows of dimension {}",
+                    part.table,
+                    rows.len(),
+                    part.format.dim
+                ));
+            }
+            if let Some(csr) = csr {
+                csr.check(part.len(), wanted)?;
+            }
+        }
+        let of = |part: &Part| (part.format, part.vectors() as u64, Covered::default());
+        Ok(Self { parts: parts.iter().map(of).collect(), csr, rows, widened: Vec::new() })
+    }
+
+    /// Write one chunk.
+    ///
+    /// # Errors
+    /// [`ChunkError`] for a chunk that is damaged, was not requested, or arrived before.
+    pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
+        let (index, parts) = (chunk.part as usize, self.parts.len());
+        let Some((format, asked, covered)) = self.parts.get_mut(index) else {
+            return Err(ChunkError::unknown_part(chunk, parts));
+        };
+        let items = format.width().items(chunk)?;
+        let Some(end) = chunk.first.checked_add(items).filter(|end| end <= asked) else {
+            return Err(ChunkError::out_of_range(chunk, items, *asked));
+        };
+        verify(chunk)?;
+        if !covered.add(chunk.first..end) {
+            let Chunk { part, first, .. } = chunk;
+            return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
+        }
+        let (format, dim, rows) = (*format, format.dim, &mut *self.rows[index]);
+        let Some(csr) = self.csr[index] else {
+            format.decode(&chunk.data, &mut rows[chunk.first as usize * dim..end as usize * dim]);
+            return Ok(());
+        };
+        if format.dtype == Dtype::F32 {
+            for (unique, row) in (chunk.first as usize..).zip(chunk.data.chunks_exact(format.width().0)) {
+                for sample in csr.of(unique) {
+                    format.decode(row, &mut rows[*sample as usize * dim..][..dim]);
+                }
+            }
+            return Ok(());
+        }
+        // Widen an id once for all its samples.
+        self.widened.resize(items as usize * dim, 0.0);
+        format.decode(&chunk.data, &mut self.widened);
+        for (unique, row) in (chunk.first as usize..).zip(self.widened.chunks_exact(dim)) {
+            for sample in csr.of(unique) {
+                copy(row, &mut rows[*sample as usize * dim..][..dim]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Check that every row has arrived.
+    ///
+    /// # Errors
+    /// [`ChunkError::CutShort`] for a missing row.
+    pub fn finish(self) -> Result<(), ChunkError> {
+        for (part, (_, asked, covered)) in self.parts.iter().enumerate() {
+            let arrived = covered.count();
+            if arrived != *asked {
+                return Err(ChunkError::CutShort { what: format!("part {part}: {arrived} of {asked} rows") });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,258 @@
+//! [`Discovery`]: a connection to NATS, announcements and searches over it.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::service::ServiceExt;
+use async_nats::{Client, ConnectOptions, Event, StatusCode};
+use futures_util::StreamExt;
+use parking_lot::Mutex;
+use tokio::time::{Instant, timeout_at};
+
+use super::error::{DiscoveryError, without_password};
+use super::peer::{Announcement, Peer, Service, check_job_name};
+use crate::auth::RoleToken;
+use crate::backoff;
+
+/// Silence after an answer that ends a search.
+const QUIET: Duration = Duration::from_millis(150);
+/// Interval of pings to NATS.
+const PING_INTERVAL: Duration = Duration::from_secs(10);
+const USER: &str = "persia";
+
+/// The address of NATS, and the job.
+#[derive(Debug, Clone)]
+pub struct DiscoveryOptions {
+    /// `nats://host:port`, or `host:port`.
+    pub url: String,
+    /// Processes of other jobs are not found.
+    pub job: String,
+    /// The token of role `nats`, if NATS requires one.
+    pub token: Option<RoleToken>,
+}
+
+#[derive(Debug)]
+struct Connection {
+    client: Client,
+    url: String,
+    job: String,
+    /// The last error; None while connected.
+    error: Arc<Mutex<Option<String>>>,
+    /// Errors of malformed announcements that were logged.
+    logged: Mutex<HashSet<String>>,
+}
+
+/// A connection to NATS that reconnects by itself. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Discovery {
+    connection: Arc<Connection>,
+}
+
+/// Keeps a process announced, over restarts of NATS as well. Dropping it withdraws the announcement.
+#[derive(Debug)]
+pub struct Announced {
+    _stop: tokio::sync::oneshot::Sender<()>,
+}
+
+impl Discovery {
+    /// Connect in the background of the running tokio runtime. An unreachable NATS is retried forever.
+    ///
+    /// # Errors
+    /// `BadJob`, `BadUrl`.
+    pub async fn connect(options: DiscoveryOptions) -> Result<Self, DiscoveryError> {
+        let DiscoveryOptions { url, job, token } = options;
+        check_job_name(&job)?;
+        let shown = without_password(&url);
+        let error: Arc<Mutex<Option<String>>> = Arc::default();
+        let mut connect = ConnectOptions::new()
+            .name(format!("persia {job}"))
+            .retry_on_initial_connect()
+            .max_reconnects(None)
+            .ping_interval(PING_INTERVAL)
+            .reconnect_delay_callback(|attempt| backoff::pause(attempt.saturating_sub(1) as u32))
+            .event_callback({
+                let (error, url) = (Arc::clone(&error), shown.clone());
+                move |event| {
+                    note(&mut error.lock(), &url, event);
+                    async {}
+                }
+            });
+        if let Some(token) = token {
+            connect = connect.user_and_password(USER.into(), token.reveal().into());
+        }
+        let client = connect.connect(&url).await.map_err(|error| {
+            let source = std::error::Error::source(&error).map(|source| format!(": {source}"));
+            DiscoveryError::BadUrl {
+                url: shown.clone(),
+                what: format!("{error}{}", source.unwrap_or_default()),
+            }
+        })?;
+        let connection = Connection { client, url: shown, job, error, logged: Mutex::default() };
+        Ok(Self { connection: Arc::new(connection) })
+    }
+
+    /// The job.
+    pub fn job(&self) -> &str {
+        &self.connection.job
+    }
+
+    /// The address of NATS, without a password.
+    pub fn url(&self) -> &str {
+        &self.connection.url
+    }
+
+    /// Whether the connection is up.
+    pub fn is_connected(&self) -> bool {
+        self.connection.client.connection_state() == async_nats::connection::State::Connected
+    }
+
+    /// Wait until the connection is up, with no `limit` forever.
+    ///
+    /// # Errors
+    /// With a limit: `NotConnected` after it, `Refused` at once.
+    pub async fn wait_connected(&self, limit: Option<Duration>) -> Result<(), DiscoveryError> {
+        let start = Instant::now();
+        while !self.is_connected() {
+            if let Some(limit) = limit {
+                if let Some(refused @ DiscoveryError::Refused { .. }) = self.last_error() {
+                    return Err(refused);
+                }
+                if start.elapsed() >= limit {
+                    return Err(self.not_connected(&format!("waited {} s", limit.as_secs_f32())));
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    /// Why the connection is down; None while it is up.
+    pub fn last_error(&self) -> Option<DiscoveryError> {
+        if self.is_connected() {
+            return None;
+        }
+        let what = self.connection.error.lock().clone()?;
+        let url = self.connection.url.clone();
+        Some(if what.to_lowercase().contains("authorization") {
+            DiscoveryError::Refused { url, what }
+        } else {
+            DiscoveryError::NotConnected { url, what }
+        })
+    }
+
+    pub(super) fn not_connected(&self, waited: &str) -> DiscoveryError {
+        match self.last_error() {
+            Some(DiscoveryError::NotConnected { url, what }) => {
+                DiscoveryError::NotConnected { url, what: format!("{what} ({waited})") }
+            }
+            Some(other) => other,
+            None => {
+                DiscoveryError::NotConnected { url: self.connection.url.clone(), what: waited.to_owned() }
+            }
+        }
+    }
+
+    /// Announce this process until the guard is dropped, as soon as NATS is connected.
+    ///
+    /// # Errors
+    /// `NotConnected` when the connection is closed.
+    pub async fn announce(&self, announcement: Announcement) -> Result<Announced, DiscoveryError> {
+        let closed = |error: async_nats::Error| self.not_connected(&error.to_string());
+        let name = announcement.service.name();
+        let service = self
+            .connection
+            .client
+            .service_builder()
+            .description(announcement.service.description())
+            .metadata(announcement.metadata(&self.connection.job))
+            .start(name, crate::VERSION)
+            .await
+            .map_err(closed)?;
+        // A subject of its own: a request reaches this process and no other replica.
+        let own = format!("persia.{}", service.info().await.id);
+        let mut ready = service.group(own).endpoint("ready").await.map_err(closed)?;
+        let (stop, mut stopped) = tokio::sync::oneshot::channel::<()>();
+        tokio::spawn(async move {
+            loop {
+                tokio::select! {
+                    _ = &mut stopped => break,
+                    request = ready.next() => {
+                        let Some(request) = request else { break };
+                        if let Err(error) = request.respond(Ok("ready".into())).await {
+                            tracing::debug!(%error, "a reply to a readiness request was lost");
+                        }
+                    }
+                }
+            }
+            if let Err(error) = service.stop().await {
+                tracing::debug!(%error, "an announcement could not be withdrawn");
+            }
+        });
+        Ok(Announced { _stop: stop })
+    }
+
+    /// The job's processes of `service`, by index: those that answer before 150 ms of silence, or before `limit`.
+    ///
+    /// # Errors
+    /// `NotConnected`, `Refused`.
+    pub async fn find(&self, service: Service, limit: Duration) -> Result<Vec<Peer>, DiscoveryError> {
+        let end = Instant::now() + limit;
+        self.wait_connected(Some(limit)).await?;
+        let client = &self.connection.client;
+        let failed = |error: &dyn std::fmt::Display| self.not_connected(&error.to_string());
+        let inbox = client.new_inbox();
+        let mut answers = client.subscribe(inbox.clone()).await.map_err(|error| failed(&error))?;
+        let subject = format!("$SRV.INFO.{}", service.name());
+        client.publish_with_reply(subject, inbox, "".into()).await.map_err(|error| failed(&error))?;
+        let mut peers: Vec<Peer> = Vec::new();
+        let mut quiet = end;
+        while let Ok(Some(answer)) = timeout_at(quiet.min(end), answers.next()).await {
+            if answer.status == Some(StatusCode::NO_RESPONDERS) {
+                break;
+            }
+            quiet = Instant::now() + QUIET;
+            match Peer::parse(service, &answer.payload) {
+                Ok(peer) if peer.job == self.connection.job => peers.push(peer),
+                Ok(_) => {}
+                Err(what) => self.log_malformed(service, &what),
+            }
+        }
+        if !self.is_connected() {
+            return Err(self.not_connected("the connection broke during a search"));
+        }
+        peers.sort_by(|a, b| (a.index, &a.id).cmp(&(b.index, &b.id)));
+        Ok(peers)
+    }
+
+    fn log_malformed(&self, service: Service, what: &str) {
+        if self.connection.logged.lock().insert(what.to_owned()) {
+            tracing::warn!(service = service.name(), what, "ignored a malformed announcement");
+        }
+    }
+}
+
+/// Keep the last error, and log each change of state once.
+fn note(error: &mut Option<String>, url: &str, event: Event) {
+    let (what, lost) = match event {
+        Event::Connected => {
+            *error = None;
+            tracing::info!(url, "connected to NATS");
+            return;
+        }
+        Event::Disconnected => ("the connection broke".to_owned(), true),
+        Event::ClientError(client) => (client.to_string().replace("nats: ", ""), false),
+        Event::ServerError(server) => (server.to_string().replace("nats: ", ""), false),
+        other => {
+            tracing::debug!(url, %other, "NATS");
+            return;
+        }
+    };
+    if error.is_none() {
+        tracing::warn!(url, what, "{}", if lost { "lost NATS; reconnecting" } else { "waiting for NATS" });
+    }
+    // "authorization violation" stays: it explains the disconnection that follows.
+    if !lost || error.is_none() {
+        *error = Some(what);
+    }
+}

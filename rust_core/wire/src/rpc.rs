@@ -1,0 +1,107 @@
+//! [`Rpc`]: the methods that embedding servers and middlewares have in common.
+
+use futures_util::Stream;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::Channel;
+use tonic::{Request, Response, Status, Streaming};
+use tonic_prost::ProstCodec;
+
+use crate::auth::Credentials;
+use crate::discovery::Service;
+use crate::proto;
+use crate::settings::MAX_MESSAGE_BYTES;
+
+/// The request of a method without streams.
+pub trait Unary: prost::Message + 'static {
+    /// The method's name in both services, such as "PrepareSnapshot".
+    const METHOD: &'static str;
+    /// Its name in metrics and messages, such as "prepare_snapshot".
+    const NAME: &'static str;
+    /// What it returns.
+    type Reply: prost::Message + Default + 'static;
+}
+
+macro_rules! unary {
+    ($($name:literal $method:literal: $request:ident -> $reply:ident),+ $(,)?) => {
+        $(impl Unary for proto::$request {
+            const METHOD: &'static str = $method;
+            const NAME: &'static str = $name;
+            type Reply = proto::$reply;
+        })+
+    };
+}
+
+unary! {
+    "begin" "Begin": BeginRequest -> BeginReply,
+    "prepare_snapshot" "PrepareSnapshot": PrepareSnapshotRequest -> PrepareSnapshotReply,
+    "abort_snapshot" "AbortSnapshot": AbortSnapshotRequest -> AbortSnapshotReply,
+    "write_snapshot" "WriteSnapshot": WriteSnapshotRequest -> WriteSnapshotReply,
+    "commit_snapshot" "CommitSnapshot": CommitSnapshotRequest -> CommitSnapshotReply,
+    "restore" "Restore": RestoreRequest -> RestoreReply,
+    "stats" "Stats": StatsRequest -> StatsReply,
+    "clear" "Clear": ClearRequest -> ClearReply,
+}
+
+/// Calls one peer, a server or a middleware. Messages are limited to [`MAX_MESSAGE_BYTES`].
+#[derive(Debug, Clone)]
+pub struct Rpc {
+    service: &'static str,
+    grpc: Grpc<InterceptedService<Channel, Credentials>>,
+}
+
+impl Rpc {
+    /// Calls the middleware, or with [`Service::Server`] the server, behind `channel`.
+    pub fn new(service: Service, channel: Channel, credentials: Credentials) -> Self {
+        let service = match service {
+            Service::Server => proto::embedding_server_server::SERVICE_NAME,
+            _ => proto::middleware_server::SERVICE_NAME,
+        };
+        let grpc = Grpc::new(InterceptedService::new(channel, credentials))
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES);
+        Self { service, grpc }
+    }
+
+    /// Call the method of `request`.
+    ///
+    /// # Errors
+    /// The peer's status, or why it was not reached.
+    pub async fn unary<R: Unary>(&mut self, request: Request<R>) -> Result<R::Reply, Status> {
+        let path = self.ready(R::METHOD).await?;
+        self.grpc.unary(request, path, ProstCodec::default()).await.map(Response::into_inner)
+    }
+
+    /// Look rows up.
+    ///
+    /// # Errors
+    /// As [`Self::unary`].
+    pub async fn lookup(
+        &mut self,
+        request: Request<impl Stream<Item = proto::LookupRequest> + Send + 'static>,
+    ) -> Result<Streaming<proto::LookupReply>, Status> {
+        let path = self.ready("Lookup").await?;
+        self.grpc.streaming(request, path, ProstCodec::default()).await.map(Response::into_inner)
+    }
+
+    /// Push gradients.
+    ///
+    /// # Errors
+    /// As [`Self::unary`].
+    pub async fn push(
+        &mut self,
+        request: Request<impl Stream<Item = proto::PushRequest> + Send + 'static>,
+    ) -> Result<proto::PushReply, Status> {
+        let path = self.ready("Push").await?;
+        self.grpc.client_streaming(request, path, ProstCodec::default()).await.map(Response::into_inner)
+    }
+
+    /// Wait until the channel takes a request for `method`.
+    async fn ready(&mut self, method: &str) -> Result<PathAndQuery, Status> {
+        let unknown = |error: &dyn std::fmt::Display| Status::unknown(format!("service not ready: {error}"));
+        self.grpc.ready().await.map_err(|error| unknown(&error))?;
+        PathAndQuery::from_maybe_shared(format!("/{}/{method}", self.service))
+            .map_err(|error| unknown(&error))
+    }
+}
