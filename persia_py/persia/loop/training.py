@@ -105,6 +105,10 @@ class TrainingLoop:
                 self.trained(batch)
                 del batch
             self._complete()
+        except DataError:
+            self._open = next(iter(self._feeder.fed), None)  # the next batch was refused
+            self._end()
+            raise
         except BaseException:
             self._end()
             raise
@@ -142,14 +146,11 @@ class TrainingLoop:
 
     def _take(self) -> TrainingBatch | None:
         """Return the next batch, looked up; it is open from here on, and blamed for what it fails with."""
-        fed = self._feeder.fed
-        self._open = fed[0] if fed else None
         with watchdog.waiting():
             batch = self._pipeline.next(self._options.timeout_s)
         if batch is None:
-            self._open = None
             return None
-        self._open = fed.popleft()
+        self._open = self._feeder.fed.popleft()
         batch.position = self._open.position
         return batch
 
