@@ -1,8 +1,8 @@
 #!/bin/sh -eu
-# Entry point of every image. It sets the environment, makes the secret if there is none, reports which build runs, and
-# runs the command. Each part is a file of its own, read into this shell.
+# Entry point of every image: set paths and replica index, make the secret if there is none, log which build runs, and run
+# the command. This shell reads each part from a file of its own.
 
-# A container that is stopped while it starts has not succeeded, unless its run was finished before.
+# A container that is stopped during its start exits with 75, unless its run is finished already.
 trap 'run_finished.sh && exit 0; exit 75' TERM
 
 fail() { # CODE WHAT NEXT
@@ -14,7 +14,7 @@ command=${1:-}
 command=${command##*/}
 [ -n "$command" ] || fail 2 "no command was given" "name one, for example launch_server.sh"
 
-# The file that the command runs, of those that may be overridden.
+# The file behind the command that third_party/ can override.
 case $command in
 launch_server.sh | persia-embedding-sharded-server) runs=persia-embedding-sharded-server ;;
 launch_middleware.sh | persia-embedding-sharded-middleware) runs=persia-embedding-sharded-middleware ;;
@@ -27,7 +27,7 @@ parts=$(dirname "$0")
 . "$parts/secret.sh"
 . "$parts/report_build.sh"
 
-# The tests are in the image, not in the user's folder.
+# The tests are in the image, not in the working directory.
 if [ "$command" = pytest ]; then
     shift
     set -- run_pytest.sh "$@"

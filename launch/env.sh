@@ -1,6 +1,6 @@
-# Sets the paths and the replica index. Read by entrypoint.sh, which sets `command` and `runs`.
+# Set the paths and the replica index. entrypoint.sh reads this file after it has set `command` and `runs`.
 
-# --- Paths: overrides come first; binaries by PATH, persia_core.so by PYTHONPATH.
+# --- Paths: overrides come first; binaries are found by PATH, persia_core.so by PYTHONPATH.
 overrides=${THIRD_PARTY_PATH:-}
 overrides=${overrides%/}
 if [ -n "$overrides" ] && [ -d "$overrides" ]; then
@@ -12,8 +12,9 @@ if [ -n "$overrides" ] && [ -d "$overrides" ]; then
     fi
 fi
 
-# --- Replica index: swarm fills in the slot, counted from 1. Compose does not; there the number is part of the
-# container's name, which Docker's DNS returns for its address. From here on REPLICA_INDEX counts from 0.
+# --- Replica index. Swarm sets REPLICA_INDEX to the task slot, counted from 1. Compose leaves the template as it is; there
+# the number is the end of the container's name, which Docker's DNS returns for its address. REPLICA_INDEX is exported
+# counted from 0.
 slot=${REPLICA_INDEX:-}
 unset REPLICA_INDEX
 case $slot in
@@ -23,9 +24,9 @@ case $slot in
     name=${name%%.*}
     slot=${name##*[-_]}
     case ${name%"$slot"} in
-    '' | *[-_]run[-_]) slot= ;; # a container of `compose run` is no replica, and its name may end in digits
+    '' | *[-_]run[-_]) slot= ;; # `compose run` starts no replica, but the name may end in digits
     esac
-    asked="the container's name, ${name:-which Docker's DNS does not tell}"
+    asked="the container's name, ${name:-which Docker's DNS does not know}"
     ;;
 *) asked="REPLICA_INDEX, $slot" ;;
 esac
@@ -33,7 +34,7 @@ case $slot in
 '' | *[!0-9]* | 0*)
     case $command in
     launch_nats.sh) ;;
-    launch_*) fail 2 "which replica this is cannot be told from $asked" "set REPLICA_INDEX to its number, counted from 1" ;;
+    launch_*) fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to its number, counted from 1" ;;
     esac
     ;;
 *)

@@ -1,3 +1,3 @@
 #!/bin/sh -eu
-# A data-compose worker: launch_compose.sh [SCRIPT [ARGUMENT...]], by default PERSIA_DATALOADER_ENTRY.
+# A data-compose replica: launch_compose.sh [SCRIPT [ARGUMENT...]]. SCRIPT defaults to PERSIA_DATALOADER_ENTRY.
 exec persia-launcher data-loader -- "$@"

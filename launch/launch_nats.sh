@@ -1,5 +1,5 @@
 #!/bin/sh -eu
-# The broker, with a password derived from the token as every client derives it. Quoted, or one of digits were a number.
+# NATS. Its password is the role token, which every client derives too. It is quoted: all digits would be read as a number.
 secret=$(sed 's/[[:space:]]*$//' "$PERSIA_TOKEN_FILE")
 password=$(printf 'persia role nats %s' "$secret" | sha256sum)
 NATS_PASSWORD="\"${password%% *}\""

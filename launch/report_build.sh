@@ -1,4 +1,5 @@
-# Writes the first line of every log: which file runs, whether it is an override, its hash and its build. Read by entrypoint.sh.
+# Write the first line of every log: which file runs, whether it is an override, its hash and its build. entrypoint.sh
+# reads this file.
 file=$(command -v "$runs" || true)
 if [ "$runs" = persia_core.so ]; then
     file=$overrides/persia_core.so

@@ -43,7 +43,7 @@ REQUIREMENTS = ("flask", "flask_cors", "moto", "mypy", "xdist")
 pytest_plugins = ["selection"]
 
 Configure = Callable[..., Path]
-Told = Callable[[], list[str]]
+ReplayWarnings = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -75,13 +75,13 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def others_told() -> Iterator[Told]:
-    """Return the warnings so far of scripts that send others than the batches they sent before."""
+def replay_warnings() -> Iterator[ReplayWarnings]:
+    """Return the warnings so far about scripts that send other batches than before."""
     found: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "others than those" in record.getMessage():
+            if "differ from those it received" in record.getMessage():
                 found.append(record.getMessage())
 
     handler = Handler(logging.WARNING)

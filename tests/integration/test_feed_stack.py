@@ -87,7 +87,7 @@ def test_a_data_replica_that_is_killed_comes_back_without_loss(pair: Stack) -> N
     again = send(pair, BATCHES=600)
     assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 300
-    assert "others than those" not in again.output
+    assert "differ from those it received" not in again.output
 
 
 def test_a_data_script_that_fails_stops_the_trainers_by_name(pair: Stack, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_data_script_that_fails_stops_the_trainers_by_name(pair: Stack, tmp_pa
     assert not (pair.folder / "run" / "summary.json").exists()
 
 
-def test_trainers_that_start_again_get_the_data_from_the_start(pair: Stack) -> None:
+def test_restarted_trainers_get_the_data_from_the_start(pair: Stack) -> None:
     sender = send(pair, BATCHES=100_000)
     trainer = train(pair)
     trainer.says("batch 50,")
@@ -134,7 +134,7 @@ def test_a_script_that_exits_in_its_context_ends_the_data(pair: Stack, tmp_path:
     sender.says("every batch is sent")
 
 
-def test_a_data_script_without_a_context_is_told(pair: Stack, tmp_path: Path) -> None:
+def test_a_data_script_without_a_context_is_an_error(pair: Stack, tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text("print('forgot')\n")
     sender = pair.data(tmp_path / "data.py")
     assert sender.wait(30) == 2, sender.output
@@ -198,7 +198,7 @@ def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
         results.append((trainer.says("rank 1:").split("rank 1: ")[-1], trainer.says("test auc").split("test auc")[1]))
         for sender in senders:
             assert pair.stop(sender.process.name) == 0
-            assert "others than those" not in sender.output
+            assert "differ from those it received" not in sender.output
     assert results[0][0] == results[2][0] == "40 steps"
     assert results[1][0] == "23 steps"
     assert results[0] == results[2]

@@ -205,7 +205,7 @@ def test_two_ranks_train_and_a_second_start_says_so(up: StartUp, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("binaries")
-def test_a_killed_server_is_named_and_the_run_starts_again(up: StartUp, tmp_path: Path) -> None:
+def test_a_killed_server_is_named_and_the_run_restarts(up: StartUp, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     one = up(TWO, STEPS="30", HOLD=str(hold))
     one.says("step 2 rank 0")
@@ -253,7 +253,7 @@ def test_nothing_is_left_when_it_is_killed(up: StartUp, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("binaries")
-def test_a_script_with_an_error_is_not_started_again(up: StartUp, tmp_path: Path) -> None:
+def test_a_script_with_an_error_is_not_restarted(up: StartUp, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import os\nprint('once')\nraise ValueError('mine')\n")
     one = up("embedding_config: slots.yml\ntrainer: {entry: train.py}\n")
     assert one.wait() == 1
@@ -301,7 +301,7 @@ def test_scripts_in_persiaml_style(up: StartUp, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("binaries")
-def test_a_killed_rank_starts_again_with_all_data(up: StartUp, tmp_path: Path) -> None:
+def test_a_killed_rank_restarts_with_all_data(up: StartUp, tmp_path: Path) -> None:
     one = up(STYLE_JOB, BATCHES="400")
     one.says("generation .* of job style, rank 1 of 2")
     one.child("launch.rank.*train.py", RANK="1").kill()

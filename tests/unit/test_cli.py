@@ -82,3 +82,31 @@ def test_checkpoints(configure: Configure, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["config", "check", "absent.yml"], ["ckpt", "nonsense"], ["--no-such-option"]])
 def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
     assert run(*arguments).returncode == 2
+
+
+def test_help_lists_the_verbs_and_does_not_import_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "persia", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(f"  {verb} " in done.stdout for verb in ("up", "status", "config", "ckpt"))
+    assert "persia.cli.main" in done.stderr and "torch" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        (["status"], "persia status --nats-url"),
+        (["up", "absent.yml"], "persia up absent.yml"),
+        (["ckpt", "copy", "one", "other"], "one URL such as s3://"),
+        (["config", "check"], "persia config check FILE"),
+    ],
+)
+def test_an_error_names_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], step: str
+) -> None:
+    for name in ("PERSIA_NATS_URL", "PERSIA_EMBEDDING_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert step in done.stderr and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""The feed over real sockets: what is sent arrives once and in order, whoever comes, goes or fails."""
+"""The feed over real sockets: batches arrive once and in order, also after lost connections, restarts and failures."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Told
+from conftest import ROOT, ReplayWarnings
 from feeding import JOB, MakeRanks, batch, connect, new_ranks, sending
 from relay import Relay
 from waiting import wait_until
@@ -31,7 +31,7 @@ def ranks() -> Iterator[MakeRanks]:
         yield make
 
 
-def test_a_rank_without_data_is_told_of_and_waited_for(ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
+def test_waiting_for_a_rank_that_takes_no_batches_is_logged(ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
     """One that trains with an EmbeddingCollection announces no address."""
     run = ranks(1)
     found = run.find()
@@ -57,7 +57,7 @@ def test_batches_come_in_order_and_end(ranks: MakeRanks) -> None:
         assert not thread.is_alive() and not ended
 
 
-def test_waiting_for_a_batch_is_told(
+def test_waiting_for_a_batch_is_logged(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("persia.feed.inbox._REMIND_S", 0.1)
@@ -71,7 +71,7 @@ def test_waiting_for_a_batch_is_told(
     logging.getLogger("persia").removeHandler(caplog.handler)
 
 
-def test_replicas_are_merged_in_turn_whoever_is_faster(ranks: MakeRanks) -> None:
+def test_replicas_are_merged_in_turn_at_any_speed(ranks: MakeRanks) -> None:
     run = ranks(1)
     with sending(run, 4, 1, 2, first=100), sending(run, 7, 0, 2):
         assert run.rest() == [0, 100, 1, 101, 2, 102, 3, 103, 4, 5, 6]
@@ -93,7 +93,7 @@ def test_a_trainer_that_stops_ends_a_sender_that_waits(ranks: MakeRanks) -> None
     with sending(run, 1000) as (thread, ended, _):
         assert run.take(0) == 0
         run.servers[0].stop("left its loop")
-        assert run.take(1) == 1  # a rank that goes on is still served
+        assert run.take(1) == 1  # the other rank is still served
         run.servers[1].stop("left its loop")
         thread.join(20)
         assert not thread.is_alive()
@@ -135,7 +135,7 @@ def test_a_replica_that_was_killed_comes_back_without_loss_or_repetition(ranks: 
     assert second.wait(20) == 0
 
 
-def test_a_lost_connection_is_mended(ranks: MakeRanks, others_told: Told) -> None:
+def test_a_lost_connection_is_mended(ranks: MakeRanks, replay_warnings: ReplayWarnings) -> None:
     """Through a proxy that cuts the connection: what was under way is sent again."""
     run = ranks(1, buffer=5)
     with Relay(run.servers[0].address) as relay:
@@ -150,10 +150,10 @@ def test_a_lost_connection_is_mended(ranks: MakeRanks, others_told: Told) -> Non
             assert got == list(range(60))
             thread.join(20)
             assert not thread.is_alive() and not ended
-    assert not others_told()
+    assert not replay_warnings()
 
 
-def test_a_new_generation_starts_the_script_again(ranks: MakeRanks) -> None:
+def test_a_new_generation_restarts_the_script(ranks: MakeRanks) -> None:
     run = ranks(2)
     with sending(run, 1000) as (thread, ended, _):
         assert [run.take(0), run.take(1), run.take(0)] == [0, 1, 2]
@@ -227,8 +227,8 @@ def test_a_wrong_token_is_refused(
         assert caught.value.exit_code == 5
         assert "r" * tokens.LEAST_SECRET not in str(caught.value)
     logging.getLogger("persia").removeHandler(caplog.handler)
-    told = [line for line in caplog.text.splitlines() if "refused a call of ipv4:127.0.0.1:" in line]
-    assert len(told) == 1
+    logged = [line for line in caplog.text.splitlines() if "refused a call of ipv4:127.0.0.1:" in line]
+    assert len(logged) == 1
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:

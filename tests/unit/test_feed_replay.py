@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Told
+from conftest import ROOT, ReplayWarnings
 from feeding import JOB, MakeRanks, Ranks, batch, connect, many, new_ranks, number, sending
 from relay import Relay
 from waiting import wait_until
@@ -59,7 +59,9 @@ def test_a_resumed_run_counts_in_the_order_of_training(
         assert sum(data.state_dict()["taken"]) == 8 + len(rest)
 
 
-def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks: MakeRanks, others_told: Told) -> None:
+def test_a_restarted_script_with_the_same_batches_gives_no_warning(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings
+) -> None:
     """In another process, whose hashes have other seeds."""
     run = ranks(1, buffer=30)
     script = (
@@ -78,7 +80,7 @@ def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks
         for each in range(20):
             second.send(many(each if each != changed else 8))
         second.close()
-        assert len(others_told()) == (changed is not None)
+        assert len(replay_warnings()) == (changed is not None)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +88,8 @@ def test_a_script_that_starts_again_with_the_same_batches_is_not_warned_of(ranks
     [(None, []), (0, [0]), (3, [1]), (4, [0]), (9, [])],
     ids=["none", "the first", "one of rank 1", "the last of those received", "one that was not received"],
 )
-def test_batches_that_differ_from_those_received_are_told_once(
-    ranks: MakeRanks, others_told: Told, changed: int | None, warned: list[int]
+def test_batches_that_differ_from_those_received_give_one_warning(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings, changed: int | None, warned: list[int]
 ) -> None:
     run = ranks(2, buffer=10)
     first = connect(run)
@@ -106,7 +108,7 @@ def test_batches_that_differ_from_those_received_are_told_once(
         "it received: samples of these batches were trained on twice or not at all, so their results are not "
         "exactly-once; give the script a fixed seed and a fixed order, or start a new run"
     )
-    assert others_told() == [text.format(rank) for rank in warned]
+    assert replay_warnings() == [text.format(rank) for rank in warned]
 
 
 def cut(relay: Relay, sender: Sender) -> None:
@@ -118,8 +120,8 @@ def cut(relay: Relay, sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("changed", [None, 1])
-def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
-    ranks: MakeRanks, others_told: Told, changed: int | None
+def test_a_connection_that_is_lost_while_batches_are_skipped_changes_nothing(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings, changed: int | None
 ) -> None:
     run = ranks(1, buffer=10)
     inbox = run.servers[0].inbox
@@ -140,7 +142,7 @@ def test_a_connection_that_is_lost_while_batches_are_left_out_changes_nothing(
         assert run.rest() == list(range(6))
         ending.join(20)
         second.close()
-    assert len(others_told()) == (changed is not None)
+    assert len(replay_warnings()) == (changed is not None)
 
 
 def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
@@ -164,10 +166,10 @@ def streaming(run: Ranks, generation: int, monkeypatch: pytest.MonkeyPatch) -> S
         (2, "of another number", []),
     ],
 )
-def test_a_resumed_run_tells_of_batches_that_differ_from_those_trained_on(
+def test_a_resumed_run_warns_of_batches_that_differ_from_those_trained_on(
     ranks: MakeRanks,
     monkeypatch: pytest.MonkeyPatch,
-    others_told: Told,
+    replay_warnings: ReplayWarnings,
     changed: int,
     known: str,
     warned: list[int],
@@ -192,7 +194,7 @@ def test_a_resumed_run_tells_of_batches_that_differ_from_those_trained_on(
     assert data.passed() == passed
     with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100, changed=changed):
         assert [number(each.data) for each in data] == [5, 105, 6, 106, 7, 107]
-    assert [int(message.split()[2][0]) for message in others_told()] == warned
+    assert [int(message.split()[2][0]) for message in replay_warnings()] == warned
     data.trained(data.state_dict())
     again = data.passed()
     assert again is not None and again["batches"] == 7
@@ -262,7 +264,7 @@ def test_a_checkpoint_with_digests_of_another_form_has_none(state: Any) -> None:
     assert digests_after(3, 2, state) == [None, None]
 
 
-def test_a_script_that_sends_other_batches_than_before_is_told(ranks: MakeRanks) -> None:
+def test_a_script_that_sends_another_number_of_batches_is_an_error(ranks: MakeRanks) -> None:
     run = ranks(1, buffer=10)
     first = connect(run)
     for each in range(5):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, Batches, Configure, Told
+from conftest import ROOT, Batches, Configure, ReplayWarnings
 from test_loops import persia_threads
 from test_training import SLOTS, everything, loss_fn, make, train
 
@@ -91,7 +91,7 @@ def test_batches_wait_in_the_script_while_training_is_behind(script: Script, tmp
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
-def test_a_loop_left_early_goes_on_behind_the_last_trained_batch(script: Script, reproducible: bool) -> None:
+def test_a_loop_left_early_resumes_after_the_last_trained_batch(script: Script, reproducible: bool) -> None:
     script("""
     with DataCtx() as ctx:
         for batch in Numbered(9):
@@ -148,11 +148,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(script: Script, tmp_p
 @pytest.mark.parametrize(
     ("changed", "old", "warnings"), [(None, False, 0), (4, False, 1), (4, True, 0), (20, False, 0)]
 )
-def test_a_resumed_run_whose_script_sends_other_batches_than_before_is_told(
+def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
     script: Script,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    others_told: Told,
+    replay_warnings: ReplayWarnings,
     changed: int | None,
     old: bool,
     warnings: int,
@@ -181,9 +181,10 @@ def test_a_resumed_run_whose_script_sends_other_batches_than_before_is_told(
             ctx.load_checkpoint(tmp_path / "checkpoint")
             ctx.dump_checkpoint(tmp_path / "checkpoint")
             assert len(train(ctx, DataLoader(StreamingDataset()))) == 19
-        assert len(others_told()) == warnings * again
+        assert len(replay_warnings()) == warnings * again
         assert all(
-            "the 10 batches that are skipped, because rank 0 has received them" in message for message in others_told()
+            "the 10 batches that are skipped, because rank 0 has received them" in message
+            for message in replay_warnings()
         )
 
 
@@ -242,7 +243,7 @@ def test_an_error_of_the_script_reaches_the_loop_in_its_place(script: Script) ->
         ("def f(:", SyntaxError, "script with space.py"),
     ],
 )
-def test_a_script_that_sends_nothing_is_told(script: Script, body: str, error: type[Exception], text: str) -> None:
+def test_a_script_that_sends_nothing_is_an_error(script: Script, body: str, error: type[Exception], text: str) -> None:
     script(body)
     with make(), pytest.raises(error, match=text):
         next(iter(DataLoader(StreamingDataset())))
@@ -320,7 +321,7 @@ def test_a_sender_whose_note_cannot_be_written_is_closed(monkeypatch: pytest.Mon
     assert Sender.closed
 
 
-def test_no_script_is_told(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_script_is_an_error(script: Script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PERSIA_DATALOADER_ENTRY", str(tmp_path / "gone.py"))
     with make(), pytest.raises(ConfigError, match=r"PERSIA_DATALOADER_ENTRY=.*no file .*gone.py"):
         next(iter(DataLoader(StreamingDataset())))

@@ -152,7 +152,7 @@ def test_one_rank_that_fails_ends_all(launch: Launch, tmp_path: Path, end: str, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_the_end_asks_to_be_started_again(launch: Launch, tmp_path: Path, number: int) -> None:
+def test_a_signal_before_the_end_asks_for_a_restart(launch: Launch, tmp_path: Path, number: int) -> None:
     (tmp_path / "train.py").write_text(WAIT)
     process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
     pids = up(process, 2)
@@ -260,7 +260,7 @@ def test_a_script_that_ends_well_without_training_leaves_no_summary(
 
 
 def test_output_that_cannot_be_written_stops_no_program() -> None:
-    """As on a full disk, or with a closed pipe: the program goes on, and later lines are tried again."""
+    """As on a full disk, or with a closed pipe: the program continues, and later lines are tried."""
     lines: list[str] = []
 
     def write(line: str) -> None:
@@ -276,7 +276,7 @@ def test_output_that_cannot_be_written_stops_no_program() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "short"])
-def test_a_token_file_that_is_no_use_is_exit_code_5(
+def test_an_unusable_token_file_is_exit_code_5(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
     """As for the servers."""
@@ -304,7 +304,7 @@ def test_what_a_killed_up_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert sorted(tmp_path.iterdir()) == [other, young]
 
 
-def test_a_log_goes_on_when_nobody_reads_the_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_log_is_written_when_the_output_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with Logs(tmp_path) as logs, monkeypatch.context() as patch:
@@ -323,5 +323,5 @@ def test_waiting_for_trainers_outlives_nats(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     events = Events()
     with events.signals():
-        os.kill(os.getpid(), signal.SIGTERM)  # heard behind the first look, which fails
+        os.kill(os.getpid(), signal.SIGTERM)  # received after the first query, which fails
         assert not wait_for_new_trainers(events, served="127.0.0.1:2")

@@ -43,7 +43,7 @@ def packaged(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, packaged: Path) -> Run:
-    """Run a command through entrypoint.sh. ``dns`` is the container's name as Docker's DNS would tell it."""
+    """Run a command through entrypoint.sh. ``dns`` is the container's name in Docker's DNS."""
 
     def call(*command: str, dns: str = "", check: bool = True, **variables: str) -> "subprocess.CompletedProcess[str]":
         own = f'"-s dns hosts 10.0.0.7") [ -z "{dns}" ] || echo "10.0.0.7  {dns}"'
@@ -137,10 +137,10 @@ def test_the_replica_is_found(run: Run, given: str, dns: str, index: str) -> Non
     ("given", "dns", "said"),
     [
         ("4", "", "this is replica 4, but there are 3"),
-        ("0", "", "cannot be told from REPLICA_INDEX, 0"),
-        ("", "", "cannot be told from REPLICA_INDEX"),
-        ("one", "", "cannot be told from REPLICA_INDEX, one"),
-        ("{{.Task.Slot}}", "", "which Docker's DNS does not tell"),
+        ("0", "", "cannot be determined from REPLICA_INDEX, 0"),
+        ("", "", "cannot be determined from REPLICA_INDEX"),
+        ("one", "", "cannot be determined from REPLICA_INDEX, one"),
+        ("{{.Task.Slot}}", "", "which Docker's DNS does not know"),
         ("{{.Task.Slot}}", "persia-emb_server-run-123456789012.net", "persia-emb_server-run-123456789012"),
         ("{{.Task.Slot}}", "host7.net", "the container's name, host7"),
         ("{{.Task.Slot}}", "7.net", "the container's name, 7"),
@@ -209,7 +209,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
         for name in ("one  # ours", "'one'", '"one" # ours'):
             config.write_text(f"common_config:\n  metrics_config:\n    job_name: {name}\n")
             assert launched() is again
-    # A run of another job is none of this one, and where the name cannot be told the launcher decides.
+    # The run of another job does not count. If the job's name is not known, the launcher decides.
     assert launched(PERSIA_JOB="two")
     for text in ("    job_name: two\n", "    job_name: 'one\"\n", "    job_name: x\n    job_name: ne\n", "{}\n"):
         config.write_text(text)
@@ -221,7 +221,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
     (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')
-    # What asks for the file's hash stands for any moment of the start.
+    # What asks for the file's hash represents any moment of the start.
     script(packaged / "sha256sum", 'kill -TERM "$PPID"')
     script(packaged / "persia-launcher", "exit 42")
     result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB="one", check=False)

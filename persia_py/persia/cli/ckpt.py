@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="List, show, verify and copy checkp
 def ckpt_list(
     parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
-    """List the checkpoints in a folder or an object store; in a folder, broken ones too, with the reason."""
+    """List the checkpoints in a folder or an object store. In a folder, broken ones are listed with the reason."""
     from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
     from persia_core import checkpoint

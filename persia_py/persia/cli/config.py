@@ -18,10 +18,10 @@ def _config() -> None:
 @app.command("check")
 def config_check(
     embedding: Annotated[
-        Path | None, typer.Argument(help="embedding_config.yml. Default: the one that a script here would find.")
+        Path | None, typer.Argument(help="Default: PERSIA_EMBEDDING_CONFIG, else config/embedding_config.yml.")
     ] = None,
     general: Annotated[
-        Path | None, typer.Option("--global", help="global_config.yml. Default: the one that a script here would find.")
+        Path | None, typer.Option("--global", help="Default: PERSIA_GLOBAL_CONFIG, else config/global_config.yml.")
     ] = None,
 ) -> None:
     """Check both configuration files, and list every mistake with its place."""

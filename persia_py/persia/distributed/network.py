@@ -5,6 +5,7 @@ import socket
 
 import psutil
 
+from persia.runtime import settings
 from persia.runtime.errors import UsageError
 
 VARIABLES = ("PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -19,8 +20,8 @@ def check() -> None:
     """
     names = sorted(psutil.net_if_addrs())
     for variable in VARIABLES:
-        value = os.environ.get(variable, "").strip()
-        if value and not _matches(variable, value, names):
+        value = settings.variable(variable)
+        if value is not None and not _matches(variable, value, names):
             plural = "interface" if "," not in value else "none of the interfaces"
             verb = "does not exist" if "," not in value else "exists"
             raise UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")

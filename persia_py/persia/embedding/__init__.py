@@ -1,13 +1,13 @@
-"""How embedding rows start, come and are bounded.
+"""Embedding tables as a training script describes them: initial weights, batches, optimizers.
 
-* :mod:`persia.embedding.config`: how rows start, and what ``embedding_config.yml`` says
+* :mod:`persia.embedding.config`: initial weights, admission and bounds of rows
 * :mod:`persia.embedding.data`: features and batches
-* :mod:`persia.embedding.optim`, :mod:`persia.embedding.schedule`: optimizers, and learning rates that vary
+* :mod:`persia.embedding.optim`: optimizers; :mod:`persia.embedding.schedule`: learning-rate schedules
 
-A new row's weights are a function of the run's seed, its table's name, its id and the place in the row. They are equal
-on any number of servers. ``embedding_config.yml`` may give a table settings of its own: ``init`` (``{name: gamma,
-shape: 2}``, with the names and parameters of the classes here in snake case), ``optimizer``, ``admission``,
-``dtype``, ``rounding`` and ``ttl``.
+The initial weights of a row are a function of the run's seed, the name of the table, the id and the position in the
+row. They do not depend on the number of servers. A table can have settings of its own in ``embedding_config.yml``:
+``init``, ``optimizer``, ``admission``, ``dtype``, ``rounding`` and ``ttl``. ``init`` is written as ``{name: gamma,
+shape: 2}``, with the names and parameters of the classes here in snake case.
 """
 
 import importlib
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return what has moved to :mod:`persia.nn`, under its old path."""
+    """Import names that have moved to :mod:`persia.nn`."""
     if name not in {"EmbeddingCollection", "TableConfig"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("persia.nn"), name)

@@ -1,4 +1,4 @@
-"""How rows start and are bounded (:class:`EmbeddingConfig`), and what the two YAML files say."""
+"""Initial weights, admission and bounds of rows (:class:`EmbeddingConfig`), and the parsed YAML files."""
 
 import math
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """New weights are normal: ``mean + std * n``, ``n`` by the transform of Box and Muller (1958)."""
+    """New weights are normal: ``mean + std * n``, with ``n`` drawn by the method of Box and Muller (1958)."""
 
     mean: float = 0.0
     std: float = 0.01
@@ -65,7 +65,7 @@ class Zero:
 class Gamma:
     """New weights have the gamma distribution of mean ``shape * scale`` and variance ``shape * scale ** 2``.
 
-    Drawn by the method of Marsaglia and Tsang (2000).
+    They are drawn by the method of Marsaglia and Tsang (2000).
     """
 
     shape: float
@@ -81,9 +81,9 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Poisson:
-    """New weights have the Poisson distribution: whole numbers of mean and variance ``lam``, at most 500.
+    """New weights have the Poisson distribution of mean and variance ``lam``, which is at most 500.
 
-    Drawn by multiplying uniform numbers (Knuth, The Art of Computer Programming 2, section 3.4.1).
+    They are drawn by multiplying uniform numbers (Knuth, The Art of Computer Programming 2, section 3.4.1).
     """
 
     lam: float
@@ -98,9 +98,9 @@ class Poisson:
 
 @dataclass(frozen=True)
 class InverseSqrtDim:
-    """New weights are uniform in ``[-b, b)`` with ``b = 1 / sqrt(dim)``, PersiaML's ``InverseEmbeddingSizeSqrt``.
+    """New weights are uniform in ``[-b, b)`` with ``b = 1 / sqrt(dim)``; PersiaML's ``InverseEmbeddingSizeSqrt``.
 
-    The expected squared length of a row is 1/3, whatever its dimension.
+    The expected squared length of a row is 1/3 for any dimension.
     """
 
     @property
@@ -116,18 +116,18 @@ Initialization = Uniform | Normal | Zero | Gamma | Poisson | InverseSqrtDim
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """How embedding rows start, which ids get one, and how far weights may go.
+    """Initial weights of rows, admission of ids, and the bound of weights.
 
-    An id without a row reads as zeros, and its gradients are dropped and counted.
+    The embedding of an id without a row is zero; its gradients are dropped and counted.
 
     Attributes:
         emb_initialization: One of the classes of this module; ``(low, high)`` means :class:`Uniform`.
-        admit_probability: Share of unknown ids that get a row when looked up in training, in ``[0, 1]``, decided by a
-            hash of (seed, id, step).
-        weight_bound: Weights are clamped to ``±weight_bound`` after each update; 0 switches it off.
-        admit_min_count: An id gets a row at the earliest when this many training batches had it since it last had a
-            row, from 1. Ids without row are counted exactly, for as many ids as there may be rows twice over; beyond
-            that all counts are halved and ids at 0 forgotten.
+        admit_probability: The probability that an id without a row gets one at a look-up of training, in ``[0, 1]``.
+            A hash of seed, id and step decides.
+        weight_bound: Weights are clamped to ``±weight_bound`` after each update; 0 means no bound.
+        admit_min_count: An id gets a row when this many training batches have contained it, from 1. The count restarts
+            when the id loses its row. Counts are exact for twice as many ids as the capacity; with more ids, all counts
+            are halved, and ids at 0 are forgotten.
     """
 
     emb_initialization: tuple[float, float] | Initialization = (-0.01, 0.01)
@@ -136,19 +136,19 @@ class EmbeddingConfig:
     admit_min_count: int = 1
 
     def __post_init__(self) -> None:
-        """Check all fields and name every one that is wrong.
+        """Check all fields; the error names every wrong one.
 
         Raises:
             ConfigError: A field is out of its range.
         """
         wrong = []
-        if not isinstance(self._start(), Initialization):
+        if not isinstance(self._initialization(), Initialization):
             names = ", ".join(kind.__name__ for kind in get_args(Initialization))
             wrong.append(
                 f"emb_initialization={self.emb_initialization!r}: want a tuple (low, high), or one of {names} of "
                 "persia.embedding"
             )
-        elif not self._starts_well():
+        elif not self._has_valid_parameters():
             wrong.append(
                 f"emb_initialization={self.emb_initialization}: want finite numbers, low <= high, std >= 0, shape > 0, "
                 f"scale >= 0, lam from 0 to {MAX_POISSON_MEAN}"
@@ -162,36 +162,36 @@ class EmbeddingConfig:
         if wrong:
             raise ConfigError("EmbeddingConfig: " + "; ".join(wrong))
 
-    def _start(self) -> Initialization:
-        start = self.emb_initialization
-        return Uniform(*start) if isinstance(start, tuple) and len(start) == 2 else start
+    def _initialization(self) -> Initialization:
+        given = self.emb_initialization
+        return Uniform(*given) if isinstance(given, tuple) and len(given) == 2 else given
 
-    def _starts_well(self) -> bool:
+    def _has_valid_parameters(self) -> bool:
         try:
-            return self._start()._is_valid()
-        except TypeError:  # no number
+            return self._initialization()._is_valid()
+        except TypeError:  # not a number
             return False
 
     @property
     def initializer(self) -> InitializerSpec:
-        """``emb_initialization`` as the store takes it."""
-        return self._start()._spec
+        """``emb_initialization`` in the form of the store."""
+        return self._initialization()._spec
 
 
 def get_default_embedding_config() -> EmbeddingConfig:
-    """Return the configuration used where a context gets none."""
+    """Return the configuration of a context that is given none."""
     return EmbeddingConfig()
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run's slots and general settings, parsed and valid.
+    """The two configuration files of a run, parsed and checked.
 
     Attributes:
-        source: What defines the slots, for messages.
-        digest: Of that, equal on all ranks of a run.
+        source: The name of the embedding configuration in messages.
+        digest: The digest of its text. All ranks of a run must have the same.
         embedding: The slots.
-        general: The job and its limits.
+        general: The job's name and its limits.
     """
 
     source: str
@@ -201,25 +201,25 @@ class Configuration:
 
     @classmethod
     def find(cls) -> Self:
-        """Read both files from where the environment, or a folder ``config/``, has them.
+        """Read both files, which are found by the environment variables or in a folder ``config/``.
 
         Raises:
-            ConfigError: There is no embedding configuration, or a file is wrong.
+            ConfigError: There is no embedding configuration, or a file has mistakes.
         """
         path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
         if path is None:
             raise ConfigError(
-                "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into a folder config/ "
-                "beside the script"
+                "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into the folder config/ "
+                "next to the script"
             )
         return cls.of(*read_config(path))
 
     @classmethod
     def of(cls, text: str, source: str) -> Self:
-        """Take the text of an embedding configuration; the general one is read from its file, if there is one.
+        """Parse the text of an embedding configuration, and read the global one if it exists.
 
         Raises:
-            ConfigError: Either is wrong; every mistake is named.
+            ConfigError: One of them has mistakes; all are listed.
         """
         path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
         embedding = _config.parse_embedding_config(text, source)

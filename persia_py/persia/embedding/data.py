@@ -1,4 +1,4 @@
-"""Features, labels and batches, as a training script makes them."""
+"""Features, labels and batches that a script makes."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_BATCH_SIZE = 65535
-"""PersiaML's limit, kept as a name. Larger batches work here."""
+"""PersiaML's limit. The name is kept for its scripts; larger batches work too."""
 
 _DTYPES = tuple(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")))
 
@@ -22,18 +22,20 @@ _DTYPES = tuple(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8
 class IDTypeFeature:
     """Ids of a slot, any number for each sample.
 
-    With ``weights`` a sample's vector is ``sum(weight * row)``, and the gradient of a row is multiplied alike, as by
-    ``per_sample_weights`` of :class:`torch.nn.EmbeddingBag`. They need a slot whose pooling is a sum. The weights
-    themselves get no gradient.
+    With ``weights`` the vector of a sample is ``sum(weight * row)``, and the gradient of a row is multiplied by its
+    weight, as with ``per_sample_weights`` of :class:`torch.nn.EmbeddingBag`. The pooling of the slot must be a sum. The
+    weights get no gradient.
 
     Args:
-        name: The slot, as in ``embedding_config.yml``.
-        data: For each sample a 1-d uint64 array of its ids, possibly empty.
-        weights: For each sample a 1-d float32 array, one finite number for each of its ids; None is 1 for all.
+        name: The name of the slot in ``embedding_config.yml``.
+        data: The ids of each sample: a 1-d uint64 array, which may be empty.
+        weights: The weights of each sample: a 1-d float32 array with one finite number for each id. None means 1 for
+            all.
 
     Raises:
-        FeatureTypeError: Not a list of 1-d uint64 arrays, or weights not of float32; the message names the sample.
-        DataError: Another number of weights than of ids.
+        FeatureTypeError: The data is no list of 1-d uint64 arrays, or the weights are not float32; the message names
+            the sample.
+        DataError: The numbers of weights and ids differ.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class IDTypeFeature:
         """Make the feature from all ids in one array, without a Python object for each sample.
 
         Args:
-            name: The slot.
-            values: 1-d uint64 array of all ids, sample after sample.
-            offsets: 1-d int64 array of length batch size + 1: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
-            weights: 1-d float32 array, one finite number for each id; None is 1 for all.
+            name: The name of the slot.
+            values: All ids, sample after sample: a 1-d uint64 array.
+            offsets: A 1-d int64 array of length batch size + 1: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
+            weights: A 1-d float32 array with one finite number for each id; None means 1 for all.
 
         Raises:
-            FeatureTypeError: Wrong dtype or shape.
-            DataError: Offsets that do not ascend from 0 to ``len(values)``, or another number of weights than of ids.
+            FeatureTypeError: An array has another dtype or shape.
+            DataError: The offsets do not ascend from 0 to ``len(values)``, or the numbers of weights and ids differ.
         """
         feature = cls.__new__(cls)
         feature.name = _name(name)
@@ -95,7 +97,7 @@ class IDTypeFeature:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.offsets) - 1
 
 
@@ -103,11 +105,11 @@ class IDTypeFeatureWithSingleID:
     """Ids of a slot, exactly one for each sample.
 
     Args:
-        name: The slot, as in ``embedding_config.yml``.
-        data: 1-d uint64 array, one id per sample.
+        name: The name of the slot in ``embedding_config.yml``.
+        data: A 1-d uint64 array with one id for each sample.
 
     Raises:
-        FeatureTypeError: Not a 1-d uint64 array.
+        FeatureTypeError: The data is no 1-d uint64 array.
     """
 
     def __init__(self, name: str, data: npt.NDArray[np.uint64]) -> None:
@@ -118,7 +120,7 @@ class IDTypeFeatureWithSingleID:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.values)
 
 
@@ -136,24 +138,24 @@ class _Dense:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.kind if self.name is None else f"{self.kind} {self.name!r}"
 
     @property
     def batch_size(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.data)
 
 
 class NonIDTypeFeature(_Dense):
-    """Dense input: an array whose first dimension is the sample.
+    """A dense input: an array whose first dimension is the sample.
 
     Args:
         data: ``[batch, ...]`` of bool, int8, int16, int32, int64, uint8, float32 or float64.
-        name: For messages; the model gets dense inputs by position.
+        name: A name for messages. The model gets dense inputs by position.
 
     Raises:
-        FeatureTypeError: Another dtype, or no array.
+        FeatureTypeError: The data has another dtype, or is no array.
     """
 
     def __init__(self, data: npt.NDArray[Any], name: str | None = None) -> None:
@@ -161,16 +163,16 @@ class NonIDTypeFeature(_Dense):
 
 
 class Label(_Dense):
-    """What to learn: an array whose first dimension is the sample.
+    """A label: an array whose first dimension is the sample.
 
     Args:
         data: ``[batch, ...]`` of the dtypes of :class:`NonIDTypeFeature`.
-        name: For messages.
+        name: A name for messages.
         binary: Refuse values other than 0 and 1.
 
     Raises:
-        FeatureTypeError: Another dtype, or no array.
-        DataError: ``binary`` and a value other than 0 and 1; the message names the row.
+        FeatureTypeError: The data has another dtype, or is no array.
+        DataError: ``binary`` is set, and a value is neither 0 nor 1; the message names the row.
     """
 
     kind = "label"
@@ -191,22 +193,22 @@ IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
 
 
 class PersiaBatch:
-    """One batch: ids, dense inputs and labels, deduplicated once when it is made.
+    """One batch: ids, dense inputs and labels. Its ids are deduplicated when it is made.
 
     Args:
-        id_type_features: At least one.
-        non_id_type_features: Dense inputs.
-        labels: Labels; needed when ``requires_grad``.
-        batch_size: If given, what every part must have.
-        requires_grad: Whether the batch is trained on.
-        meta: Bytes that travel with the batch.
+        id_type_features: The ids of at least one slot.
+        non_id_type_features: The dense inputs.
+        labels: The labels; required with ``requires_grad``.
+        batch_size: The number of samples that every part must have; None means that of the first feature.
+        requires_grad: Whether the batch is for training.
+        meta: Bytes that are sent with the batch.
 
     Raises:
-        MissingLabelError: ``requires_grad`` and no label.
-        FeatureTypeError: A feature of another class, or without a list around it.
-        BatchSizeError: No sample, or parts of unequal size; all are named.
-        DataError: Two features of one name, NaN or infinity in a dense input (row and column are named) or a weight,
-            or more ids than a batch may hold.
+        MissingLabelError: ``requires_grad`` is set, and there is no label.
+        FeatureTypeError: A feature has another class, or is not in a list.
+        BatchSizeError: There is no sample, or parts differ in size; all are named.
+        DataError: Two features have one name, a weight or a dense input has NaN or infinity (of a dense input, the
+            message names row and column), or there are more ids than a batch may hold.
     """
 
     def __init__(
@@ -251,35 +253,35 @@ class PersiaBatch:
 
     @classmethod
     def wrap(cls, batch: _core.Batch) -> "PersiaBatch":
-        """Return a batch that was built elsewhere, and checked there."""
+        """Return a batch around one that is built and checked already."""
         wrapped = cls.__new__(cls)
         wrapped._batch = batch
         return wrapped
 
     @property
     def data(self) -> _core.Batch:
-        """The batch as the engine takes it."""
+        """The batch in the form of the engine."""
         return self._batch
 
     @property
     def batch_size(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return self._batch.batch_size
 
     def to_bytes(self) -> bytes:
-        """Return the batch in its wire format (versioned, with a checksum)."""
+        """Return the encoded batch: versioned, with a checksum."""
         return self._batch.to_bytes()
 
 
 def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Take a raw (sequence) feature apart, as the model gets it.
+    """Split the tensor that the model gets for a raw slot.
 
     Args:
         raw: ``[batch, sample_fixed_size, dim + 1]``.
 
     Returns:
-        The rows ``[batch, sample_fixed_size, dim]``, and the bool mask ``[batch, sample_fixed_size]``, true where an id
-        is.
+        The rows, ``[batch, sample_fixed_size, dim]``, and a bool mask, ``[batch, sample_fixed_size]``, which is true
+        where there is an id.
     """
     return raw[..., :-1], raw[..., -1] != 0
 

@@ -1,7 +1,8 @@
-"""Optimizers of embedding rows. They run where the rows are; each class has its formula.
+"""Optimizers of embedding rows. They run in the process that holds the rows.
 
-Per element; ``g`` is the gradient summed over a batch for one id, ``w`` a weight. ``lr`` is the rate of the step, which
-travels with each push: :meth:`Optimizer.update_lr` sets it, :meth:`Optimizer.scheduled` lets it vary with the step.
+The formula of each class applies per element. ``w`` is a weight, and ``g`` the gradient of an id, summed over a batch.
+``lr`` is the learning rate of the step, which each push carries: :meth:`Optimizer.update_lr` sets it,
+:meth:`Optimizer.scheduled` varies it with the step.
 """
 
 import math
@@ -16,11 +17,11 @@ from persia_core import optim as _core
 
 
 class Optimizer:
-    """Base of all embedding optimizers.
+    """The base of all embedding optimizers.
 
     Attributes:
-        lr: The learning rate in force, set by :meth:`update_lr`.
-        spec: Formula and numbers, as the store takes them.
+        lr: The current learning rate, before the schedule.
+        spec: The formula and its parameters in the form of the store.
     """
 
     def __init__(self, spec: _core.OptimizerSpec, lr: float) -> None:
@@ -42,10 +43,10 @@ class Optimizer:
 
         Args:
             schedule: A :class:`persia.embedding.schedule.LRSchedule`, or any function of the global step (from 1) that
-                gives a finite number of at least 0. As a function of the step alone it needs no place in checkpoints.
+                returns a finite number of at least 0. It must depend on the step only: checkpoints do not keep it.
 
         Raises:
-            ConfigError: It cannot be called.
+            ConfigError: It is not callable.
         """
         if not callable(schedule):
             raise ConfigError(f"scheduled({schedule!r}): want a function of the step, for example an LRSchedule")
@@ -53,32 +54,31 @@ class Optimizer:
         return self
 
     def update_lr(self, lr: float) -> None:
-        """Use ``lr`` from the next push on; a schedule multiplies it. Checkpoints keep it.
+        """Use ``lr`` from the next push on. A schedule multiplies it, and checkpoints keep it.
 
-        A scheduler of torch that the dense optimizer has can be followed by
-        ``update_lr(scheduler.get_last_lr()[0])`` in each step.
+        To follow a torch scheduler of the dense optimizer, call ``update_lr(scheduler.get_last_lr()[0])`` in each step.
 
         Raises:
-            ConfigError: Not finite or negative, or the optimizer was made with ``lr=0``.
+            ConfigError: ``lr`` is not finite or is negative, or the optimizer was made with ``lr=0``.
         """
         self.check_lr(lr)
         self.lr = lr
 
     def check_lr(self, lr: float) -> None:
-        """Check that ``update_lr(lr)`` would succeed.
+        """Check the argument of :meth:`update_lr`.
 
         Raises:
-            ConfigError: It would not.
+            ConfigError: As in :meth:`update_lr`.
         """
         _check({"lr": lr}, at_least_zero=("lr",))
         if self._base_lr == 0 and lr != 0:
             raise ConfigError("update_lr: the optimizer was made with lr=0, which no factor can raise; start above 0")
 
     def apply(self) -> None:
-        """Make this the optimizer of the current context. ``TrainCtx`` does it on entry.
+        """Make this the optimizer of the current context. ``TrainCtx`` calls it on entry.
 
         Raises:
-            UsageError: Outside a context.
+            UsageError: There is no context.
         """
         context = contexts.current()
         if context is None or context.common_context is None:
@@ -86,10 +86,10 @@ class Optimizer:
         context.common_context.begin(optimizer=self)
 
     def lr_factor(self, step: int) -> float:
-        """Return what the push of ``step`` multiplies the first learning rate by.
+        """Return the factor of the initial learning rate for the push of ``step``.
 
         Raises:
-            ConfigError: The schedule gave something else than a finite number of at least 0.
+            ConfigError: The schedule returned a number that is not finite or is negative.
         """
         factor = self.lr / self._base_lr if self._base_lr else 1.0
         if self._schedule is None:

@@ -1,8 +1,7 @@
-"""Learning rates that vary with the step.
+"""Learning-rate schedules.
 
-A schedule is a function of the global step alone, counted from 1, so that nothing of it has to be saved: a resumed run
-continues with the right rate, and every server uses the same one. Ranks compare their schedules at the start
-of a training loop.
+A schedule is a function of the global step only, counted from 1. So checkpoints need not keep it, a resumed run
+continues it, and all servers use the same rate. Ranks compare their schedules when a training loop starts.
 """
 
 import math
@@ -29,9 +28,9 @@ class LRSchedule:
 
     Attributes:
         course: ``constant``, ``linear`` or ``cosine``.
-        warmup_steps: Steps until the whole rate is reached.
-        total_steps: The step at which the course ends; it stays at ``end`` from there on. None is for a constant one.
-        end: What the course comes down to, in ``[0, 1]``; a constant one does not.
+        warmup_steps: The number of steps of the warm-up.
+        total_steps: The step at which the course reaches ``end``, where it stays; None for a constant course.
+        end: The last value of the course, in ``[0, 1]``; 0 for a constant course, which does not use it.
     """
 
     course: Literal["constant", "linear", "cosine"] = "constant"
@@ -40,7 +39,7 @@ class LRSchedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check all fields and name every one that is wrong.
+        """Check all fields; the error names every wrong one.
 
         Raises:
             ConfigError: A field is out of its range.
@@ -69,7 +68,7 @@ class LRSchedule:
             raise ConfigError("LRSchedule: " + "; ".join(wrong))
 
     def __call__(self, step: int) -> float:
-        """Return what the learning rate of ``step`` is multiplied by."""
+        """Return the factor of the learning rate at ``step``."""
         warmup = min(step / self.warmup_steps, 1.0) if self.warmup_steps else 1.0
         if self.total_steps is None:
             return warmup
@@ -80,5 +79,5 @@ class LRSchedule:
 
 
 def _is_a(kind: type, value: object) -> bool:
-    """Whether ``value``, of whatever type the caller gave it, is such a number; numpy's are, too."""
+    """Return whether ``value``, which may be of any type, is such a number; those of numpy count."""
     return isinstance(value, kind)

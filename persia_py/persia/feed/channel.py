@@ -1,7 +1,6 @@
 """gRPC connections between the parts of a job: addresses, role tokens, TLS, limits."""
 
 import hmac
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from persia.feed.protocol import MAX_BATCH_BYTES, MAX_REPLICAS
 from persia.runtime import tokens
 from persia.runtime.errors import AuthError, ConfigError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_BATCH_BYTES + 4096),
@@ -45,17 +45,14 @@ def connect(address: str) -> grpc.Channel:
     Raises:
         ConfigError: The file of the CA cannot be read.
     """
-    ca = os.environ.get("PERSIA_TLS_CA", "").strip()
     if address.startswith("unix:"):
         # By default grpc sends the path as the host name, which other HTTP/2 servers refuse.
         return grpc.insecure_channel(address, options=[*_CLIENT_OPTIONS, ("grpc.default_authority", "localhost")])
-    if not ca:
+    if settings.tls_ca is None:
         return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
-    name = os.environ.get("PERSIA_TLS_NAME", "").strip() or "persia"
-    credentials = grpc.ssl_channel_credentials(_content("PERSIA_TLS_CA", ca))
-    return grpc.secure_channel(
-        address, credentials, options=[*_CLIENT_OPTIONS, ("grpc.ssl_target_name_override", name)]
-    )
+    credentials = grpc.ssl_channel_credentials(_content("PERSIA_TLS_CA", settings.tls_ca))
+    name = ("grpc.ssl_target_name_override", settings.tls_name)
+    return grpc.secure_channel(address, credentials, options=[*_CLIENT_OPTIONS, name])
 
 
 def metadata(role: tokens.Role) -> tuple[tuple[str, str], ...]:
@@ -74,10 +71,10 @@ def server_credentials() -> grpc.ServerCredentials | None:
     Raises:
         ConfigError: Only one is set, or a file cannot be read.
     """
-    certificate, key = (os.environ.get(name, "").strip() for name in ("PERSIA_TLS_CERT", "PERSIA_TLS_KEY"))
-    if not certificate and not key:
+    certificate, key = settings.tls_certificate, settings.tls_key
+    if certificate is None and key is None:
         return None
-    if not certificate or not key:
+    if certificate is None or key is None:
         raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: one is set without the other")
     return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
 
@@ -127,8 +124,7 @@ def auth_error(address: str, details: str | None) -> AuthError:
 
 def certificate_error(address: str, details: str | None) -> AuthError:
     """Return the error for a peer whose certificate cannot be verified."""
-    given = os.environ.get("PERSIA_TLS_CA", "").strip() or "not set"
-    return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {given})")
+    return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {settings.tls_ca or 'not set'})")
 
 
 def _content(variable: str, path: str) -> bytes:

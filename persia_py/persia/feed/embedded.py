@@ -1,6 +1,5 @@
 """Embedded mode: run the data script in a thread of the training process."""
 
-import os
 import shlex
 import sys
 import threading
@@ -12,6 +11,7 @@ from persia.feed.protocol import Stopped
 from persia.feed.replay import ReplayCheck
 from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia_core.data import Batch
 
 _logger = get_logger("feed")
@@ -183,8 +183,8 @@ def find_script() -> tuple[Path, list[str]]:
     Raises:
         ConfigError: There is no such file.
     """
-    entry = os.environ.get("PERSIA_DATALOADER_ENTRY", "").strip()
-    if entry:
+    entry = settings.data_script
+    if entry is not None:
         name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
         if not Path(name).is_file():
             raise ConfigError(f"PERSIA_DATALOADER_ENTRY={entry}: no file {name} (seen from {Path.cwd()})")

@@ -62,7 +62,6 @@ class _ReplicaQueue:
     """The batches of one data-compose replica."""
 
     received: int = 0
-    taken: int = 0
     digest: Digest = 0  # of the received batches
     waiting: deque[tuple[int, Batch, Digest]] = field(default_factory=deque)
     sender: str | None = None  # None while it is not connected
@@ -76,7 +75,7 @@ class _ReplicaQueue:
 
 
 class Inbox:
-    """Holds at most ``buffer`` batches of each replica until the rank's data loader takes them."""
+    """A queue for each data-compose replica; each holds at most ``buffer`` batches."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -135,7 +134,6 @@ class Inbox:
                 queue = self._queues.get(index)
                 if queue is not None and queue.waiting:
                     seq, batch, digest = queue.waiting.popleft()
-                    queue.taken += 1
                     self._turn = index + 1
                     self._changed.notify_all()
                     if queue.callbacks is not None:
@@ -250,9 +248,7 @@ class Inbox:
     def _queue(self, index: int) -> _ReplicaQueue:
         if index not in self._queues:
             known = self._digests[index] if index < len(self._digests) else None
-            self._queues[index] = _ReplicaQueue(
-                received=self._skip, taken=self._skip, digest=known if self._skip else 0
-            )
+            self._queues[index] = _ReplicaQueue(received=self._skip, digest=known if self._skip else 0)
         return self._queues[index]
 
     def put(self, index: int, sender: str, seq: int, number: int, batch: Batch, encoded: bytes) -> None:

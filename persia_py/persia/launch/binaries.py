@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from persia.runtime import tokens
 from persia.runtime.errors import UsageError
+from persia.runtime.settings import settings
 
 SERVER = "persia-embedding-sharded-server"
 MIDDLEWARE = "persia-embedding-sharded-middleware"
@@ -32,7 +33,7 @@ def run(
     program = resolve_binary_execute_path(binary)
     host = "0.0.0.0" if tokens.token_file() else "127.0.0.1"  # noqa: S104
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
-    if not os.environ.get("PERSIA_LISTEN", "").strip():
+    if settings.listen is None:
         command += ["--listen", f"{host}:{port}"]
     for flag, path in (("--embedding-config", embedding_config), ("--global-config", global_config)):
         if path is not None:

@@ -33,7 +33,7 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
     """
     if settings.nats_url is None:
         raise UsageError(
-            "PERSIA_NATS_URL is not set: in the embedded mode the trainer runs the data script itself; "
+            "PERSIA_NATS_URL is not set: in embedded mode the trainer runs the data script itself; "
             "start only the trainer, or set PERSIA_NATS_URL"
         )
     events = Events()

@@ -1,6 +1,5 @@
 """The process of a data script: ``python -m persia.launch.data_loader_main FILE ARGUMENTS...``."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from persia.feed.protocol import RunRestarted
 from persia.launch.user_script import guarded, run_script
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN
-from persia.runtime.settings import SERVED
+from persia.runtime.settings import settings
 
 
 def main() -> int:
@@ -23,7 +22,7 @@ def _send_data() -> int:
     except RunRestarted as restarted:
         sys.stderr.write(f"{restarted}: restarting the script\n")
         return AGAIN
-    if code == 0 and (note := os.environ.get(SERVED)) and not Path(note).exists():
+    if code == 0 and (note := settings.served) and not Path(note).exists():
         raise UsageError(f"{script} ended without a `with DataCtx()`, so it sent no data; the trainers wait for it")
     return code
 

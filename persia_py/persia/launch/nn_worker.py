@@ -14,11 +14,11 @@ from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop
 from persia.runtime import job
 from persia.runtime.errors import UsageError
-from persia.runtime.exit_codes import AGAIN
+from persia.runtime.exit_codes import AGAIN, ExitCode
 from persia.runtime.settings import settings
 
-_OWN_CODES = {2, 3, 4, 5, 70}
-"""Exit codes of a rank that are passed on: configuration, unreachable, corrupt, refused, hung."""
+_OWN_CODES = {ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED, ExitCode.HUNG}
+"""Exit codes of a rank that are passed on, because they say more than :attr:`ExitCode.AGAIN`."""
 
 _NOTICE = 5.0
 """Seconds in which the other ranks may end by themselves after one has failed."""
@@ -99,8 +99,8 @@ def _wait_for_other_failures(left: set[Process], events: Events) -> None:
 
 
 def _exit_code(code: int) -> int:
-    # 1 is an exception of the script itself: a restart would raise it again.
-    return code if code == 1 or code in _OWN_CODES else AGAIN
+    # An exception of the script itself: a restart would raise it again.
+    return code if code == ExitCode.FAILED or code in _OWN_CODES else AGAIN
 
 
 def _rank_variables(local: int, *, ranks: int, node: int, nodes: int) -> dict[str, str]:

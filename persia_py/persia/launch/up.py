@@ -13,10 +13,10 @@ from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop
 from persia.runtime import job as jobs
-from persia.runtime.exit_codes import AGAIN
+from persia.runtime.exit_codes import AGAIN, ExitCode
 
 _NATS = "nats"
-_PERMANENT = {1, 2, 3, 4, 5}
+_PERMANENT = {ExitCode.FAILED, ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED}
 """Exit codes that a restart would not change."""
 _TRAINER_GRACE = 15.0
 """Seconds in which the trainer may end by itself, and report why, after a part failed for good."""

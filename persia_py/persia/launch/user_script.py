@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from persia.runtime.errors import PersiaError
+from persia.runtime.exit_codes import ExitCode
 
 _RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
 """Files of the frames between this module and the script."""
@@ -52,13 +53,13 @@ def guarded(work: Callable[[], int]) -> int:
         report(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130
+        return ExitCode.INTERRUPTED
     except Exception as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_RUNNERS):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace or error.__traceback__)
-        return 1
+        return ExitCode.FAILED
 
 
 def report(error: PersiaError) -> None:

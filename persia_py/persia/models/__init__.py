@@ -1,4 +1,4 @@
-"""Models in plain torch, called as PersiaML calls them: ``model(non_id_tensors, embedding_tensors)``."""
+"""Models in plain torch, with PersiaML's signature: ``model(non_id_tensors, embedding_tensors)``."""
 
 from persia.models.dlrm import DLRM
 

@@ -9,28 +9,27 @@ from persia.runtime.errors import ConfigError, DataError
 
 
 class DLRM(nn.Module):
-    """Predict a click or the like from dense inputs and one embedding per slot.
+    """Predict a binary label, such as a click, from dense inputs and one embedding for each slot.
 
-    A bottom MLP brings the dense inputs to the size of an embedding, all pairs of vectors are multiplied, and
-    a top MLP reads the products. With dense inputs ``x``, slots ``e_1`` to ``e_S`` and ``e_0 = bottom(x)``::
+    A bottom MLP maps the dense inputs to a vector of an embedding's size. The dot products of all pairs of vectors go
+    to a top MLP. With dense inputs ``x``, slots ``e_1`` to ``e_S`` and ``e_0 = bottom(x)``::
 
         logit = top([e_0, <e_i, e_j> for all i > j])
 
-    The model returns logits, not probabilities. Train it with ``nn.BCEWithLogitsLoss``, and apply
-    ``torch.sigmoid`` to its output where probabilities are wanted. PersiaML's scripts end their model in a
-    sigmoid and use ``nn.BCELoss``: the same function, but a sigmoid that rounds to 0 or 1 has no gradient.
+    The model returns logits. Train it with ``nn.BCEWithLogitsLoss``; ``torch.sigmoid`` of the output is the
+    probability. PersiaML's scripts have a sigmoid in the model and use ``nn.BCELoss``. That is the same function, but a
+    sigmoid that rounds to 0 or 1 has no gradient.
 
     Args:
-        num_dense: Columns of all dense inputs together.
-        num_slots: Embeddings per sample.
-        embedding_dim: Dimension of every slot.
-        bottom_mlp: Layer sizes of the bottom MLP; the last is ``embedding_dim``, so that its output can be
-            multiplied with the embeddings. Every layer ends in a ReLU.
-        top_mlp: Layer sizes of the top MLP; the last is 1, the logit. Every other layer ends in a ReLU.
-        dropout: Share of each hidden layer of the top MLP that is zeroed in training.
+        num_dense: The number of columns of all dense inputs together.
+        num_slots: The number of slots.
+        embedding_dim: The dimension of every slot.
+        bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer.
+        top_mlp: The layer sizes of the top MLP; the last is 1, the logit. A ReLU follows every layer but the last.
+        dropout: The share of each hidden layer of the top MLP that is zeroed in training.
 
     Raises:
-        ConfigError: Arguments that do not fit; all of them are named.
+        ConfigError: Arguments do not fit together; all mistakes are listed.
     """
 
     pairs: torch.Tensor
@@ -60,13 +59,13 @@ class DLRM(nn.Module):
         """Return the logits, ``[batch, 1]``.
 
         Args:
-            non_id_tensors: Dense inputs, each ``[batch, columns]``; ``num_dense`` columns together.
+            non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together.
             embedding_tensors: One ``[batch, embedding_dim]`` for each slot, in the order of training.
 
         Raises:
-            DataError: Tensors of other shapes than the model was built for.
+            DataError: A tensor has another shape than the model was built for.
         """
-        # TorchScript knows neither these messages nor their class.
+        # TorchScript supports neither these messages nor their class.
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             self._check_shapes(non_id_tensors, embedding_tensors)
         dense = self.bottom(torch.cat(non_id_tensors, dim=1))
@@ -93,7 +92,7 @@ class DLRM(nn.Module):
 
 
 def _mlp(width: int, sizes: Sequence[int], dropout: float) -> nn.Sequential:
-    """Linear layers with a ReLU, and dropout if any, between them."""
+    """Return linear layers with a ReLU, and dropout if any, between them."""
     layers: list[nn.Module] = []
     for index, size in enumerate(sizes):
         if index:

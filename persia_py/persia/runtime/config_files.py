@@ -1,9 +1,9 @@
 """The two YAML files: where they are."""
 
-import os
 import sys
 from pathlib import Path
 
+from persia.runtime import settings
 from persia.runtime.errors import ConfigError
 
 
@@ -13,8 +13,8 @@ def find_config(variable: str, name: str) -> Path | None:
     Raises:
         ConfigError: The variable names a file that is not there.
     """
-    given = os.environ.get(variable, "").strip()
-    if given:
+    given = settings.variable(variable)
+    if given is not None:
         path = Path(given)
         if not path.is_file():
             raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")

@@ -86,82 +86,82 @@ class Settings:
     @property
     def job(self) -> str | None:
         """``PERSIA_JOB``: the name of the job; None leaves it to the global configuration."""
-        return _text("PERSIA_JOB")
+        return variable("PERSIA_JOB")
 
     @property
     def nats_url(self) -> str | None:
         """``PERSIA_NATS_URL``; None without it, in the embedded mode."""
-        return _text("PERSIA_NATS_URL")
+        return variable("PERSIA_NATS_URL")
 
     @property
     def token_file(self) -> str | None:
         """``PERSIA_TOKEN_FILE``: the file with the job's secret."""
-        return _text("PERSIA_TOKEN_FILE")
+        return variable("PERSIA_TOKEN_FILE")
 
     @property
     def run_dir(self) -> str | None:
         """``PERSIA_RUN_DIR``: the folder of the run's files."""
-        return _text("PERSIA_RUN_DIR")
+        return variable("PERSIA_RUN_DIR")
 
     @property
     def checkpoint_root(self) -> str | None:
         """``PERSIA_CKPT_DIR``, below which servers write checkpoints."""
-        return _text("PERSIA_CKPT_DIR")
+        return variable("PERSIA_CKPT_DIR")
 
     @property
     def embedding_config(self) -> str | None:
         """``PERSIA_EMBEDDING_CONFIG``: the file of the slots."""
-        return _text("PERSIA_EMBEDDING_CONFIG")
+        return variable("PERSIA_EMBEDDING_CONFIG")
 
     @property
     def global_config(self) -> str | None:
         """``PERSIA_GLOBAL_CONFIG``: the file of the general settings."""
-        return _text("PERSIA_GLOBAL_CONFIG")
+        return variable("PERSIA_GLOBAL_CONFIG")
 
     @property
     def data_script(self) -> str | None:
         """``PERSIA_DATALOADER_ENTRY``: the data script and its arguments."""
-        return _text("PERSIA_DATALOADER_ENTRY")
+        return variable("PERSIA_DATALOADER_ENTRY")
 
     @property
     def train_script(self) -> str | None:
         """``PERSIA_NN_WORKER_ENTRY``: the training script and its arguments."""
-        return _text("PERSIA_NN_WORKER_ENTRY")
+        return variable("PERSIA_NN_WORKER_ENTRY")
 
     @property
     def listen(self) -> str | None:
         """``PERSIA_LISTEN``: where a server listens."""
-        return _text("PERSIA_LISTEN")
+        return variable("PERSIA_LISTEN")
 
     @property
     def interface(self) -> str | None:
         """``PERSIA_SOCKET_IFNAME``: the network interface of this process."""
-        return _text("PERSIA_SOCKET_IFNAME")
+        return variable("PERSIA_SOCKET_IFNAME")
 
     @property
     def tls_ca(self) -> str | None:
         """``PERSIA_TLS_CA``: the certificate that other parts are checked with."""
-        return _text("PERSIA_TLS_CA")
+        return variable("PERSIA_TLS_CA")
 
     @property
     def tls_name(self) -> str:
         """``PERSIA_TLS_NAME``: the name in the certificates of other parts, else ``persia``."""
-        return _text("PERSIA_TLS_NAME") or "persia"
+        return variable("PERSIA_TLS_NAME") or "persia"
 
     @property
     def tls_certificate(self) -> str | None:
         """``PERSIA_TLS_CERT``: this part's certificate."""
-        return _text("PERSIA_TLS_CERT")
+        return variable("PERSIA_TLS_CERT")
 
     @property
     def tls_key(self) -> str | None:
         """``PERSIA_TLS_KEY``: the key of this part's certificate."""
-        return _text("PERSIA_TLS_KEY")
+        return variable("PERSIA_TLS_KEY")
 
     @property
     def served(self) -> str | None:
         """``PERSIA_LAUNCHER_SERVED``: the file that gets the address of the rank 0 that is served."""
-        return _text(SERVED)
+        return variable(SERVED)
 
     @property
     def start_timeout(self) -> float:
@@ -176,7 +176,7 @@ class Settings:
     @property
     def hang_timeout(self) -> float:
         """``PERSIA_HANG_TIMEOUT``, else 1800: seconds that a step of a training loop may take; 0 is no limit."""
-        return 0.0 if _text("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
+        return 0.0 if variable("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
 
     @property
     def reproducible(self) -> bool:
@@ -265,12 +265,13 @@ def checkpoint_root() -> str | None:
     return settings.checkpoint_root
 
 
-def _text(name: str) -> str | None:
+def variable(name: str) -> str | None:
+    """Return an environment variable without white space around it; None if it is empty or not set."""
     return os.environ.get(name, "").strip() or None
 
 
 def _whole(name: str, default: int, *, least: int) -> int:
-    text = _text(name)
+    text = variable(name)
     if text is None:
         return default
     try:
@@ -283,7 +284,7 @@ def _whole(name: str, default: int, *, least: int) -> int:
 
 
 def _seconds(name: str, default: float) -> float:
-    text = _text(name)
+    text = variable(name)
     if text is None:
         return default
     try:

@@ -15,30 +15,33 @@ use crate::settings::MAX_MESSAGE_BYTES;
 
 /// The request of a method without streams.
 pub trait Unary: prost::Message + 'static {
-    /// The method's name in both services.
+    /// The method's name in both services, such as "PrepareSnapshot".
     const METHOD: &'static str;
+    /// Its name in metrics and messages, such as "prepare_snapshot".
+    const NAME: &'static str;
     /// What it returns.
     type Reply: prost::Message + Default + 'static;
 }
 
 macro_rules! unary {
-    ($($method:literal: $request:ident -> $reply:ident),+ $(,)?) => {
+    ($($name:literal $method:literal: $request:ident -> $reply:ident),+ $(,)?) => {
         $(impl Unary for proto::$request {
             const METHOD: &'static str = $method;
+            const NAME: &'static str = $name;
             type Reply = proto::$reply;
         })+
     };
 }
 
 unary! {
-    "Begin": BeginRequest -> BeginReply,
-    "PrepareSnapshot": PrepareSnapshotRequest -> PrepareSnapshotReply,
-    "AbortSnapshot": AbortSnapshotRequest -> AbortSnapshotReply,
-    "WriteSnapshot": WriteSnapshotRequest -> WriteSnapshotReply,
-    "CommitSnapshot": CommitSnapshotRequest -> CommitSnapshotReply,
-    "Restore": RestoreRequest -> RestoreReply,
-    "Stats": StatsRequest -> StatsReply,
-    "Clear": ClearRequest -> ClearReply,
+    "begin" "Begin": BeginRequest -> BeginReply,
+    "prepare_snapshot" "PrepareSnapshot": PrepareSnapshotRequest -> PrepareSnapshotReply,
+    "abort_snapshot" "AbortSnapshot": AbortSnapshotRequest -> AbortSnapshotReply,
+    "write_snapshot" "WriteSnapshot": WriteSnapshotRequest -> WriteSnapshotReply,
+    "commit_snapshot" "CommitSnapshot": CommitSnapshotRequest -> CommitSnapshotReply,
+    "restore" "Restore": RestoreRequest -> RestoreReply,
+    "stats" "Stats": StatsRequest -> StatsReply,
+    "clear" "Clear": ClearRequest -> ClearReply,
 }
 
 /// Calls one peer, a server or a middleware. Messages are limited to [`MAX_MESSAGE_BYTES`].

@@ -116,7 +116,7 @@ async fn call(
     let server: &ServerClient = &servers[index];
     let called = async {
         let replies = server.data().lookup(until(deadline, ReceiverStream::new(messages))).await;
-        let mut replies = replies.map_err(|status| named(server, &status))?.into_inner();
+        let mut replies = replies.map_err(|status| named(server, &status))?;
         let mut report = None;
         while let Some(reply) = replies.message().await.map_err(|status| named(server, &status))? {
             match reply.part {

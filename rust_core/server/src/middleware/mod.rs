@@ -34,7 +34,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status, Streaming};
 
-pub use server_pool::{Client, Link, ServerClient, ServerPool};
+pub use server_pool::{Link, ServerClient, ServerPool};
 
 use crate::metrics::Timer;
 
@@ -226,14 +226,14 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<proto::PrepareSnapshotRequest>,
     ) -> Result<Response<proto::PrepareSnapshotReply>, Status> {
-        Timer::start("prepare_snapshot").end(self.serve_prepare_snapshot(request).await).map(Response::new)
+        Timer::start("prepare_snapshot").end(self.forward(request).await).map(Response::new)
     }
 
     async fn abort_snapshot(
         &self,
         request: Request<proto::AbortSnapshotRequest>,
     ) -> Result<Response<proto::AbortSnapshotReply>, Status> {
-        Timer::start("abort_snapshot").end(self.serve_abort_snapshot(request).await).map(Response::new)
+        Timer::start("abort_snapshot").end(self.forward(request).await).map(Response::new)
     }
 
     async fn write_snapshot(
@@ -247,7 +247,7 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<proto::CommitSnapshotRequest>,
     ) -> Result<Response<proto::CommitSnapshotReply>, Status> {
-        Timer::start("commit_snapshot").end(self.serve_commit_snapshot(request).await).map(Response::new)
+        Timer::start("commit_snapshot").end(self.forward(request).await).map(Response::new)
     }
 
     async fn restore(
@@ -268,7 +268,7 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<proto::ClearRequest>,
     ) -> Result<Response<proto::ClearReply>, Status> {
-        Timer::start("clear").end(self.serve_clear(request).await).map(Response::new)
+        Timer::start("clear").end(self.forward(request).await).map(Response::new)
     }
 }
 

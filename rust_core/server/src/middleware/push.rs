@@ -146,11 +146,11 @@ async fn call(
 ) -> Result<proto::PushReport, TablesError> {
     let server: &ServerClient = &servers[index];
     let request = until(deadline, ReceiverStream::new(messages));
-    let mut client = server.data();
-    let Ok(reply) = timeout_at(deadline, client.push(request)).await else {
+    let mut rpc = server.data();
+    let Ok(reply) = timeout_at(deadline, rpc.push(request)).await else {
         return Err(late(&servers[slowest.or(index)], "push"));
     };
-    let reply = reply.map_err(|status| error_of(server, &status))?.into_inner();
+    let reply = reply.map_err(|status| error_of(server, &status))?;
     match reply.servers.into_iter().next().and_then(|server| server.outcome) {
         Some(server_push::Outcome::Applied(report)) => Ok(report),
         Some(server_push::Outcome::Failed(failure)) => Err(from_failure(&server.peer, &failure)),

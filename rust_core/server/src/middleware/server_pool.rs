@@ -7,13 +7,12 @@ use std::time::Duration;
 use persia_types::TablesError;
 use persia_wire::auth::{Credentials, Role, Secret};
 use persia_wire::discovery::{Discovery, Peer, Service};
-use persia_wire::proto::embedding_server_client::EmbeddingServerClient;
+use persia_wire::rpc::Rpc;
 use persia_wire::settings::Endpoint;
-use persia_wire::{PROTOCOL, VERSION, bounded};
+use persia_wire::{PROTOCOL, VERSION};
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
-use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Channel, ClientTlsConfig};
+use tonic::transport::ClientTlsConfig;
 
 use crate::exit::Exit;
 
@@ -26,9 +25,6 @@ const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 const SEARCH_PAUSE: Duration = Duration::from_millis(200);
 /// How long a request waits for missing servers; its caller retries.
 const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// The gRPC client of one server.
-pub type Client = EmbeddingServerClient<InterceptedService<Channel, Credentials>>;
 
 /// Credentials for calls to servers.
 #[derive(Debug, Clone, Default)]
@@ -45,27 +41,27 @@ pub struct ServerClient {
     /// "server 1 of 2 at host:8888"
     pub peer: String,
     endpoint: Endpoint,
-    data: Client,
-    admin: Client,
+    data: Rpc,
+    admin: Rpc,
 }
 
 impl ServerClient {
     fn new(peer: String, endpoint: Endpoint, link: &Link) -> Result<Self, tonic::transport::Error> {
         let channel = endpoint.channel(link.tls.as_ref())?;
-        let client = |role| {
+        let rpc = |role| {
             let credentials = Credentials::new(role, link.secret.as_ref());
-            bounded!(EmbeddingServerClient::with_interceptor(channel.clone(), credentials))
+            Rpc::new(Service::Server, channel.clone(), credentials)
         };
-        Ok(Self { data: client(Role::Middleware), admin: client(Role::Admin), peer, endpoint })
+        Ok(Self { data: rpc(Role::Middleware), admin: rpc(Role::Admin), peer, endpoint })
     }
 
     /// For look-ups, pushes and statistics.
-    pub fn data(&self) -> Client {
+    pub fn data(&self) -> Rpc {
         self.data.clone()
     }
 
     /// For everything else.
-    pub fn admin(&self) -> Client {
+    pub fn admin(&self) -> Rpc {
         self.admin.clone()
     }
 }
