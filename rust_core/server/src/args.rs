@@ -1,4 +1,5 @@
-//! Flags of the two binaries. Most flags have a variable. A flag overrides its variable; an empty variable counts as unset.
+//! Flags of the two binaries. Most flags have a variable. A flag overrides its variable; an empty variable counts as
+//! unset.
 
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
@@ -32,8 +33,8 @@ pub struct CommonArgs {
     /// Number of replicas
     #[arg(long, env = "REPLICA_SIZE", value_name = "N", default_value_t = 1)]
     pub replica_size: u32,
-    /// HOST:PORT or unix:/PATH; port 0 takes a free one. Default: the port of this binary, on all addresses with a token
-    /// file, on 127.0.0.1 without
+    /// HOST:PORT or unix:/PATH; port 0 takes a free one. Default: the port of this binary, on all addresses with a
+    /// token file, on 127.0.0.1 without
     #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<String>,
     /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464, on the addresses of --listen's

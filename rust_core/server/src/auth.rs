@@ -1,4 +1,5 @@
-//! [`AuthInterceptor`]: authenticates calls, counts those it refuses, and logs them, a limited number of lines a second.
+//! [`AuthInterceptor`]: authenticates calls, counts those it refuses, and logs them, a limited number of lines a
+//! second.
 
 use std::net::SocketAddr;
 use std::sync::Arc;

@@ -5,8 +5,8 @@
 //! * [`service`]: a node as gRPC service
 //! * [`middleware`]: divides requests among servers, and merges their answers
 //! * [`serve`]: connections, authentication, health and reflection
-//! * [`process`]: start and end of both binaries; [`args`], [`kind`], [`logs`], [`metrics`], [`watchdog`], [`probe`] and
-//!   [`exit`] are parts of it
+//! * [`process`]: start and end of both binaries; [`args`], [`kind`], [`logs`], [`metrics`], [`watchdog`], [`probe`]
+//!   and [`exit`] are parts of it
 
 mod allocator;
 pub mod args;

@@ -260,8 +260,8 @@ async fn connect(url: &str, job: &str, secret: Option<&Secret>) -> Result<Discov
     Discovery::connect(options).await.map_err(|error| Exit::Usage(error.to_string()))
 }
 
-/// Returns if NATS refuses the token at the start. Later a refusal must not end the process: a run that found its servers
-/// no longer needs NATS.
+/// Returns if NATS refuses the token at the start. Later a refusal must not end the process: a run that found its
+/// servers no longer needs NATS.
 async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     let Some(discovery) = discovery else { return std::future::pending().await };
     let mut since = None;

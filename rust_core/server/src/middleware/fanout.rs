@@ -10,8 +10,8 @@ use super::SERVER_QUEUE;
 
 const NONE: usize = usize::MAX;
 
-/// A queue to each server that is called. Messages of one request are sent one after another, so a server whose queue is full blocks
-/// those of the others. It is recorded: a timeout is its fault.
+/// A queue to each server that is called. Messages of one request are sent one after another, so a server whose queue
+/// is full blocks those of the others. It is recorded: a timeout is its fault.
 pub(super) struct Fanout<T> {
     queues: Vec<Option<mpsc::Sender<T>>>,
     slowest: SlowestServer,

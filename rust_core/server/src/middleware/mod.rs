@@ -2,8 +2,8 @@
 //!
 //! Where the caller wants samples pooled, it pools them, with the kernels of the caller.
 //!
-//! It has no state between two calls and tries each once: only the caller knows whether a retry makes sense. Every server
-//! gets every request, even without ids for it, so that each knows all requests of the job.
+//! It has no state between two calls and tries each once: only the caller knows whether a retry makes sense. Every
+//! server gets every request, even without ids for it, so that each knows all requests of the job.
 //!
 //! * [`lookup`], [`push`], [`admin`]: requests
 //! * [`pooled`]: pooling and summing for samples
@@ -166,8 +166,8 @@ fn until<T>(deadline: Instant, message: T) -> Request<T> {
     request
 }
 
-/// When servers must have answered: the timeout of the caller, or `default`. A fifth of the caller's timeout is left, so
-/// that an error which names a silent server still reaches the caller.
+/// When servers must have answered: the timeout of the caller, or `default`. A fifth of the caller's timeout is left,
+/// so that an error which names a silent server still reaches the caller.
 fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
     Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }

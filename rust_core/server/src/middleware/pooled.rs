@@ -48,8 +48,8 @@ impl MemoryBudget {
         Self { free: Arc::new(Semaphore::new(mib as usize)), mib }
     }
 
-    /// Wait for the memory of a request: rows or gradients of its parts with samples, and their lists. Dropping the permit
-    /// releases it.
+    /// Wait for the memory of a request: rows or gradients of its parts with samples, and their lists. Dropping the
+    /// permit releases it.
     pub(super) async fn take(
         &self,
         parts: &[Part],

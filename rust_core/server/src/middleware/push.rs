@@ -1,5 +1,5 @@
-//! [`Push`]: sends the gradients of one push to the servers, those of samples summed for each id, and returns the outcome of
-//! each server.
+//! [`Push`]: sends the gradients of one push to the servers, those of samples summed for each id, and returns the
+//! outcome of each server.
 
 use std::sync::Arc;
 

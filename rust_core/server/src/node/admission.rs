@@ -6,9 +6,9 @@
 //! 4. *Token*: a request whose token was applied before changes nothing.
 //! 5. *Apply*; then the turn advances.
 //!
-//! [`Node::admit`] waits for the first two and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the rest, which
-//! computes and may wait for a disk. A failed request leaves neither a record nor a token, and its turn stays: its retry
-//! takes the same path.
+//! [`Node::admit`] waits for the first two and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the
+//! rest, which computes and may wait for a disk. A failed request leaves neither a record nor a token, and its turn
+//! stays: its retry takes the same path.
 
 use std::io;
 use std::sync::Arc;
@@ -23,7 +23,8 @@ impl Node {
     /// Wait until a training request may be applied: for room, and for its turn if the run has turns.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming the missing requests.
+    /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming the missing
+    /// requests.
     pub async fn admit(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
         self.throttle().await?;
         self.wait_turn(token, phase).await
@@ -56,8 +57,8 @@ impl Node {
         self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
     }
 
-    /// Wait for room for copies of rows, for a fraction of the time for a turn. Then the request proceeds: a slow disk slows
-    /// training down, and does not stop it.
+    /// Wait for room for copies of rows, for a fraction of the time for a turn. Then the request proceeds: a slow
+    /// disk slows training down, and does not stop it.
     async fn throttle(&self) -> Result<(), TablesError> {
         if !self.is_full() {
             return Ok(());

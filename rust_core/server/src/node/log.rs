@@ -1,8 +1,8 @@
 //! [`RequestLog`]: what the log of a server starts from, and when a checkpoint replaces it.
 //!
 //! The base is the rows of a checkpoint, or none, and how far the run had come. The cut of a snapshot starts a segment.
-//! Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before the cut are removed.
-//! A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
+//! Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before the cut are
+//! removed. A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
 
 use std::path::PathBuf;
 

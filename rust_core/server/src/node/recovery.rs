@@ -1,4 +1,5 @@
-//! How a [`Node`] resumes from its log: the base, then every request after it, applied by the code that applied it first.
+//! How a [`Node`] resumes from its log: the base, then every request after it, applied by the code that applied it
+//! first.
 
 use std::time::Instant;
 

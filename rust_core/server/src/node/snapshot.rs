@@ -93,8 +93,8 @@ impl Node {
         Ok(snapshot)
     }
 
-    /// This snapshot is part of a checkpoint, whose `files` are in `directory`: the log starts from it, unless there was
-    /// a later cut.
+    /// This snapshot is part of a checkpoint, whose `files` are in `directory`: the log starts from it, unless there
+    /// was a later cut.
     ///
     /// # Errors
     /// As [`Self::write_snapshot`].

@@ -100,9 +100,9 @@ impl Wal {
         self.shared.writer.lock().first.is_some()
     }
 
-    /// Replace the log by an empty one. `base` gets the number of its first segment; no record is appended meanwhile. The
-    /// old log is removed before anything is written, so that a full disk can be left; a process that is killed in
-    /// between leaves no log.
+    /// Replace the log by an empty one. `base` gets the number of its first segment; no record is appended meanwhile.
+    /// The old log is removed before anything is written, which frees a full disk; a process that is killed
+    /// in between leaves no log.
     ///
     /// # Errors
     /// Those of `base`, before anything is removed; `Io`, and records are refused until a reset succeeds.
@@ -125,8 +125,8 @@ impl Wal {
     /// Log `record`, then `apply` it, then wait until it is durable if every request is to be.
     ///
     /// # Errors
-    /// `Io` if the record cannot be logged: nothing was applied, unless the error says that the disk failed to keep it. Those
-    /// of `apply`; the record is then taken back.
+    /// `Io` if the record cannot be logged: nothing was applied, unless the error says that the disk failed to keep
+    /// it. Those of `apply`; the record is then taken back.
     pub(crate) fn append<T>(
         &self,
         record: &WalRecord,

@@ -101,8 +101,8 @@ pub(super) fn read(
     }
 }
 
-/// The position after `start` from which on the file may never have been written. After a power cut some file systems show zeros for
-/// such bytes: zeros up to the end of the file that begin at `start` or with a sector.
+/// The position after `start` from which on the file may never have been written. After a power cut some file systems
+/// show zeros for such bytes: zeros up to the end of the file that begin at `start` or with a sector.
 fn unwritten_from(file: &mut File, start: u64) -> io::Result<u64> {
     file.seek(SeekFrom::Start(start))?;
     let (mut position, mut written) = (start, start);
