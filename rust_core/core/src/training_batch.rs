@@ -185,7 +185,8 @@ impl TrainingBatch {
     /// Sum the gradients of `embeddings` on the device, one for each, in their order, multiplied by `scale`. Returns at
     /// once, and pushes nothing.
     fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
-        let (step, scale_of_ticket) = (self.step, self.ticket.lock().as_ref().map(PushTicket::gradient_scale));
+        let (step, scale_of_ticket) =
+            (self.step, self.ticket.lock().as_ref().map(PushTicket::gradient_scale));
         let (Some(on_device), Some(more)) = (&self.on_device, scale_of_ticket) else {
             let text =
                 format!("step {step}: its embeddings are not on a device, or its gradients cannot be pushed");
