@@ -137,9 +137,9 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     refused(with(|samples| samples.uses = u32::MAX), &good, "uses of ids, the limit is");
     refused(proto::TablePart { shard_counts: vec![0; 256], ..part() }, &good, "2 samples use no ids");
     refused(part(), &words(&[0, 1, 2, 3], OFFSETS, WEIGHTS, DIVISORS), "a sample uses row 3 of 3");
-    refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples ascend");
+    refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples must ascend");
     refused(part(), &words(PLACES, &[0, 2, 3], WEIGHTS, DIVISORS), "from 0 to 3");
-    refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN of use 1");
+    refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN at index 1");
     refused(part(), &words(PLACES, OFFSETS, WEIGHTS, &[2.0, 0.0]), "divisor 0 of sample 1");
     let status = raw_lookup(&stack, None, lookup_messages(with(|samples| samples.uses = 1 << 28), &good));
     assert!(status.unwrap_err().message().contains("bytes of samples and their uses"));
@@ -173,7 +173,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
     };
     let of = |list, starts| words(list, starts, WEIGHTS, &[0.5, 0.5]);
     refused(part(), &of(&[0, 1, 0, 2], STARTS), gradients.clone(), "table 0: sample 2 of 2");
-    refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: starts of samples ascend");
+    refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: offsets of ids must ascend");
     refused(part(), &of(SAMPLES, &[0, 2, 3, 9]), gradients.clone(), "from 0 to 9");
     refused(with(|samples| samples.samples = 1 << 25), &good, gradients.clone(), "the limit is");
     refused(part(), &good, vec![1.0; DIM], "cut short");

@@ -145,7 +145,7 @@ fn malformed_uses_are_refused_by_name() {
     };
     for (samples, starts, named) in [
         (&[0u32, 1, 3][..], &[0u32, 1, 2, 3][..], "table 6: sample 3 of 3"),
-        (&[0, 1, 2], &[0, 3, 2, 3], "table 6: starts of samples ascend"),
+        (&[0, 1, 2], &[0, 3, 2, 3], "table 6: offsets of ids must ascend"),
         (&[0, 1, 2], &[0, 1, 2, 2], "from 0 to 2"),
     ] {
         let sum = sum(samples, starts);
