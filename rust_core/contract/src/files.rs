@@ -11,7 +11,7 @@ use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
     ("a snapshot comes back, optimizer state included", a_snapshot_comes_back),
-    ("a snapshot is of the last cut, whatever came after it", a_snapshot_is_of_the_last_cut),
+    ("a prepared snapshot keeps its rows", a_prepared_snapshot_keeps_its_rows),
     ("restore replaces rows that came later", restore_replaces),
     ("a damaged snapshot changes nothing", a_damaged_snapshot_changes_nothing),
     ("counts add up", counts_add_up),
@@ -55,7 +55,7 @@ fn a_snapshot_comes_back(make: Make<'_>) {
     assert_eq!(fresh.read(1, &ids), fixture.read(1, &ids));
 }
 
-fn a_snapshot_is_of_the_last_cut(make: Make<'_>) {
+fn a_prepared_snapshot_keeps_its_rows(make: Make<'_>) {
     let fixture = begun_with(make, &with_state());
     let (early, late) = (ids(300), [9_001u64, 9_002]);
     fixture.train(1, 1, &early);
@@ -64,18 +64,18 @@ fn a_snapshot_is_of_the_last_cut(make: Make<'_>) {
     fixture.0.prepare_snapshot(1).unwrap();
     fixture.train(2, 1, &[&early[..], &late].concat());
     fixture.push(2, 1, &early[..100], &distinct_gradients(1, &early[..100]));
-    let (of_cut, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let saved = fixture.0.write_snapshot(of_cut.path(), Some(1)).unwrap();
+    let (prepared, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let saved = fixture.0.write_snapshot(prepared.path(), Some(1)).unwrap();
     assert_eq!(saved.rows, [0, 300]);
-    // The cut is written; the next snapshot is of what is there.
+    // The prepared snapshot is written; the next one is of the present rows.
     let later = fixture.read(1, &early);
     assert_ne!(later, rows);
     let files = snapshot(&fixture, of_now.path());
-    fixture.0.restore(of_cut.path(), &saved.files).unwrap();
+    fixture.0.restore(prepared.path(), &saved.files).unwrap();
     assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 300], rows));
     fixture.0.restore(of_now.path(), &files).unwrap();
     assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 302], later));
-    // What replaces or drops all rows ends a cut.
+    // What replaces or drops all rows releases a prepared snapshot.
     fixture.0.prepare_snapshot(2).unwrap();
     fixture.0.clear().unwrap();
     let refused = |cut| {

@@ -76,7 +76,7 @@ impl Overflows {
                 id,
                 rows = report.rows_nonfinite,
                 steps_so_far = self.0,
-                "rows were left as they were: the sum of the gradients of an id is not finite; this is the first such id"
+                "rows were not updated: the sum of the gradients of an id is not finite; this is the first such id"
             );
         }
     }

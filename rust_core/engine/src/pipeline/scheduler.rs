@@ -100,7 +100,7 @@ pub(crate) struct Ready {
     pub(crate) plan: Option<Plan>,
 }
 
-/// Gradients on their way.
+/// Gradients that wait for the push thread.
 pub(crate) struct PushJob {
     pub(crate) step: u64,
     pub(crate) batch: Arc<Batch>,
