@@ -210,6 +210,7 @@ impl Block {
     }
 
     /// Queue a copy of another block's first `bytes`.
+    #[cfg(feature = "by_hand")]
     pub(crate) fn copy_from(&self, from: &Self, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: both blocks have as many bytes, as the callers know.
         let code = unsafe { sys::cuMemcpyDtoDAsync_v2(self.address, from.address, bytes, stream.handle()) };
