@@ -178,7 +178,7 @@ with preemption.saving_run():
     print("up to the save", os.getpid(), flush=True)
     time.sleep(5.0)
     print("saved", flush=True)
-    preemption.leave_if_asked()
+    preemption.exit_if_requested()
 """
 
 

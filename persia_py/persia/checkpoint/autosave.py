@@ -67,9 +67,9 @@ class Autosave:
         if step // every != self._checkpoints.saved // every:
             self.save(step)
 
-    def vote(self, work: object) -> bool:
+    def vote(self, fed_batch: object) -> bool:
         """Whether the last save failed and is due again; only rank 0 knows."""
-        del work
+        del fed_batch
         return self._retry_at is not None and time.monotonic() >= self._retry_at
 
     def decide(self, step: int, votes: list[bool]) -> bool:
@@ -95,7 +95,7 @@ class Autosave:
             self.save(step)
         while True:
             settled = self._settled()
-            settled, written = self._backend.gather("checkpoint written", [settled, self._checkpoints.written])[0]
+            settled, written = self._backend.all_gather("checkpoint written", [settled, self._checkpoints.written])[0]
             self._committed(written)
             if settled is not False:
                 return
@@ -109,14 +109,14 @@ class Autosave:
         """
         self._checkpoints.saved = step
         backend = self._backend
-        with backend.still():
-            failed, written = backend.gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
-            if not backend.writes:
+        with backend.quiesce():
+            failed, written = backend.all_gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
+            if not backend.is_rank_0:
                 self._checkpoints.failed = failed
-            ranks = backend.collect(self._state.rank_state())
+            ranks = backend.gather(self._state.rank_state())
             if ranks is not None:
                 self._cut(step, ranks)
-            backend.gather("checkpoint cut", None)
+            backend.all_gather("checkpoint cut", None)
         self._committed(written)
 
     def _committed(self, step: int) -> None:
@@ -126,7 +126,7 @@ class Autosave:
     def _cut(self, step: int, ranks: list[dict[str, Any]]) -> None:
         """On rank 0: begin a save when the last one is written; it is written in the background."""
         started = time.monotonic()
-        self._backend.wait_writing()
+        self._backend.join_checkpoint_thread()
         if (waited := time.monotonic() - started) > 1.0:
             _logger.warning("training waited %.1f s at step %d for the last checkpoint to be written", waited, step)
         self._retry_at = None
@@ -141,7 +141,7 @@ class Autosave:
             self._retry(step, error)
             return
         paused = time.monotonic() - cut_at
-        self._backend.writing = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
+        self._backend.checkpoint_thread = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
 
     def _write(self, save: snapshot.Save, path: Path, step: int, paused: float) -> None:
         """Write it, on a thread of its own."""
@@ -203,15 +203,15 @@ class Autosave:
 
     def _settled(self) -> bool | None:
         """On rank 0: whether the last save is written or given up; if not, it is to be retried now."""
-        if not self._backend.writes:
+        if not self._backend.is_rank_0:
             return None
-        self._backend.wait_writing()
+        self._backend.join_checkpoint_thread()
         if self._retry_at is None:
             return True
         time.sleep(max(0.0, self._retry_at - time.monotonic()))
         return False
 
-    def leave_if_asked(self, left_by: BaseException | None) -> None:
+    def exit_if_requested(self, left_by: BaseException | None) -> None:
         """At the end of a context: save the run and leave, if this process was asked to stop.
 
         Where the context has reached its end on all ranks, they do so too if another one was asked.
@@ -226,7 +226,7 @@ class Autosave:
         asked = preemption.stop_asked()
         if ended:
             try:
-                asked = any(self._backend.gather("end of training", asked))
+                asked = any(self._backend.all_gather("end of training", asked))
             except SystemExit:
                 asked = True
         if asked and (ended or (isinstance(left_by, SystemExit) and left_by.code in _LEAVES)):
@@ -240,7 +240,7 @@ class Autosave:
         step, why = self._backend.trained_step, preemption.reason()
         try:
             if preemption.has_trained():
-                steps = self._backend.meet(step, MEET_S)
+                steps = self._backend.all_gather_at_exit(step, MEET_S)
                 if min(steps) < max(steps):
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()

@@ -116,14 +116,14 @@ class DataLoader:
                     self.dataset.used()
         finally:
             stop.set()
-            stop_reading(reader, self._source, whole=not isinstance(self.dataset, StreamingDataset))
+            stop_reading(reader, self._source, completed=not isinstance(self.dataset, StreamingDataset))
 
 
 def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> PersiaBatch | BaseException | None:
     """Return the next item; waiting for the data set has no limit, and is logged."""
     started = reminded = time.monotonic()
     while True:
-        preemption.leave_if_asked()
+        preemption.exit_if_requested()
         try:
             return ready.get(timeout=_SLICE_S)
         except queue.Empty:

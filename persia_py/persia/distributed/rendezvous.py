@@ -78,7 +78,7 @@ class Rendezvous:
             raise
         return announcement
 
-    def meet(self) -> "tuple[Peers, Store]":
+    def connect(self) -> "tuple[Peers, Store]":
         """Get in touch with the other ranks: rank 0 waits for them, each of them for rank 0.
 
         Raises:

@@ -111,7 +111,7 @@ def agree(flag: bool) -> bool:
         RunLostError: A rank is gone; it is named.
     """
     others = _process.peers
-    return flag if others is None else all(others.share("agree", bool(flag)))
+    return flag if others is None else all(others.all_gather("agree", bool(flag)))
 
 
 def hung(reason: str) -> None:
@@ -156,11 +156,11 @@ def finish() -> None:
             "EmbeddingCollection; each needs one"
         )
     if others is not None:
-        others.share("finish", None)
+        others.all_gather("finish", None)
     if settings.rank == 0:
         _write_summary(job.run_dir())
     if others is not None:
-        others.share("finished", None)
+        others.all_gather("finished", None)
     if torch_distributed.is_initialized():
         torch_distributed.destroy_process_group()
     _leave()

@@ -42,10 +42,10 @@ class Stream(Protocol):
     def trained(self, state: dict[str, Any]) -> None:
         """Forget the batches up to ``state``, which are trained on."""
 
-    def passed(self) -> dict[str, Any] | None:
+    def replay_digests(self) -> dict[str, Any] | None:
         """Return the digests of the batches that were trained on, for a checkpoint."""
 
-    def expect(self, passed: dict[str, Any] | None) -> None:
+    def set_replay_digests(self, replay_digests: dict[str, Any] | None) -> None:
         """Take the digests of the batches that a resumed run skips."""
 
     def waiting(self) -> int:
@@ -54,8 +54,8 @@ class Stream(Protocol):
     def interrupt(self) -> None:
         """End an iteration in another thread."""
 
-    def settle(self, *, whole: bool) -> None:
-        """Prepare for the next loop; ``whole`` after one that reached its end."""
+    def prepare_next_pass(self, *, completed: bool) -> None:
+        """Prepare for the next loop; ``completed`` after one that reached its end."""
 
 
 class Source:
@@ -77,19 +77,19 @@ class Source:
         self._end: Cursor | None = None
         self._skip = 0
 
-    def resume(self, cursor: Cursor | None, passed: dict[str, Any] | None) -> None:
+    def resume(self, cursor: Cursor | None, replay_digests: dict[str, Any] | None) -> None:
         """Take the data set to where the loop starts.
 
         Args:
             cursor: The position of a checkpoint; None continues where the data set is.
-            passed: Of the same checkpoint, the digests of the batches before.
+            replay_digests: Of the same checkpoint, the digests of the batches before.
         """
         if self._start is None and self._stateful is not None:
             self._start = position(0, self._stateful.state_dict())
         if cursor is not None and cursor["source"] is not None and self._stateful is not None:
             self._stateful.load_state_dict(cursor["source"])
             if self._stream is not None:
-                self._stream.expect(passed)
+                self._stream.set_replay_digests(replay_digests)
         elif cursor is None:
             cursor = None if self._stateful is None else position(0, self._stateful.state_dict())
         self.cursor = cursor
@@ -110,9 +110,9 @@ class Source:
         if self._stream is not None and self.cursor is not None:
             self._stream.trained(self.cursor["source"])
 
-    def passed(self) -> dict[str, Any] | None:
+    def replay_digests(self) -> dict[str, Any] | None:
         """Return what a rank's checkpoint keeps of the batches before the cursor, if there is anything."""
-        return None if self._stream is None else self._stream.passed()
+        return None if self._stream is None else self._stream.replay_digests()
 
     def waiting(self) -> int:
         """Return how many batches have arrived and were not read."""
@@ -132,18 +132,18 @@ class Source:
         if self._stream is not None:
             self._stream.interrupt()
 
-    def settle(self, *, whole: bool, read_to_end: bool) -> None:
+    def prepare_next_pass(self, *, completed: bool, read_to_end: bool) -> None:
         """Prepare for the next loop, which continues after the last batch that was trained on.
 
         Args:
-            whole: The loop reached the end of the pass.
+            completed: The loop reached the end of the pass.
             read_to_end: The thread that read the data set has ended.
         """
         if self._stream is not None:
-            self._stream.settle(whole=whole)
+            self._stream.prepare_next_pass(completed=completed)
             return
         source = None if self.cursor is None else self.cursor["source"]
-        if read_to_end and not whole and self._stateful is not None and source is not None:
+        if read_to_end and not completed and self._stateful is not None and source is not None:
             self._stateful.load_state_dict(source)
 
 

@@ -40,7 +40,7 @@ class _State:
 _state = _State()
 
 
-def ask_to_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
+def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
     """Note that this process was sent SIGTERM, or Ctrl-C.
 
     Args:
@@ -53,11 +53,11 @@ def ask_to_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
         return True
     if _state.asked_at is None:
         _state.code = code
-    hear()
+    note_remote_stop()
     return _state.loops and _state.trained and not _state.waits_for_data
 
 
-def hear(*, gone: bool = False) -> None:
+def note_remote_stop(*, gone: bool = False) -> None:
     """Note that another rank was asked to stop, or is ``gone`` from the step it was in; nothing is interrupted here."""
     if _state.saves and (gone or _state.asked_at is None):
         _state.asked_at = -math.inf if gone else time.monotonic()
@@ -78,7 +78,7 @@ def reason() -> str:
     return "Ctrl-C" if _state.code is ExitCode.INTERRUPTED else "SIGTERM"
 
 
-def leave_if_asked() -> None:
+def exit_if_requested() -> None:
     """Leave, where that may be.
 
     Raises:
@@ -122,7 +122,7 @@ def _own_handlers() -> Iterator[None]:
 
 
 def _terminated(*_: object) -> None:
-    if not ask_to_stop():
+    if not request_stop():
         raise SystemExit(ExitCode.AGAIN)
 
 
@@ -133,7 +133,7 @@ def _interrupted(*_: object) -> None:
         os._exit(ExitCode.INTERRUPTED)
     _state.interrupted = True
     os.write(2, b"Ctrl-C: saving the run after this step; press it again to end at once\n")
-    if not ask_to_stop(ExitCode.INTERRUPTED):
+    if not request_stop(ExitCode.INTERRUPTED):
         raise SystemExit(ExitCode.INTERRUPTED)
 
 
@@ -163,7 +163,7 @@ class Preemption:
         """Leave, if this process was asked to stop and the loop is complete; otherwise signals act at once again."""
         try:
             if complete:
-                leave_if_asked()
+                exit_if_requested()
         finally:
             _state.loops = _state.in_step = False
 
@@ -180,7 +180,7 @@ def waiting_for_data() -> Iterator[None]:
     Raises:
         SystemExit: This process was asked to stop, or is meanwhile.
     """
-    leave_if_asked()
+    exit_if_requested()
     _state.waits_for_data = True
     try:
         yield
