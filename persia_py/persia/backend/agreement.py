@@ -15,7 +15,10 @@ _KEPT = 4096
 
 @contextlib.contextmanager
 def together(peers: Peers | None, what: str) -> Iterator[None]:
-    """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+    """Run the block on every rank, with a barrier at its end.
+
+    If it fails on one rank, it raises on every rank.
+    """
     failed: Exception | None = None
     try:
         yield

@@ -30,7 +30,7 @@ class RowSettings:
 
     Attributes:
         optimizer: None while only evaluating.
-        config: How rows start, and how far they may go.
+        config: The initializer, the admission rule and the weight bound.
     """
 
     optimizer: Optimizer | None
@@ -170,7 +170,7 @@ class Backend(ABC):
         )
 
     def drain_all_ranks(self) -> None:
-        """Return when no rank can push any more, because rows are to be replaced.
+        """Wait until no rank can push. Rank 0 waits for all ranks; the others return at once.
 
         Raises:
             UsageError: This rank is in a training loop.
@@ -220,12 +220,18 @@ class Backend(ABC):
             _logger.info("%s has ended", saving.what)
 
     def all_gather(self, what: str, mine: Any) -> list[Any]:
-        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+        """Return the values of all ranks, ordered by rank.
+
+        Every rank calls this and blocks until all have. ``mine`` is JSON-serialisable; ``what`` names the call in
+        errors.
+        """
         del what
         return [mine]
 
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`all_gather`, wherever each rank is: ranks do not return to what they waited for.
+        """Return the values of all ranks before the run ends.
+
+        A rank that waits in another all-gather gets SystemExit there, and then calls this.
 
         Raises:
             UnreachableError: A rank does not come in time.
@@ -234,12 +240,15 @@ class Backend(ABC):
         return [mine]
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+        """Return the values of all ranks, ordered by rank, on rank 0; None on the others. Every rank calls this."""
         return [mine]
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+        """Run the block on every rank, with a barrier at its end.
+
+        If it fails on one rank, it raises on every rank.
+        """
         del what
         yield
 
@@ -255,9 +264,9 @@ class Backend(ABC):
         """
 
     def broadcast(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
+        """Broadcast ``state`` if rank 0 has loaded a checkpoint since the last call.
 
-        Every rank calls this once after :meth:`open_loop`.
+        Return it on the other ranks; otherwise return None. Every rank calls this once after :meth:`open_loop`.
         """
         del state
         return None
@@ -282,7 +291,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def quiesce(self) -> Iterator[None]:
-        """Inside, this rank is quiet: its pushes are applied and no look-up begins."""
+        """Quiesce this rank. Its pushes are applied before the block, and no look-up starts inside it."""
         self.engine.pause()
         try:
             yield

@@ -153,10 +153,10 @@ class RemoteBackend(Backend):
                 self._restored = True
 
     def drain_all_ranks(self) -> None:
-        """Return when every rank has left its training loop and its pushes are applied; rank 0 waits for that.
+        """Wait until no rank can push. Rank 0 waits for all ranks; the others return at once.
 
         Raises:
-            UnreachableError: One has not in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
+            UnreachableError: A rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
             UsageError: This rank is in its loop.
         """
         super().drain_all_ranks()
@@ -164,15 +164,15 @@ class RemoteBackend(Backend):
             self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout)
 
     def all_gather(self, what: str, mine: Any) -> list[Any]:
-        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+        """Return the values of all ranks, ordered by rank; blocks until all have called this."""
         return [mine] if self._peers is None else self._peers.all_gather(what, mine)
 
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`all_gather`, wherever each rank is: ranks do not return to what they waited for."""
+        """Return the values of all ranks before the run ends."""
         return [mine] if self._peers is None else self._peers.all_gather_at_exit(mine, timeout_s)
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+        """Return the values of all ranks, ordered by rank, on rank 0; None on the others. Every rank calls this."""
         if self._peers is None:
             return [mine]
         given: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -182,7 +182,10 @@ class RemoteBackend(Backend):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+        """Run the block on every rank, with a barrier at its end.
+
+        If it fails on one rank, it raises on every rank.
+        """
         with agreement.together(self._peers, what):
             yield
 
@@ -245,7 +248,10 @@ class RemoteBackend(Backend):
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def _rate(self) -> dict[str, Any]:
-        """What decides the learning rate; None for a rate that the other ranks get only with a checkpoint's state."""
+        """Return the learning rate and schedule, which must be equal on all ranks.
+
+        The rate is None after a load, because the other ranks get it later.
+        """
         optimizer = self.row_settings.optimizer
         if optimizer is None:
             return {}
@@ -278,7 +284,7 @@ class RemoteBackend(Backend):
         others.note(others.loops)
 
     def broadcast(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None."""
+        """Broadcast ``state`` if rank 0 has loaded a checkpoint since the last call; return it on the other ranks."""
         restored, self._restored = self._restored, False
         if not restored or self._peers is None:
             return None
@@ -338,10 +344,10 @@ class RemoteBackend(Backend):
             )
 
     def check_loads(self, what: str) -> None:
-        """Refuse to load in a process that only evaluates: it has joined a run, whose rows are those of the training.
+        """Check that this process trains: a load would replace the rows that trainers use.
 
         Raises:
-            UsageError: This process is no rank, or its TrainCtx has ended.
+            UsageError: This process only evaluates, or its TrainCtx has ended.
         """
         if not self._trains:
             raise UsageError(

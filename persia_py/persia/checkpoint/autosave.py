@@ -37,7 +37,8 @@ class Autosave:
     """Saves a run every so many steps, and at the end of each loop. A hook of the training loop.
 
     A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; then it is given up, and
-    training continues. The cut is made by all ranks together; rank 0 writes the files while training continues.
+    training continues. The cut is made by all ranks together; rank 0 writes the files while training continues. Ranks
+    learn that a checkpoint is written when they make the next one; ``after_commit`` runs then.
 
     Args:
         checkpoints: What the script wants, and what it reads.
@@ -62,7 +63,7 @@ class Autosave:
         self._loop = loop
 
     def before_step(self) -> None:
-        """Save the run if a step of which there is to be a save has been trained since the last one."""
+        """Make a checkpoint if a multiple of ``every`` was passed since the last one."""
         step, every = self._backend.trained_step, self._checkpoints.every
         if step // every != self._checkpoints.saved // every:
             self.save(step)
@@ -214,7 +215,7 @@ class Autosave:
     def exit_if_requested(self, left_by: BaseException | None) -> None:
         """At the end of a context: save the run and leave, if this process was asked to stop.
 
-        Where the context has reached its end on all ranks, they do so too if another one was asked.
+        If the block ended normally, all ranks stop when one was asked to.
 
         Args:
             left_by: What the context is left by.

@@ -75,7 +75,7 @@ class Save:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[Self]:
-        """Around what comes before it is written: where that fails, the save is aborted."""
+        """Abort the checkpoint if the block raises."""
         try:
             yield self
         except BaseException:

@@ -67,7 +67,7 @@ class Peers:
         threading.Thread(target=self._watch, name="persia-peers", daemon=True).start()
 
     def all_gather(self, topic: str, value: Any) -> list[Any]:
-        """Return what every rank gave for ``topic``, in the order of ranks; waits until all have.
+        """Return the values of all ranks for ``topic``, ordered by rank; blocks until all have called this.
 
         Every rank calls this in the same order. There is no limit while all of them live, because one may be waiting
         for data or evaluating; a line every 30 s names the ranks that are missing.
@@ -114,7 +114,9 @@ class Peers:
         return values
 
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
-        """Return what every rank gives, wherever each is, because the run is to end; what others share ends, too.
+        """Return the values of all ranks before the run ends.
+
+        A rank that waits in another all-gather gets SystemExit there, and then calls this.
 
         Raises:
             RunLostError: A rank is gone; it is named.
@@ -134,7 +136,9 @@ class Peers:
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")
         met, self._met = self._met, {}
-        self._count = max(count for count, _ in met.values())  # some waited for a share, others had not come to it
+        self._count = max(
+            count for count, _ in met.values()
+        )  # some waited in an all-gather that others had not reached
         return [met[rank][1] for rank in range(self.world_size)]
 
     def _note_at_exit(self, of: int, count: int, value: Any) -> None:
@@ -201,7 +205,10 @@ class Peers:
             link.send({"hung": reason})
 
     def gone(self, error: BaseException) -> bool:
-        """Whether a rank is lost or has left, so that this may be the error of a collective; torch may be sooner."""
+        """Return whether another rank is lost or has left.
+
+        For a RuntimeError of torch, wait up to 3 s, because torch may notice first.
+        """
         may_be = isinstance(error, RuntimeError) and not isinstance(error, PersiaError)
         with self._changed:
             return self._changed.wait_for(

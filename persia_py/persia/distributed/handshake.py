@@ -126,7 +126,10 @@ class _Lobby:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def next(self) -> tuple[socket.socket, str, Introduction] | None:
-        """Return a connection, its challenge and its introduction; None now and then. Its socket does not block."""
+        """Return the next connection, its challenge and its introduction; its socket is non-blocking.
+
+        Return None if none is complete after at most 0.5 s.
+        """
         if not self._ready:
             for key, _ in self._selector.select(SLICE_S):
                 if key.fileobj is self._listener:
@@ -243,7 +246,8 @@ def _reason_to_refuse(
 def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
     """Refuse ranks that come when all are there, and name the process that is that rank.
 
-    One that comes as its predecessor or the run is ending gets no answer, and retries: the next rank 0 takes it.
+    If the process that holds the rank is gone, or the run is ending, close the connection without an answer. The rank
+    retries; the next rank 0 admits it.
     """
     with contextlib.closing(lobby), contextlib.suppress(OSError):  # the listener fails: later ranks get no answer
         while not peers.closed:

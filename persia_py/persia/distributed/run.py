@@ -80,7 +80,7 @@ def holds_session() -> bool:
 
 
 def trained(steps: int, *, generation: int | None = None) -> None:
-    """Note how far the run is, for its summary; with an ``generation``, that one has just begun."""
+    """Record the number of steps for the summary. A ``generation`` that has just begun also clears the failure."""
     _process.steps = steps
     if generation is not None:
         _process.generation = generation

@@ -20,8 +20,8 @@ MAX_SKIPPED_STEPS = 25
 class Gradients:
     """The embedding gradients of one step, on their way from PyTorch to the rows.
 
-    On a device they are summed at once, and whether they and their sums are finite is known there: the caller puts
-    :attr:`nonfinite` together with its own flags and waits for the device once.
+    On a CUDA device the constructor starts the sums and sets :attr:`nonfinite` without a synchronisation. The caller
+    combines the flag with its own and synchronises once.
 
     Args:
         batch: The batch they are of.
@@ -66,7 +66,10 @@ class Gradients:
 
 
 def _any_in(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether one is not finite, also where no sum has it: of a sample without ids, or of an empty place."""
+    """Return whether a gradient has NaN or infinity.
+
+    This includes gradients that enter no sum, such as those of a sample without ids.
+    """
     largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], float("inf"))
     return torch.isfinite(largest).logical_not()
 

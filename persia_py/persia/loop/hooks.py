@@ -59,7 +59,7 @@ class Hooks:
 
     @property
     def identity(self) -> str:
-        """What ranks compare."""
+        """The names of the hooks, which ranks compare."""
         return ", ".join(getattr(hook, "identity", type(hook).__name__) for hook in self._hooks) or "none"
 
     @property
@@ -68,18 +68,18 @@ class Hooks:
         return bool(self._voters)
 
     def start(self, loop: Loop) -> None:
-        """Begin a pass."""
+        """Call ``on_start`` of every hook."""
         for hook in self._hooks:
             self._started.append(hook)
             if hasattr(hook, "on_start"):
                 hook.on_start(loop)
 
     def skips_lookup(self, fed_batch: FedBatch) -> bool:
-        """Whether a hook keeps this batch from the engine."""
+        """Return whether a hook keeps this batch from the engine."""
         return any(before(fed_batch) for before in self._having("before_lookup"))
 
     def before_step(self) -> None:
-        """Do what is done between two steps."""
+        """Call ``before_step`` of every hook."""
         for each in self._before_step:
             each()
 
@@ -100,22 +100,22 @@ class Hooks:
         return skip
 
     def after_lookup(self, step: int) -> None:
-        """Note that the batch of the step goes to the script."""
+        """Call ``after_lookup`` of every hook."""
         for each in self._after_lookup:
             each(step)
 
     def after_step(self, step: int) -> None:
-        """Note that the step is applied, or skipped."""
+        """Call ``after_step`` of every hook."""
         for each in self._after_step:
             each(step)
 
     def after_commit(self, step: int) -> None:
-        """Note that a checkpoint of the step is written."""
+        """Call ``after_commit`` of every hook."""
         for each in self._having("after_commit"):
             each(step)
 
     def error(self, error: Exception, fed_batch: FedBatch | None) -> None:
-        """Note what ended training."""
+        """Call ``on_error`` of every hook."""
         for each in self._having("on_error"):
             each(error, fed_batch)
 

@@ -24,7 +24,10 @@ FOLDER = "poison"
 TRIES = 3
 """Failures after which a batch counts as one that always fails."""
 MIN_STEP_DISTANCE = 100
-"""Steps: where two that always fail are closer than this, the data is hardly the cause, and none of them is skipped."""
+"""Minimum distance, in steps, between failing steps that are skipped.
+
+Closer failures suggest a bug, and neither step is skipped.
+"""
 _KEPT = 4096
 """Characters of an error that are kept."""
 
@@ -220,7 +223,7 @@ class Quarantine:
 
 
 def _place(position: dict[str, Any]) -> Any:
-    """Return what of a position is the same in every run: batches are counted from 0 again where there is a source."""
+    """Return the part of a position that identifies a batch across restarts: the source state, or else the count."""
     return position["batches"] if position["source"] is None else position["source"]
 
 

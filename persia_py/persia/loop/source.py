@@ -111,7 +111,10 @@ class Source:
             self._stream.trained(self.cursor["source"])
 
     def replay_digests(self) -> dict[str, Any] | None:
-        """Return what a rank's checkpoint keeps of the batches before the cursor, if there is anything."""
+        """Return the digests of the batches before the cursor.
+
+        None if the data set is not a stream or they are not known.
+        """
         return None if self._stream is None else self._stream.replay_digests()
 
     def waiting(self) -> int:

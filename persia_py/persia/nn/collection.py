@@ -97,7 +97,7 @@ class EmbeddingCollection(torch.nn.Module):
     Args:
         tables: The tables.
         optimizer: Updates the rows.
-        config: How rows start, and how far they may go.
+        config: The initializer, the admission rule and the weight bound.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
             ``REPRODUCIBLE`` set it is 1.
         device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),

@@ -315,6 +315,9 @@ class Session:
 
 
 def _end(backend: Backend, error: BaseException | None = None) -> None:
-    """Close; a collection is also closed by being forgotten, or with the process, of which the run may have failed."""
+    """Close the backend; the finalizer calls this at garbage collection and at exit.
+
+    If the run has failed, close with that error.
+    """
     failed = run.failure()
     backend.close(error or (RunLostError(failed) if failed else None))

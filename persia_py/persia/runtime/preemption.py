@@ -58,7 +58,10 @@ def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
 
 
 def note_remote_stop(*, gone: bool = False) -> None:
-    """Note that another rank was asked to stop, or is ``gone`` from the step it was in; nothing is interrupted here."""
+    """Record that another rank was asked to stop.
+
+    With ``gone`` it has left its step, and this one gets no STEP_S to finish.
+    """
     if _state.saves and (gone or _state.asked_at is None):
         _state.asked_at = -math.inf if gone else time.monotonic()
 
@@ -79,10 +82,10 @@ def reason() -> str:
 
 
 def exit_if_requested() -> None:
-    """Leave, where that may be.
+    """Exit if a stop was requested, unless a step is in progress and the request is less than STEP_S old.
 
     Raises:
-        SystemExit: This process was asked to stop, and is between two steps, or in the middle of one that takes long.
+        SystemExit: A stop was requested.
     """
     asked_at = _state.asked_at
     if asked_at is None or _state.leaving or (_state.in_step and time.monotonic() - asked_at < STEP_S):
