@@ -45,8 +45,8 @@ def test_waiting_for_batches_to_evaluate_is_told(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     configure(SLOTS)
-    monkeypatch.setattr("persia.data.loader._REMIND_S", 0.1)
-    monkeypatch.setattr("persia.data.loader._SLICE_S", 0.05)
+    monkeypatch.setattr("persia.data.loader.REMIND_S", 0.1)
+    monkeypatch.setattr("persia.data.loader.SLICE_S", 0.05)
     logging.getLogger("persia").addHandler(caplog.handler)
 
     class Slow(IterableDataset):

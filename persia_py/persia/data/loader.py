@@ -16,13 +16,10 @@ from persia.runtime import preemption
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+from persia.runtime.waits import REMIND_S, SLICE_S
 from persia_core.forward import TrainingBatch
 
 _logger = get_logger("data")
-
-_REMIND_S = 30.0
-_SLICE_S = 0.5
-"""How long SIGTERM may have to wait."""
 
 
 class DataLoader:
@@ -125,8 +122,8 @@ def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> Persi
     while True:
         preemption.exit_if_requested()
         try:
-            return ready.get(timeout=_SLICE_S)
+            return ready.get(timeout=SLICE_S)
         except queue.Empty:
-            if time.monotonic() - reminded > _REMIND_S:
+            if time.monotonic() - reminded > REMIND_S:
                 reminded = time.monotonic()
                 _logger.warning("waiting for a batch from the source since %.0f s", reminded - started)

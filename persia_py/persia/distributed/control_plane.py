@@ -17,6 +17,7 @@ from persia.distributed.link import Link, Message, names
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.waits import REMIND_S, SLICE_S
 
 _logger = get_logger("peers")
 
@@ -28,10 +29,6 @@ _GRACE_S = 15.0
 """Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
 _NOTICED_S = 3.0
 """Seconds until it is known here that a rank is gone, after a collective has failed because of it."""
-REMIND_S = 30.0
-"""Seconds between the log lines of a long wait."""
-SLICE_S = 0.5
-"""Seconds that a signal may have to wait."""
 
 
 class Peers:

@@ -11,10 +11,11 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 
-from persia.distributed.control_plane import REMIND_S, SLICE_S, Peers
+from persia.distributed.control_plane import Peers
 from persia.distributed.link import Link, line, names, parsed
 from persia.runtime.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.waits import REMIND_S, SLICE_S
 
 INTRODUCTION_S = 5.0
 """Seconds that an introduction may take."""
