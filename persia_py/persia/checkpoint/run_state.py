@@ -11,21 +11,12 @@ from persia.checkpoint import rng_state, snapshot
 from persia.distributed.options import unwrap_model
 from persia.embedding.optim import Optimizer
 from persia.runtime.settings import settings
+from persia.runtime.stateful import Stateful
 
 LOSS_SCALE = "loss_scale.pt"
 """The file of a checkpoint that holds the scale of the loss."""
 PASSED = "passed"
 """The name of what a rank's state has of the batches that were trained on."""
-
-
-class Scale(Protocol):
-    """The scale of the loss."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with it."""
 
 
 class UserState(Protocol):
@@ -61,7 +52,7 @@ class RunState:
         model: Callable[[], torch.nn.Module | None],
         dense_optimizer: Callable[[], torch.optim.Optimizer],
         embedding_optimizer: Optimizer,
-        loss_scale: Scale | None,
+        loss_scale: Stateful | None,
         user: UserState | None,
     ) -> None:
         self.backend = backend

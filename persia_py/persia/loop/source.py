@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from persia.embedding.data import PersiaBatch
 from persia.runtime.errors import DataError, FeatureTypeError, UsageError
+from persia.runtime.stateful import Stateful
 
 Cursor = dict[str, Any]
 """Where a data set is: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
@@ -22,17 +23,6 @@ class Dataset(Protocol):
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield the batches of one pass."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A data set that can be continued."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iteration."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there at the next iteration."""
 
 
 @runtime_checkable
