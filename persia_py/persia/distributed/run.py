@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import os
 import time
 import weakref
 from datetime import datetime, timezone
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import distributed as torch_distributed
 
 from persia.distributed.control_plane import Peers
-from persia.runtime import job
+from persia.runtime import files, job
 from persia.runtime.errors import ConfigError, RunLostError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -179,14 +178,9 @@ def _write_summary(folder: Path) -> None:
         "result": _process.result,
     }
     path = folder / job.SUMMARY
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(summary, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        files.write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
         (folder / job.RUN).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"PERSIA_RUN_DIR: {path}: {error.strerror}; the run's summary cannot be written") from error
