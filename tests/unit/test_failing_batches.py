@@ -402,7 +402,7 @@ def test_a_step_is_not_forgotten_before_its_save_is_written(
 
     checkpoints = Checkpoints(folder, every=10)
     monkeypatch.setattr(Save, "_write", refuse)
-    monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.loop.autosave.RETRY_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("persia.ctx.base._WRITTEN_S", 0.1)
     with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(Marked(), reproducible=True):

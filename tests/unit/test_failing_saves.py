@@ -49,7 +49,7 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 
     monkeypatch.setattr(Save, "_write", refuse_to_write)
     monkeypatch.setattr(RunState, "begin_save", refuse_to_begin)
-    monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.loop.autosave.RETRY_S", (0.0, 0.0, 0.0))
     checkpoints = Checkpoints(tmp_path / "run", every=10)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:

@@ -16,12 +16,12 @@ from conftest import ROOT, Batches, Configure, ReplayWarnings
 from test_loops import persia_threads
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia.checkpoint.autosave import Autosave
 from persia.checkpoint.run_state import RunState
 from persia.ctx import Checkpoints, DataCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
 from persia.feed.protocol import Stopped
+from persia.loop.autosave import Autosave
 from persia.runtime.settings import SERVED
 
 Script = Callable[[str], Path]

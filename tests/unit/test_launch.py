@@ -166,10 +166,11 @@ NOTES = """
 import os
 import time
 
+from persia.loop.preemption import Preemption
 from persia.runtime import preemption
 
 with preemption.saving_run():
-    loop = preemption.Preemption()
+    loop = Preemption()
     loop.on_start(None)
     loop.after_step(1)
     print("up", os.environ["RANK"], os.getpid(), flush=True)

@@ -7,21 +7,24 @@ from typing import Any
 import torch
 
 from persia.backend.base import Backend
-from persia.checkpoint import autosave, snapshot
-from persia.checkpoint.autosave import Autosave
+from persia.checkpoint import snapshot
 from persia.checkpoint.policy import Checkpoints
+from persia.checkpoint.resume import resume
 from persia.checkpoint.run_state import RunState
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
 from persia.distributed import run
 from persia.distributed.options import DistributedBaseOption, unwrap_model
 from persia.embedding.optim import Optimizer
+from persia.loop.autosave import Autosave
 from persia.loop.backward import Backward
 from persia.loop.hooks import Hooks
 from persia.loop.loss_scale import LossScale
+from persia.loop.preemption import Preemption
 from persia.loop.quarantine import Quarantine
 from persia.loop.source import Source
 from persia.loop.training import LoopOptions, TrainingLoop
+from persia.loop.watchdog import Watchdog
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
@@ -143,7 +146,7 @@ class TrainCtx(EmbeddingCtx):
             self._checkpoints.begin()
             self._autosave = Autosave(self._checkpoints, self._state)
             if self._backend.is_rank_0:
-                autosave.resume(self._checkpoints, self._state)
+                resume(self._checkpoints, self._state)
             self._preemption.enter_context(preemption.saving_run())
 
     def _on_exit(self) -> None:
@@ -166,9 +169,9 @@ class TrainCtx(EmbeddingCtx):
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
         """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
-        hooks: list[Any] = [watchdog.Watchdog(run.hung)]
+        hooks: list[Any] = [Watchdog(run.hung)]
         if self._checkpoints is not None:
-            hooks = [preemption.Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
+            hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
         self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
         return self._loop
 

@@ -140,35 +140,24 @@ def _interrupted(*_: object) -> None:
         raise SystemExit(ExitCode.INTERRUPTED)
 
 
-class Preemption:
-    """Lets SIGTERM and Ctrl-C end a loop between two steps. A hook of the training loop, in a run that saves itself."""
+def begin_loop() -> None:
+    """Record that a training loop runs: once a step is done, a signal is only noted."""
+    _state.loops = True
 
-    def on_start(self, loop: object) -> None:
-        """Once a step is done, the signals are only noted from here on."""
-        del loop
-        _state.loops = True
 
-    def before_step(self) -> None:
-        """Note that the batch was trained on, or will not be."""
-        _state.in_step = False
+def end_loop() -> None:
+    """Record that the training loop has ended: a signal acts at once again."""
+    _state.loops = _state.in_step = False
 
-    def after_lookup(self, step: int) -> None:
-        """Note that a batch is handed out for training."""
-        del step
-        _state.in_step = True
 
-    def after_step(self, step: int) -> None:
-        """Note that a step is done: there is something to save."""
-        del step
-        _state.trained, _state.in_step = True, False
+def set_in_step(in_step: bool) -> None:
+    """Record whether the script has a batch to train on."""
+    _state.in_step = in_step
 
-    def on_end(self, complete: bool) -> None:
-        """Leave, if this process was asked to stop and the loop is complete; otherwise signals act at once again."""
-        try:
-            if complete:
-                exit_if_requested()
-        finally:
-            _state.loops = _state.in_step = False
+
+def step_done() -> None:
+    """Record that a step is done: there is something to save."""
+    _state.trained, _state.in_step = True, False
 
 
 def has_trained() -> bool:
