@@ -133,9 +133,7 @@ class Peers:
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")
         met, self._met = self._met, {}
-        self._count = max(
-            count for count, _ in met.values()
-        )  # some waited in an all-gather that others had not reached
+        self._count = max(count for count, _ in met.values())  # some waited in an all-gather that others did not reach
         return [met[rank][1] for rank in range(self.world_size)]
 
     def _note_at_exit(self, of: int, count: int, value: Any) -> None:
