@@ -129,4 +129,4 @@ def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> Persi
         except queue.Empty:
             if time.monotonic() - reminded > _REMIND_S:
                 reminded = time.monotonic()
-                _logger.warning("waiting for a batch from the source since %.0f s", reminded - started)
+                _logger.warning("still waiting for a batch from the source after %.0f s", reminded - started)

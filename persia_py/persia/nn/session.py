@@ -310,7 +310,7 @@ class Session:
             raise UsageError("this EmbeddingCollection is closed: make a new one")
         if self._lost:
             raise RunLostError(
-                f"a forward of this EmbeddingCollection has failed, and the other ranks end because of it: {self._lost}"
+                f"a forward of this EmbeddingCollection failed, which ends the run on all ranks: {self._lost}"
             )
 
 
