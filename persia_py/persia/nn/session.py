@@ -107,7 +107,7 @@ class Session:
         if self._reproducible and staleness not in (None, 1):
             raise UsageError(
                 f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
-                "has staleness 1"
+                "needs staleness 1"
             )
         self._staleness = 1 if self._reproducible else settings.staleness(staleness)
         self._optimizer = optimizer
