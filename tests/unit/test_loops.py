@@ -51,7 +51,7 @@ def test_waiting_for_batches_to_evaluate_is_told(
 
     class Slow(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
-            wait_until("a word about it", lambda: "waiting for a batch from the source since" in caplog.text, 20)
+            wait_until("a word about it", lambda: "waiting for a batch from the source after" in caplog.text, 20)
             yield from Batches(2)
 
     with make(), eval_ctx(embedding_config=EmbeddingConfig()):

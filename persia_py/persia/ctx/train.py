@@ -115,8 +115,8 @@ class TrainCtx(EmbeddingCtx):
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
-                    "TrainCtx beside an EmbeddingCollection, whose rows are on the same servers: it would begin with "
-                    "empty tables; close() the collection first"
+                    "TrainCtx beside an EmbeddingCollection: both keep their rows on the same servers, and TrainCtx "
+                    "starts from empty tables; close() the collection first"
                 )
             from persia.backend.remote import RemoteBackend  # and with it gRPC
 

@@ -65,7 +65,7 @@ class DataLoader:
         if self.reproducible and embedding_staleness not in (None, 1):
             raise UsageError(
                 f"DataLoader(embedding_staleness={embedding_staleness}): reproducible training (the argument, or "
-                "REPRODUCIBLE in the environment) has staleness 1"
+                "REPRODUCIBLE in the environment) needs staleness 1"
             )
         self.staleness = 1 if self.reproducible else settings.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
@@ -129,4 +129,4 @@ def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> Persi
         except queue.Empty:
             if time.monotonic() - reminded > _REMIND_S:
                 reminded = time.monotonic()
-                _logger.warning("waiting for a batch from the source since %.0f s", reminded - started)
+                _logger.warning("still waiting for a batch from the source after %.0f s", reminded - started)

@@ -180,7 +180,7 @@ impl Waiting {
         }
         if self.logged.elapsed() > LOG_INTERVAL {
             self.logged = Instant::now();
-            let text = format!("waiting for {what} since {:.0} s", waited.as_secs_f64());
+            let text = format!("still waiting for {what} after {:.0} s", waited.as_secs_f64());
             return Python::attach(|py| log_warning(py, &text));
         }
         Ok(())

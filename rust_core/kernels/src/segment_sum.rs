@@ -84,11 +84,12 @@ impl SegmentSum<'_> {
         }
         let samples = floats / dim;
         if self.factors.is_some_and(|factors| factors.len() != samples) {
-            let what = format!("gradients of {samples} samples have another number of factors");
+            let what = format!("the number of factors is not that of the samples, {samples}");
             return bad_shape(what);
         }
         if self.per_sample_weights.is_some_and(|weights| weights.len() != self.csr.indices.len()) {
-            let what = format!("{} indices have another number of weights", self.csr.indices.len());
+            let what =
+                format!("the number of weights is not that of the indices, {}", self.csr.indices.len());
             return bad_shape(what);
         }
         self.csr.check(ids, samples)

@@ -179,7 +179,7 @@ impl Node {
             return differs(format!("it serves job {own:?}, the run is of job {job:?}"));
         }
         if servers != *configured {
-            return differs(format!("the caller counts {servers} servers, it counts {configured}"));
+            return differs(format!("the caller has {servers} servers, it is configured for {configured}"));
         }
         let highest = self.generation.get();
         if *generation <= highest {
