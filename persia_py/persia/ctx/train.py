@@ -161,7 +161,9 @@ class TrainCtx(EmbeddingCtx):
         try:
             super()._leave(error)
         finally:
-            self._loop = self._autosave = self._state = None
+            loop, self._loop, self._autosave, self._state = self._loop, None, None, None
+            if loop is not None:
+                loop.release()
             self._preemption.close()
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
@@ -215,6 +217,8 @@ class TrainCtx(EmbeddingCtx):
         loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._common)
         if self._loop is not None:
             self._loop.trained(batch)
+        else:  # the loop is another context's
+            self._common.trained_step = batch.step
         return loss.detach()
 
     def wait_servers_ready(self) -> None:

@@ -60,7 +60,6 @@ class DataLoader:
             raise UsageError(
                 f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
             )
-        self.dataset = dataset
         self.reproducible = reproducible or settings.reproducible
         if self.reproducible and embedding_staleness not in (None, 1):
             raise UsageError(
@@ -69,6 +68,15 @@ class DataLoader:
             )
         self.staleness = 1 if self.reproducible else settings.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
+        self._source = Source(dataset)
+
+    @property
+    def dataset(self) -> IterableDataset:
+        """Where batches come from. Another data set is iterated from its start."""
+        return self._source.dataset
+
+    @dataset.setter
+    def dataset(self, dataset: IterableDataset) -> None:
         self._source = Source(dataset)
 
     def __iter__(self) -> Iterator[TrainingBatch]:
