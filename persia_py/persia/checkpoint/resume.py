@@ -32,7 +32,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> None:
         if store is not None:
             newest = _newer_replica(store, folder, newest)
         if newest is None:
-            _logger.info("no checkpoint in %s: training begins", folder)
+            _logger.info("no checkpoint in %s: training starts from the beginning", folder)
             return
         loaded = snapshot.Load(newest)
     except CheckpointError as error:
@@ -57,7 +57,7 @@ def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str 
             return newest
     elif newer is None:
         return None
-    _logger.warning("%s is newer than what %s has: fetching it", f"{store.url}/{newer.name}", folder)
+    _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
     store.get(newer.name, folder / newer.name)
     return os.fspath(folder / newer.name)
 

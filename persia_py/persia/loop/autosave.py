@@ -160,11 +160,11 @@ class Autosave:
         try:
             _core.publish_latest(path)
         except PersiaError as error:
-            _logger.warning("checkpoint %s is written, but not named by LATEST: %s", path, error)
+            _logger.warning("checkpoint %s is written, but LATEST was not updated: %s", path, error)
         try:
             return len(_core.prune(path.parent, self._checkpoints.keep_last))
         except PersiaError as error:
-            _logger.warning("checkpoint %s is written, but older ones are not removed: %s", path, error)
+            _logger.warning("checkpoint %s is written, but older checkpoints were not removed: %s", path, error)
             return 0
 
     def _upload(self, path: Path) -> None:
@@ -191,7 +191,7 @@ class Autosave:
             return
         wait = RETRY_S[self._tries]
         self._tries += 1
-        _logger.warning("checkpoint of step %d failed, the run is saved again in %g s: %s", step, wait, error)
+        _logger.warning("checkpoint of step %d failed, retrying in %g s: %s", step, wait, error)
         self._retry_at = time.monotonic() + wait
 
     def _settled(self) -> bool | None:
@@ -238,7 +238,7 @@ class Autosave:
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
         except (PersiaError, RuntimeError) as error:  # the second of torch, where another rank ends meanwhile
-            _logger.error("%s: leaving after step %d, which is not saved: %s", why, step, error)
+            _logger.error("%s: leaving after step %d, without a checkpoint of it: %s", why, step, error)
         else:
             _logger.info("%s: leaving after step %d", why, step)
 
