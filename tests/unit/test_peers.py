@@ -441,7 +441,7 @@ def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> 
 def test_missing_ranks_are_named() -> None:
     with (
         handshake.listen("127.0.0.1") as listener,
-        pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not come"),
+        pytest.raises(UnreachableError, match="ranks 1, 2 of 3 did not connect"),
     ):
         handshake.host(listener, me(0, 3), 0.1)
 
@@ -451,7 +451,7 @@ def test_a_start_that_fails_leaves_nothing_open(pool: ThreadPoolExecutor) -> Non
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0, 3), 0.5)
     second = handshake.join(address, me(1, 3), LONG)
-    with pytest.raises(UnreachableError, match="rank 2 of 3 did not come"):
+    with pytest.raises(UnreachableError, match="rank 2 of 3 did not connect"):
         first.result(LONG)
     assert listener.fileno() == -1
     with pytest.raises(RunLostError, match="rank 0 is gone"):
