@@ -11,7 +11,7 @@ from persia.loop.feeder import Feeder, Work
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
 from persia.runtime import preemption, watchdog
-from persia.runtime.errors import DataError, PersiaError
+from persia.runtime.errors import DataError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia_core.forward import Pipeline, TrainingBatch
@@ -58,6 +58,7 @@ class TrainingLoop:
         self._options = options
         self._open: Work | None = None  # from when a batch is taken until it is trained on
         self._ended = False
+        self._abandoned = False  # it has ended with its context
         self._ended_at = 0
         self._pipeline: Pipeline
         self._feeder: Feeder
@@ -90,6 +91,8 @@ class TrainingLoop:
 
     def next(self) -> TrainingBatch | None:
         """Return the next batch to train on; None at the end of the pass."""
+        if self._abandoned:
+            raise UsageError("this training loop has ended with its context: iterate the data loader in a new one")
         if self._ended:
             return None
         try:
@@ -190,8 +193,10 @@ class TrainingLoop:
 
     def release(self) -> None:
         """End the loop with its context. Hooks and loop refer to each other: without this, a model would outlive it."""
+        self._abandoned = not self._ended
         self._end()
         self._hooks = Hooks([])
+        del self._feeder
 
     def _end(self, *, together: bool = False, whole: bool = False) -> None:
         if self._ended:
