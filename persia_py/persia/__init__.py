@@ -2,15 +2,18 @@
 
 Layout, from the top; a layer imports only what is below it:
 
-* :mod:`persia.cli`: the ``persia`` command; :mod:`persia.launch`: the processes of a job
-* :mod:`persia.ctx`, :mod:`persia.data`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
+* :mod:`persia.cli`: the ``persia`` command
+* :mod:`persia.launch`: the processes of a job
+* :mod:`persia.data`, :mod:`persia.ctx`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
 * :mod:`persia.loop`: a pass over the data
 * :mod:`persia.checkpoint`: checkpoints of a run, and their replicas
 * :mod:`persia.backend`: rows in this process, or on embedding servers
-* :mod:`persia.feed`, :mod:`persia.distributed`: batches from data-compose; several ranks
+* :mod:`persia.distributed`: several ranks
+* :mod:`persia.feed`: batches from data-compose
 * :mod:`persia.discovery`: what the parts of a job announce to NATS
 * :mod:`persia.embedding`: features, batches, tables and optimizers of embeddings
 * :mod:`persia.runtime`: settings, errors, exit codes, logging, signals
+* :mod:`persia.proto`: code that is generated from the proto files
 
 ``persia.env``, ``errors``, ``logger``, ``utils``, ``service``, ``helper`` and ``launcher`` are PersiaML's paths.
 """

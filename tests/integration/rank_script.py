@@ -199,7 +199,7 @@ def main() -> None:
             distributed.report({"sizes": ctx.get_embedding_size(), "step": ctx.step})
         weights = sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()
         peers = distributed.peers()
-        all_weights = [weights] if peers is None else peers.share("weights", weights)  # nobody leaves before this
+        all_weights = [weights] if peers is None else peers.all_gather("weights", weights)  # nobody leaves before this
         distributed.report({"equal_weights": len(set(all_weights)) == 1})
 
 

@@ -87,7 +87,7 @@ def test_an_evaluation_needs_no_optimizer(saved: Path) -> None:
 
 
 def test_every_rank_loads_the_model_and_rank_0_the_rows(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalBackend, "writes", False)  # as on the other ranks
+    monkeypatch.setattr(LocalBackend, "is_rank_0", False)  # as on the other ranks
     model, wanted = TinyModel(), torch.load(saved / "dense.pt", weights_only=True)
     with EmbeddingCtx(PreprocessMode.EVAL, model) as ctx:
         ctx.load_checkpoint(saved)

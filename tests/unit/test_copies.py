@@ -149,8 +149,8 @@ def test_a_copy_that_is_broken_off_is_none(
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 11)
-        assert ctx.common_context is not None and ctx.common_context.writing is not None
-        ctx.common_context.writing.wait()
+        assert ctx.common_context is not None and ctx.common_context.checkpoint_thread is not None
+        ctx.common_context.checkpoint_thread.wait()
         assert 0 < len([key for key in objects() if key.startswith("step-10/")]) < len(set(puts))
         assert ObjectStore(URL).whole() == []
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 10)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
 import persia_core
-from persia.backend.base import Backend, Device, Offender
+from persia.backend.base import Backend, Device, NonFiniteTensor
 from persia.ctx import Checkpoints, EmbeddingCtx, PreprocessMode, TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
@@ -245,7 +245,7 @@ class Alone:
     def collective(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def first_offender(self, mine: Offender | None) -> str | None:
+    def first_nonfinite(self, mine: NonFiniteTensor | None) -> str | None:
         return None if mine is None else mine.text
 
 
@@ -358,7 +358,7 @@ def test_a_lookup_on_another_device_is_not_the_contexts(configure: Configure, mo
     played = Played(monkeypatch)
     batch = Batches(1).batch(0, requires_grad=False)
     with EmbeddingCtx(PreprocessMode.EVAL, device_id=0, embedding_dtype=torch.bfloat16) as outer:
-        monkeypatch.setattr(outer._common, "lookup", lambda batch, device_id: played.calls.append(device_id))
+        monkeypatch.setattr(outer._backend, "lookup", lambda batch, device_id: played.calls.append(device_id))
         del played.calls[:]
         for ctx in (outer, eval_ctx(), eval_ctx(device_id=1)):
             with contextlib.nullcontext() if ctx is outer else ctx:

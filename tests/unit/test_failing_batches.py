@@ -284,7 +284,7 @@ def test_a_batch_is_left_out_with_that_of_another_rank(
     fail(2, folder, Marked)
     theirs = True
 
-    def gather(self: LocalBackend, what: str, mine: Any) -> list[Any]:
+    def all_gather(self: LocalBackend, what: str, mine: Any) -> list[Any]:
         if what == "batches that always fail":
             assert mine == []
             return [[], [13]]
@@ -294,8 +294,8 @@ def test_a_batch_is_left_out_with_that_of_another_rank(
             return [mine, [left, [theirs, *votes[1:]]]]
         return [mine]
 
-    monkeypatch.setattr(LocalBackend, "gather", gather)
-    monkeypatch.setattr(LocalBackend, "collect", lambda _, mine: [mine])
+    monkeypatch.setattr(LocalBackend, "all_gather", all_gather)
+    monkeypatch.setattr(LocalBackend, "gather", lambda _, mine: [mine])
     _, checkpoints, _ = run(folder, Marked, policy="skip")
     assert checkpoints.skipped == 1 and "its batch on rank 1 always fails" in caplog.text
     assert record(folder)["times"] == 2
@@ -402,7 +402,7 @@ def test_a_step_is_not_forgotten_before_its_save_is_written(
 
     checkpoints = Checkpoints(folder, every=10)
     monkeypatch.setattr(Save, "_write", refuse)
-    monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.loop.autosave.RETRY_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("persia.ctx.base._WRITTEN_S", 0.1)
     with pytest.raises(ZeroDivisionError), make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(Marked(), reproducible=True):
@@ -424,8 +424,8 @@ def test_a_step_is_forgotten_once_its_save_is_known_to_be_written(folder: Path) 
 
     def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
         step(ctx, batch)
-        if ctx.common_context is not None and ctx.common_context.writing is not None:
-            ctx.common_context.writing.wait()
+        if ctx.common_context is not None and ctx.common_context.checkpoint_thread is not None:
+            ctx.common_context.checkpoint_thread.wait()
         assert (names(folder / "poison") == []) == (batch.step > 20)
 
     run(folder, lambda: Batches(STEPS, ids=20), body, every=5)
@@ -452,7 +452,7 @@ def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pyt
 
 
 def test_far_apart_both_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persia.loop.quarantine.APART", 5)
+    monkeypatch.setattr("persia.loop.quarantine.MIN_STEP_DISTANCE", 5)
 
     def body(ctx: TrainCtx, batch: TrainingBatch) -> None:
         if batch.step in {3, 8}:

@@ -49,13 +49,13 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 
     monkeypatch.setattr(Save, "_write", refuse_to_write)
     monkeypatch.setattr(RunState, "begin_save", refuse_to_begin)
-    monkeypatch.setattr("persia.checkpoint.autosave.RETRY_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("persia.loop.autosave.RETRY_S", (0.0, 0.0, 0.0))
     checkpoints = Checkpoints(tmp_path / "run", every=10)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(Batches(STEPS), reproducible=True):
-            if ctx.common_context is not None and ctx.common_context.writing is not None:
-                ctx.common_context.writing.wait()
+            if ctx.common_context is not None and ctx.common_context.checkpoint_thread is not None:
+                ctx.common_context.checkpoint_thread.wait()
             step(ctx, batch)
         assert everything(ctx) == expected
     assert checkpoints.failed == 1
@@ -156,11 +156,11 @@ def test_a_save_that_is_given_up_as_ranks_agree_is_counted(
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "run", every=10)
 
-    def gather(self: LocalBackend, what: str, mine: object) -> list[object]:
+    def all_gather(self: LocalBackend, what: str, mine: object) -> list[object]:
         checkpoints.failed += what == "checkpoint"  # in the thread that writes
         return [mine]
 
-    monkeypatch.setattr(LocalBackend, "gather", gather)
+    monkeypatch.setattr(LocalBackend, "all_gather", all_gather)
     configure(SLOTS)
     with make(checkpoints=checkpoints) as ctx:
         train(ctx, DataLoader(Batches(STEPS)))

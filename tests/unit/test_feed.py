@@ -60,7 +60,7 @@ def test_batches_come_in_order_and_end(ranks: MakeRanks) -> None:
 def test_waiting_for_a_batch_is_logged(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("persia.feed.inbox._REMIND_S", 0.1)
+    monkeypatch.setattr("persia.feed.inbox.REMIND_S", 0.1)
     logging.getLogger("persia").addHandler(caplog.handler)
     run = ranks(1)
     with ThreadPoolExecutor(1) as pool:

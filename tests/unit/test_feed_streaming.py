@@ -16,12 +16,12 @@ from conftest import ROOT, Batches, Configure, ReplayWarnings
 from test_loops import persia_threads
 from test_training import SLOTS, everything, loss_fn, make, train
 
-from persia.checkpoint.autosave import Autosave
 from persia.checkpoint.run_state import RunState
 from persia.ctx import Checkpoints, DataCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.errors import ConfigError, DataError, UsageError
 from persia.feed.protocol import Stopped
+from persia.loop.autosave import Autosave
 from persia.runtime.settings import SERVED
 
 Script = Callable[[str], Path]
@@ -196,16 +196,16 @@ def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, m
         train(ctx, DataLoader(StreamingDataset()), 7)
         mine, other = ctx._run_state.rank_state(), ctx._run_state.rank_state()
         other["passed"] = {**mine["passed"], "digests": [5]}
-        monkeypatch.setattr(ctx.common_context, "collect", lambda state: [state, other])
+        monkeypatch.setattr(ctx.common_context, "gather", lambda state: [state, other])
         Autosave(Checkpoints(tmp_path / "run"), ctx._run_state).save(ctx.step)
     with make() as ctx:
         ctx.load_checkpoint(tmp_path / "run" / "step-7")
         assert ctx._run_state.rank_state()["passed"] == mine["passed"]
-        monkeypatch.setattr(ctx.common_context, "spread", lambda state: given.update(state()))
+        monkeypatch.setattr(ctx.common_context, "broadcast", lambda state: given.update(state()))
         train(ctx, DataLoader(StreamingDataset()), 1)
     monkeypatch.setattr("persia.runtime.settings.Settings.rank", 1)
     with make() as ctx:
-        monkeypatch.setattr(ctx.common_context, "spread", lambda state: given)
+        monkeypatch.setattr(ctx.common_context, "broadcast", lambda state: given)
         ctx._run_state.share_loaded()
         assert ctx._run_state.rank_state()["passed"] == other["passed"]
 

@@ -48,7 +48,7 @@ def test_ends_run_in_reverse_order_and_once() -> None:
     hooks.end(complete=True)
     hooks.end(complete=False)
     assert called == ["a starts", "b starts", "b ends True", "a ends True"]
-    assert hooks.digest == "a, object, b"
+    assert hooks.identity == "a, object, b"
 
 
 def test_what_has_started_ends_where_a_hook_cannot_start() -> None:

@@ -166,10 +166,11 @@ NOTES = """
 import os
 import time
 
+from persia.loop.preemption import Preemption
 from persia.runtime import preemption
 
 with preemption.saving_run():
-    loop = preemption.Preemption()
+    loop = Preemption()
     loop.on_start(None)
     loop.after_step(1)
     print("up", os.environ["RANK"], os.getpid(), flush=True)
@@ -178,7 +179,7 @@ with preemption.saving_run():
     print("up to the save", os.getpid(), flush=True)
     time.sleep(5.0)
     print("saved", flush=True)
-    preemption.leave_if_asked()
+    preemption.exit_if_requested()
 """
 
 

@@ -47,8 +47,8 @@ def test_waiting_for_batches_to_evaluate_is_told(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     configure(SLOTS)
-    monkeypatch.setattr("persia.data.loader._REMIND_S", 0.1)
-    monkeypatch.setattr("persia.data.loader._SLICE_S", 0.05)
+    monkeypatch.setattr("persia.data.loader.REMIND_S", 0.1)
+    monkeypatch.setattr("persia.data.loader.SLICE_S", 0.05)
     logging.getLogger("persia").addHandler(caplog.handler)
 
     class Slow(IterableDataset):
@@ -354,7 +354,7 @@ def test_ranks_share_a_position_only_after_a_load(
 ) -> None:
     configure(SLOTS)
     shared = []
-    monkeypatch.setattr(LocalBackend, "spread", lambda self, state: shared.append(state()["cursor"]))
+    monkeypatch.setattr(LocalBackend, "broadcast", lambda self, state: shared.append(state()["cursor"]))
     with make() as ctx:
         loader = DataLoader(Batches(5))
         train(ctx, loader, 2)

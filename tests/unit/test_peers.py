@@ -26,7 +26,7 @@ from persia.discovery import nats
 from persia.distributed import control_plane, handshake, network, options, rendezvous, run
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
-from persia.loop.feeder import Work
+from persia.loop.feeder import FedBatch
 from persia.loop.quarantine import Quarantine
 from persia.runtime import preemption
 from persia.runtime.job import finished_summary
@@ -70,19 +70,19 @@ def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
         listener.close()
 
 
-def share(pool: ThreadPoolExecutor, ranks: list[control_plane.Peers], topic: str) -> list[Future[list[Any]]]:
-    return [pool.submit(each.share, topic, each.rank * 10) for each in ranks]
+def all_gather(pool: ThreadPoolExecutor, ranks: list[control_plane.Peers], topic: str) -> list[Future[list[Any]]]:
+    return [pool.submit(each.all_gather, topic, each.rank * 10) for each in ranks]
 
 
 def test_every_rank_gets_what_all_have(meet: Meet, pool: ThreadPoolExecutor) -> None:
     ranks = meet(3)
     for number in range(50):
-        assert [future.result(LONG) for future in share(pool, ranks, f"step {number}")] == [[0, 10, 20]] * 3
+        assert [future.result(LONG) for future in all_gather(pool, ranks, f"step {number}")] == [[0, 10, 20]] * 3
 
 
 def test_ranks_at_different_places_are_told_so(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, second = meet(2)
-    futures = [pool.submit(first.share, "the loop", 0), pool.submit(second.share, "the end", 0)]
+    futures = [pool.submit(first.all_gather, "the loop", 0), pool.submit(second.all_gather, "the end", 0)]
     for future in futures:
         with pytest.raises(UsageError, match="rank [01] at 'the (loop|end)'"):
             future.result(LONG)
@@ -90,18 +90,18 @@ def test_ranks_at_different_places_are_told_so(meet: Meet, pool: ThreadPoolExecu
 
 def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, second, third = meet(3)
-    waiting = [pool.submit(each.share, "step 1", 0) for each in (first, second)]
+    waiting = [pool.submit(each.all_gather, "step 1", 0) for each in (first, second)]
     third._links[0].hang_up()  # as the kernel does for a process that is killed
     for future in waiting:
         with pytest.raises(RunLostError, match="rank 2 is gone: its connection ended without a message"):
             future.result(LONG)
     with pytest.raises(RunLostError, match="rank 0 is gone"):
-        third.share("step 1", 0)
+        third.all_gather("step 1", 0)
 
 
 def test_a_rank_that_fails_leaves_its_reason(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, second = meet(2)
-    waiting = pool.submit(first.share, "step 1", 0)
+    waiting = pool.submit(first.all_gather, "step 1", 0)
     second.leave("ValueError: bad")
     with pytest.raises(RunLostError, match="rank 1 is gone: ValueError: bad"):
         waiting.result(LONG)
@@ -109,10 +109,10 @@ def test_a_rank_that_fails_leaves_its_reason(meet: Meet, pool: ThreadPoolExecuto
 
 def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, second, third = meet(3)
-    waiting = pool.submit(third.share, "step 1", 0)
+    waiting = pool.submit(third.all_gather, "step 1", 0)
     second.leave(None)
     with pytest.raises(RunLostError, match="rank 1 is gone: its script has ended"):
-        first.share("step 1", 0)
+        first.all_gather("step 1", 0)
     first.leave("RunLostError")
     with pytest.raises(RunLostError):
         waiting.result(LONG)
@@ -121,15 +121,15 @@ def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet,
 def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: ThreadPoolExecutor) -> None:
     """Two wait for a share that the third does not come to; one of them has shared more than the others."""
     ranks = meet(3)
-    waiting = [pool.submit(each.share, "the loop", 0) for each in ranks[:2]]
-    third = pool.submit(ranks[2].meet, 20, LONG)
+    waiting = [pool.submit(each.all_gather, "the loop", 0) for each in ranks[:2]]
+    third = pool.submit(ranks[2].all_gather_at_exit, 20, LONG)
     for future in waiting:
         with pytest.raises(SystemExit) as left:
             future.result(LONG)
         assert left.value.code == 75
-    met = [third, *(pool.submit(each.meet, each.rank * 10, LONG) for each in ranks[:2])]
+    met = [third, *(pool.submit(each.all_gather_at_exit, each.rank * 10, LONG) for each in ranks[:2])]
     assert [future.result(LONG) for future in met] == [[0, 10, 20]] * 3
-    assert [future.result(LONG) for future in share(pool, ranks, "the save")] == [[0, 10, 20]] * 3
+    assert [future.result(LONG) for future in all_gather(pool, ranks, "the save")] == [[0, 10, 20]] * 3
 
 
 @pytest.mark.parametrize("how", ["at its end", "by an error", "killed", "not at all"])
@@ -144,26 +144,26 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
         [IDTypeFeatureWithSingleID("a", np.arange(3, dtype=np.uint64))], labels=[Label(np.zeros((3, 1)))]
     )
     backend: Any = SimpleNamespace(
-        engine=SimpleNamespace(step=4), gather=lambda _, mine: [mine], writes=True, checkpoint_dir=Path
+        engine=SimpleNamespace(step=4), all_gather=lambda _, mine: [mine], is_rank_0=True, checkpoint_dir=Path
     )
     quarantine = Quarantine(Checkpoints(tmp_path))
     quarantine.on_start(SimpleNamespace(backend=backend))
-    work = Work(5, json.dumps({"batches": 5, "source": None}), batch.data)
+    fed_batch = FedBatch(5, json.dumps({"batches": 5, "source": None}), batch.data)
     if how == "not at all":
         monkeypatch.setattr(control_plane, "_NOTICED_S", 0.2)
     else:
         reason = "its error" if how == "by an error" else None
         leave = last._links[0].hang_up if how == "killed" else lambda: last.leave(reason)
         threading.Timer(0.3, leave).start()
-    quarantine.on_error(RuntimeError("Connection closed by peer"), work)
+    quarantine.on_error(RuntimeError("Connection closed by peer"), fed_batch)
     assert ([*tmp_path.iterdir()] == []) == (how != "not at all")
 
 
 def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, second = meet(2)
     with second._changed:  # it wakes up late
-        waiting = pool.submit(second.share, "the save", 10)
-        assert first.share("the save", 0) == [0, 10]
+        waiting = pool.submit(second.all_gather, "the save", 10)
+        assert first.all_gather("the save", 0) == [0, 10]
         first.leave("SystemExit: 75")
         second._answers[0], second._lost = ("the save", [0, 10]), (0, "SystemExit: 75")
     assert waiting.result(LONG) == [0, 10]
@@ -172,18 +172,18 @@ def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Me
 def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, _ = meet(2)
     with pytest.raises(UnreachableError, match=r"waited 0\.2 s for rank 1 to end the run together"):
-        first.meet(0, 0.2)
+        first.all_gather_at_exit(0, 0.2)
 
 
 def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: ThreadPoolExecutor) -> None:
     """Its loop waits for a rank that evaluates, say."""
     ranks = meet(3)
     with preemption.saving_run():
-        waiting = pool.submit(ranks[1].share, "the loop", 0)
-        preemption.hear()
+        waiting = pool.submit(ranks[1].all_gather, "the loop", 0)
+        preemption.note_remote_stop()
         wait_until("all to know", lambda: all(each._asked for each in ranks), LONG)
         for each in (ranks[0], ranks[2]):
-            pool.submit(each.share, "the loop", 0)
+            pool.submit(each.all_gather, "the loop", 0)
         assert waiting.result(LONG) == [0, 0, 0]
 
 
@@ -200,7 +200,7 @@ def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatc
         silent.sendall(json.dumps({"hello": hello}).encode() + b"\n")
         alone = first.result(LONG)
         with pytest.raises(RunLostError, match="rank 1 is gone: silent for .* s: stopped, frozen"):
-            alone.share("step 1", 0)
+            alone.all_gather("step 1", 0)
         alone.leave(None)
     listener.close()
 
@@ -212,9 +212,9 @@ def test_waiting_for_a_rank_is_logged(
     first, second = meet(2)
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
-        waiting = pool.submit(first.share, "a batch", 0)
+        waiting = pool.submit(first.all_gather, "a batch", 0)
         wait_until("the reminder", lambda: "waiting for rank 1 to say: a batch after" in caplog.text, LONG)
-        second.share("a batch", 0)
+        second.all_gather("a batch", 0)
         waiting.result(LONG)
     finally:
         logging.getLogger("persia").removeHandler(caplog.handler)
@@ -412,7 +412,7 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
     else:
         made = [handshake.join(address, me(rank, 3, pid=7), LONG) for rank in (1, 2)]
         made.append(first.result(LONG))
-        assert [future.result(LONG) for future in share(pool, made, "step 1")] == [[0, 10, 20]] * 3
+        assert [future.result(LONG) for future in all_gather(pool, made, "step 1")] == [[0, 10, 20]] * 3
     for each in (killed, *made):
         each.leave(None)
     listener.close()
@@ -455,7 +455,7 @@ def test_a_start_that_fails_leaves_nothing_open(pool: ThreadPoolExecutor) -> Non
         first.result(LONG)
     assert listener.fileno() == -1
     with pytest.raises(RunLostError, match="rank 0 is gone"):
-        second.share("step 1", 0)
+        second.all_gather("step 1", 0)
     second.leave(None)
 
 
@@ -482,7 +482,7 @@ def start(discovery: Any, rank: int) -> tuple[control_plane.Peers, Any]:
     place = rendezvous.Rendezvous(discovery, "nats://127.0.0.1:4222", rank, 2)
     try:
         place.announce("", place.open())
-        return place.meet()
+        return place.connect()
     finally:
         place.close()
 
@@ -492,7 +492,7 @@ def test_nats_may_be_away_while_ranks_meet(pool: ThreadPoolExecutor, monkeypatch
     discovery = FakeDiscovery(away=5)
     ranks = [pool.submit(start, discovery, rank) for rank in (0, 1)]
     met = [future.result(LONG)[0] for future in ranks]
-    assert share(pool, met, "step 1")[1].result(LONG) == [0, 10]
+    assert all_gather(pool, met, "step 1")[1].result(LONG) == [0, 10]
     for each in met:
         each.leave(None)
 
@@ -522,7 +522,7 @@ def test_a_rank_that_cannot_reach_the_store_leaves_the_others(
     alone, descriptor = first.result(LONG)
     socket.socket(fileno=descriptor).close()
     with pytest.raises(RunLostError, match="rank 1 is gone: UnreachableError: no store"):
-        alone.share("step 1", 0)
+        alone.all_gather("step 1", 0)
     alone.leave(None)
 
 

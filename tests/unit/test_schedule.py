@@ -84,7 +84,7 @@ def test_ranks_can_compare_schedules() -> None:
         return 1.0
 
     course = LRSchedule("cosine", total_steps=9)
-    told = [SGD(0.1).course, SGD(0.1).scheduled(mine).course, SGD(0.1).scheduled(course).course]
+    told = [SGD(0.1).fingerprint, SGD(0.1).scheduled(mine).fingerprint, SGD(0.1).scheduled(course).fingerprint]
     assert told == ["none", "mine", repr(course)]
 
 

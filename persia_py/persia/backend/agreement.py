@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from persia.backend.base import Offender
+from persia.backend.base import NonFiniteTensor
 from persia.distributed.control_plane import Peers
 from persia.runtime import errors, watchdog
 from persia.runtime.errors import PersiaError, UsageError
@@ -15,7 +15,10 @@ _KEPT = 4096
 
 @contextlib.contextmanager
 def together(peers: Peers | None, what: str) -> Iterator[None]:
-    """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+    """Run the block on every rank, with a barrier at its end.
+
+    If it fails on one rank, it raises on every rank.
+    """
     failed: Exception | None = None
     try:
         yield
@@ -23,7 +26,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
         failed = error
     if peers is not None:
         mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT]]
-        failures = peers.share(what, mine)
+        failures = peers.all_gather(what, mine)
         if failed is None and any(failures):
             rank, (kind, text) = next((rank, each) for rank, each in enumerate(failures) if each)
             raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}")
@@ -43,12 +46,12 @@ def collective(peers: Peers | None) -> Iterator[None]:
         raise
 
 
-def first_offender(peers: Peers, mine: Offender | None) -> str | None:
+def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> str | None:
     """Return the first tensor with NaN or infinity on any rank.
 
     One rank spoils what DDP averages on all ranks. What only one rank has comes first: it is the cause.
     """
-    found = peers.share("gradients", None if mine is None else [mine.averaged, mine.text])
+    found = peers.all_gather("gradients", None if mine is None else [mine.averaged, mine.text])
     offenders = [
         (averaged, rank, text) for rank, each in enumerate(found) if each is not None for averaged, text in [each]
     ]

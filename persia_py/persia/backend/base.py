@@ -30,7 +30,7 @@ class RowSettings:
 
     Attributes:
         optimizer: None while only evaluating.
-        config: How rows start, and how far they may go.
+        config: The initializer, the admission rule and the weight bound.
     """
 
     optimizer: Optimizer | None
@@ -66,7 +66,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Offender:
+class NonFiniteTensor:
     """The first tensor of a step that has NaN or infinity.
 
     Attributes:
@@ -99,7 +99,7 @@ class Backend(ABC):
     Attributes:
         engine: The engine.
         configuration: Slots and general settings; read from the two files where none is given.
-        settings: What the run's generation began with.
+        row_settings: What the run's generation began with.
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before one is opened.
@@ -113,10 +113,10 @@ class Backend(ABC):
 
     def __init__(self, configuration: Configuration | None = None, device: Device | None = None) -> None:
         self.configuration = configuration or Configuration.find()
-        self.settings = RowSettings(None, get_default_embedding_config())
+        self.row_settings = RowSettings(None, get_default_embedding_config())
         self.device = device
         self.trained_step = 0
-        self.writing: BackgroundSave | None = None
+        self.checkpoint_thread: BackgroundSave | None = None
         self.activity = 0
         self.closed = False
         self._unwritten: BaseException | None = None
@@ -141,14 +141,14 @@ class Backend(ABC):
             UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
                 changed then.
         """
-        self.apply(RowSettings(optimizer or self.settings.optimizer, config or self.settings.config), resume)
+        self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
     def apply(self, rows: RowSettings, resume: tuple[int, int, int] | None = None) -> None:
         """As :meth:`begin`, with exactly these settings."""
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
         self._begin(rows, after_generation, step, seed)
-        self.settings, self._seed, self.trained_step = rows, seed, step
+        self.row_settings, self._seed, self.trained_step = rows, seed, step
 
     @abstractmethod
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
@@ -169,8 +169,8 @@ class Backend(ABC):
             fresh=fresh,
         )
 
-    def settle(self) -> None:
-        """Return when no rank can push any more, because rows are to be replaced.
+    def drain_all_ranks(self) -> None:
+        """Wait until no rank can push. Rank 0 waits for all ranks; the others return at once.
 
         Raises:
             UsageError: This rank is in a training loop.
@@ -178,7 +178,7 @@ class Backend(ABC):
         if self.engine.iterating:
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
-    def settle_between_loops(self) -> None:
+    def drain_all_ranks_between_loops(self) -> None:
         """Return when all pushes of the last training loop are applied.
 
         Inside a loop it returns at once.
@@ -187,45 +187,51 @@ class Backend(ABC):
             UnreachableError: A rank has not left its loop in time; it is named.
         """
         if not self.engine.iterating:
-            self.settle()
+            self.drain_all_ranks()
 
-    def wait_writing(self) -> None:
+    def join_checkpoint_thread(self) -> None:
         """Return when no save is being written in the background any more, however it ended."""
-        if self.writing is not None:
+        if self.checkpoint_thread is not None:
             with watchdog.waiting():
-                self.writing.wait()
-            self._unwritten = self._unwritten or self.writing.error
-            self.writing = None
+                self.checkpoint_thread.wait()
+            self._unwritten = self._unwritten or self.checkpoint_thread.error
+            self.checkpoint_thread = None
 
-    def wait_written(self) -> None:
+    def finish_checkpoint(self) -> None:
         """Return when no save is being written in the background any more.
 
         Raises:
             StorageError: One could not be written, and that was not reported yet.
         """
-        self.wait_writing()
+        self.join_checkpoint_thread()
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             raise unwritten
 
-    def let_write(self, seconds: float) -> None:
+    def finish_checkpoint_within(self, seconds: float) -> None:
         """Give a save that is being written so many seconds, because an error ends this process; log the outcome."""
-        writing, self.writing = self.writing, None
-        if writing is None or writing.wait(0.0):
+        saving, self.checkpoint_thread = self.checkpoint_thread, None
+        if saving is None or saving.wait(0.0):
             return
-        _logger.warning("%s is being written: waiting for it, for up to %g s", writing.what, seconds)
-        if not writing.wait(seconds):
-            _logger.error("%s is given up, because the context ends with an error", writing.what)
-        elif writing.error is None:
-            _logger.info("%s has ended", writing.what)
+        _logger.warning("%s is being written: waiting for it, for up to %g s", saving.what, seconds)
+        if not saving.wait(seconds):
+            _logger.error("%s is given up, because the context ends with an error", saving.what)
+        elif saving.error is None:
+            _logger.info("%s has ended", saving.what)
 
-    def gather(self, what: str, mine: Any) -> list[Any]:
-        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
+    def all_gather(self, what: str, mine: Any) -> list[Any]:
+        """Return the values of all ranks, ordered by rank.
+
+        Every rank calls this and blocks until all have. ``mine`` is JSON-serialisable; ``what`` names the call in
+        errors.
+        """
         del what
         return [mine]
 
-    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`gather`, wherever each rank is: ranks do not return to what they waited for.
+    def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
+        """Return the values of all ranks before the run ends.
+
+        A rank that waits in another all-gather gets SystemExit there, and then calls this.
 
         Raises:
             UnreachableError: A rank does not come in time.
@@ -233,13 +239,16 @@ class Backend(ABC):
         del timeout_s
         return [mine]
 
-    def collect(self, mine: Any) -> list[Any] | None:
-        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Return the values of all ranks, ordered by rank, on rank 0; None on the others. Every rank calls this."""
         return [mine]
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+        """Run the block on every rank, with a barrier at its end.
+
+        If it fails on one rank, it raises on every rank.
+        """
         del what
         yield
 
@@ -254,10 +263,10 @@ class Backend(ABC):
             hooks: What ranks compare of the loop's hooks.
         """
 
-    def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None.
+    def broadcast(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Broadcast ``state`` if rank 0 has loaded a checkpoint since the last call.
 
-        Every rank calls this once after :meth:`open_loop`.
+        Return it on the other ranks; otherwise return None. Every rank calls this once after :meth:`open_loop`.
         """
         del state
         return None
@@ -272,7 +281,7 @@ class Backend(ABC):
         self.activity += 1
         return self.engine.lookup(batch, device_id)
 
-    def first_offender(self, mine: Offender | None) -> str | None:
+    def first_nonfinite(self, mine: NonFiniteTensor | None) -> str | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
         return None if mine is None else mine.text
 
@@ -281,8 +290,8 @@ class Backend(ABC):
         return model
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """Inside, this rank is quiet: its pushes are applied and no look-up begins."""
+    def quiesce(self) -> Iterator[None]:
+        """Quiesce this rank. Its pushes are applied before the block, and no look-up starts inside it."""
         self.engine.pause()
         try:
             yield
@@ -300,7 +309,7 @@ class Backend(ABC):
         return True
 
     @property
-    def writes(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
         return True
 

@@ -10,7 +10,7 @@ import torch
 from torch import distributed as torch_distributed
 
 from persia.backend import agreement
-from persia.backend.base import Backend, Device, Offender, RowSettings
+from persia.backend.base import Backend, Device, NonFiniteTensor, RowSettings
 from persia.discovery import services
 from persia.distributed import control_plane, network, run
 from persia.distributed.options import DistributedBaseOption, get_default_distributed_option
@@ -101,11 +101,11 @@ class RemoteBackend(Backend):
             self.device.serve(self.engine)
         self._discovery.wait_connected(self._place.left())
         if self._trains:
-            self._meet()
+            self._join_ranks()
         self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout)))
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
 
-    def _meet(self) -> None:
+    def _join_ranks(self) -> None:
         """Announce this rank, and get in touch with the others."""
         address = ""  # data-compose waits for one
         if self._takes_batches:
@@ -120,7 +120,7 @@ class RemoteBackend(Backend):
         else:
             extra = self._place.open()
             self._announcement = self._place.announce(address, extra)
-            self._peers, store = self._place.meet()
+            self._peers, store = self._place.connect()
             run.adopt(self._peers, store, extra)
             self._start_torch(store)
 
@@ -147,32 +147,32 @@ class RemoteBackend(Backend):
         elif first:
             self._begin_run(rows, after_generation, step, seed)
         else:
-            self.settle()
+            self.drain_all_ranks()
             if self.rank == 0:
                 self._begin_rows(rows, after_generation, step, seed)
                 self._restored = True
 
-    def settle(self) -> None:
-        """Return when every rank has left its training loop and its pushes are applied; rank 0 waits for that.
+    def drain_all_ranks(self) -> None:
+        """Wait until no rank can push. Rank 0 waits for all ranks; the others return at once.
 
         Raises:
-            UnreachableError: One has not in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
+            UnreachableError: A rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
             UsageError: This rank is in its loop.
         """
-        super().settle()
+        super().drain_all_ranks()
         if self._peers is not None and self.rank == 0:
             self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout)
 
-    def gather(self, what: str, mine: Any) -> list[Any]:
-        """Return what every rank gives for ``what``, JSON-ready, in the order of ranks; waits until all have."""
-        return [mine] if self._peers is None else self._peers.share(what, mine)
+    def all_gather(self, what: str, mine: Any) -> list[Any]:
+        """Return the values of all ranks, ordered by rank; blocks until all have called this."""
+        return [mine] if self._peers is None else self._peers.all_gather(what, mine)
 
-    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`gather`, wherever each rank is: ranks do not return to what they waited for."""
-        return [mine] if self._peers is None else self._peers.meet(mine, timeout_s)
+    def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
+        """Return the values of all ranks before the run ends."""
+        return [mine] if self._peers is None else self._peers.all_gather_at_exit(mine, timeout_s)
 
-    def collect(self, mine: Any) -> list[Any] | None:
-        """Return on rank 0 what every rank gives, in the order of ranks, else None; every rank calls this."""
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Return the values of all ranks, ordered by rank, on rank 0; None on the others. Every rank calls this."""
         if self._peers is None:
             return [mine]
         given: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -182,14 +182,17 @@ class RemoteBackend(Backend):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+        """Run the block on every rank, with a barrier at its end.
+
+        If it fails on one rank, it raises on every rank.
+        """
         with agreement.together(self._peers, what):
             yield
 
     def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops the rows of an earlier one; the others join."""
         if self._peers is not None:
-            digests = self._peers.share("begin", self.configuration.digest)
+            digests = self._peers.all_gather("begin", self.configuration.digest)
             different = [rank for rank, other in enumerate(digests) if other != digests[0]]
             if different:
                 raise ConfigError(
@@ -200,7 +203,7 @@ class RemoteBackend(Backend):
         if self.rank == 0:
             generation = self._begin_rows(rows, after_generation, step, seed, fresh=True)
         if self._peers is not None:
-            generation = self._peers.share("generation", generation)[0]
+            generation = self._peers.all_gather("generation", generation)[0]
             if self.rank != 0:
                 self.engine.join(generation, step)
         run.trained(step, generation=generation)
@@ -233,11 +236,11 @@ class RemoteBackend(Backend):
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
             if self._begun and self.engine.generation:
                 self.engine.drain()  # each rank comes with its pushes acknowledged
-            agreement.check_same(self._peers.share("start of a loop", {**own, **self._rate()}))
+            agreement.check_same(self._peers.all_gather("start of a loop", {**own, **self._rate()}))
             generation = self.engine.renew(reproducible) if self.rank == 0 else 0
             # A loop that was left may have taken a batch that was not trained on.
             given = [generation, self.engine.step, self.trained_step, self._restored]
-            generation, taken, trained, self._restored = self._peers.share("generation", given)[0]
+            generation, taken, trained, self._restored = self._peers.all_gather("generation", given)[0]
             if self.rank != 0:
                 self.engine.join(generation, taken)
                 self.trained_step = trained
@@ -245,11 +248,14 @@ class RemoteBackend(Backend):
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def _rate(self) -> dict[str, Any]:
-        """What decides the learning rate; None for a rate that the other ranks get only with a checkpoint's state."""
-        optimizer = self.settings.optimizer
+        """Return the learning rate and schedule, which must be equal on all ranks.
+
+        The rate is None after a load, because the other ranks get it later.
+        """
+        optimizer = self.row_settings.optimizer
         if optimizer is None:
             return {}
-        return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.course}
+        return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.fingerprint}
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
@@ -277,8 +283,8 @@ class RemoteBackend(Backend):
         self.engine.drain()
         others.note(others.loops)
 
-    def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """After rank 0 has loaded a checkpoint: return its ``state`` on the other ranks, else None."""
+    def broadcast(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Broadcast ``state`` if rank 0 has loaded a checkpoint since the last call; return it on the other ranks."""
         restored, self._restored = self._restored, False
         if not restored or self._peers is None:
             return None
@@ -301,9 +307,9 @@ class RemoteBackend(Backend):
             self.engine.join(generation, self.trained_step)
             return self.engine.lookup(batch, device_id)
 
-    def first_offender(self, mine: Offender | None) -> str | None:
+    def first_nonfinite(self, mine: NonFiniteTensor | None) -> str | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
-        return super().first_offender(mine) if self._peers is None else agreement.first_offender(self._peers, mine)
+        return super().first_nonfinite(mine) if self._peers is None else agreement.first_nonfinite(self._peers, mine)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose gradients are averaged over all ranks."""
@@ -319,7 +325,7 @@ class RemoteBackend(Backend):
             yield
 
     @property
-    def writes(self) -> bool:
+    def is_rank_0(self) -> bool:
         """Whether this process writes and loads checkpoints; with several ranks that is rank 0."""
         return settings.rank == 0
 
@@ -338,10 +344,10 @@ class RemoteBackend(Backend):
             )
 
     def check_loads(self, what: str) -> None:
-        """Refuse to load in a process that only evaluates: it has joined a run, whose rows are those of the training.
+        """Check that this process trains: a load would replace the rows that trainers use.
 
         Raises:
-            UsageError: This process is no rank, or its TrainCtx has ended.
+            UsageError: This process only evaluates, or its TrainCtx has ended.
         """
         if not self._trains:
             raise UsageError(

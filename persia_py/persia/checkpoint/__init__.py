@@ -3,6 +3,6 @@
 * :mod:`persia.checkpoint.snapshot`: one checkpoint, written and read
 * :mod:`persia.checkpoint.run_state`, :mod:`persia.checkpoint.rng_state`: what it holds of a run apart from rows
 * :mod:`persia.checkpoint.policy`: what a script wants, :class:`persia.ctx.Checkpoints`
-* :mod:`persia.checkpoint.autosave`: the hook that saves a run while it trains
+* :mod:`persia.checkpoint.resume`: the newest checkpoint, loaded after a restart
 * :mod:`persia.checkpoint.object_store`: replicas in an object store
 """

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from persia.backend.base import Backend
 from persia.checkpoint import snapshot
@@ -11,22 +11,10 @@ from persia.checkpoint.object_store import ObjectStore
 from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, UsageError
 from persia.runtime.settings import settings
+from persia.runtime.stateful import Stateful
 
 STATE = "state.pt"
 """The file of a checkpoint that holds the states of :class:`Checkpoints`'s ``state``."""
-
-
-@runtime_checkable
-class HasState(Protocol):
-    """What a checkpoint can keep, by torch's convention: a learning-rate scheduler, a counter of one's own."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes: tensors, numbers, strings, lists and dicts."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Continue with it."""
-        ...
 
 
 class Checkpoints:
@@ -83,7 +71,7 @@ class Checkpoints:
         every: int = 1000,
         keep_last: int = 3,
         upload_to: str | None = None,
-        state: Mapping[str, HasState] | None = None,
+        state: Mapping[str, Stateful] | None = None,
         allow_previous: bool = False,
         failing_batches: str = "stop",
         copy_to: str | None = None,
@@ -92,7 +80,7 @@ class Checkpoints:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"Checkpoints({name}={value!r}): want a whole number from 1 on")
         for name, each in (state or {}).items():
-            if not isinstance(each, HasState):
+            if not isinstance(each, Stateful):
                 raise UsageError(
                     f"Checkpoints(state={{{name!r}: ...}}): {type(each).__name__} has no state_dict and load_state_dict"
                 )

@@ -8,24 +8,15 @@ import torch
 
 from persia.backend.base import Backend
 from persia.checkpoint import rng_state, snapshot
-from persia.distributed.options import bare
+from persia.distributed.options import unwrap_model
 from persia.embedding.optim import Optimizer
 from persia.runtime.settings import settings
+from persia.runtime.stateful import Stateful
 
 LOSS_SCALE = "loss_scale.pt"
 """The file of a checkpoint that holds the scale of the loss."""
 PASSED = "passed"
 """The name of what a rank's state has of the batches that were trained on."""
-
-
-class Scale(Protocol):
-    """The scale of the loss."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with it."""
 
 
 class UserState(Protocol):
@@ -61,7 +52,7 @@ class RunState:
         model: Callable[[], torch.nn.Module | None],
         dense_optimizer: Callable[[], torch.optim.Optimizer],
         embedding_optimizer: Optimizer,
-        loss_scale: Scale | None,
+        loss_scale: Stateful | None,
         user: UserState | None,
     ) -> None:
         self.backend = backend
@@ -71,27 +62,27 @@ class RunState:
         self._loss_scale = loss_scale
         self._user = user
         self._cursor: dict[str, Any] | None = None
-        self._passed: dict[str, Any] | None = None
+        self._replay_digests: dict[str, Any] | None = None
         self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
         self._ranks: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has them
 
     @property
     def optimizer(self) -> Optimizer:
         """The embedding optimizer in force: the last one applied."""
-        return self.backend.settings.optimizer or self._embedding_optimizer
+        return self.backend.row_settings.optimizer or self._embedding_optimizer
 
-    def record(self, cursor: dict[str, Any] | None, passed: dict[str, Any] | None) -> None:
+    def record(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
         """Record the position after the last batch that was trained on, and what is known of those before."""
-        self._cursor, self._passed = cursor, passed
+        self._cursor, self._replay_digests = cursor, replay_digests
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the position of a checkpoint that was loaded, and its digests; None for a loop that continues."""
         loaded, self._loaded = self._loaded, False
-        return (self._cursor, self._passed) if loaded else (None, None)
+        return (self._cursor, self._replay_digests) if loaded else (None, None)
 
     def rank_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
-        return {**rng_state.random_state(self.optimizer), PASSED: self._passed}
+        return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests}
 
     def begin_save(
         self,
@@ -102,14 +93,14 @@ class RunState:
         jit: str | None = None,
     ) -> snapshot.Save:
         """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
-        self.backend.wait_writing()
+        self.backend.join_checkpoint_thread()
         model = self._model()
         save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
         with save.kept():
             if model is not None:
-                save.add_state(dense, bare(model).state_dict())
+                save.add_state(dense, unwrap_model(model).state_dict())
                 if jit is not None:
-                    save.add_module(jit, bare(model))
+                    save.add_module(jit, unwrap_model(model))
             save.add_state(optimizer, self._dense_optimizer().state_dict())
             if self._loss_scale is not None:
                 save.add_state(LOSS_SCALE, self._loss_scale.state_dict())
@@ -137,12 +128,12 @@ class RunState:
         user = None if self._user is None else self._user.state_in(loaded)
         scale = loaded.state(LOSS_SCALE) if LOSS_SCALE in loaded.names else None
         if model is not None and dense is not None:
-            snapshot.check_module(bare(model), dense, loaded.path)
+            snapshot.check_module(unwrap_model(model), dense, loaded.path)
         snapshot.check_optimizer(self._dense_optimizer(), optimizer, loaded.path)
         rng_state.check_random_state(rank, self.optimizer, loaded.path / rng_state.rank_state(0))
         restore_rows(self.backend, loaded)
         if model is not None and dense is not None:
-            bare(model).load_state_dict(dense)
+            unwrap_model(model).load_state_dict(dense)
         self._dense_optimizer().load_state_dict(optimizer)
         self._load_scale(scale)
         rng_state.restore_random_state(rank, self.optimizer)
@@ -154,8 +145,8 @@ class RunState:
     def share_loaded(self) -> None:
         """Give the other ranks what rank 0 has loaded, at the start of a loop; every rank calls this."""
         model = self._model()
-        module = None if model is None else bare(model)
-        state = self.backend.spread(
+        module = None if model is None else unwrap_model(model)
+        state = self.backend.broadcast(
             lambda: {
                 "dense": None if module is None else module.state_dict(),
                 "optimizer": self._dense_optimizer().state_dict(),
@@ -182,8 +173,8 @@ class RunState:
         if random is not None:
             rng_state.restore_random_state(random, self.optimizer)
 
-    def _set_loaded(self, cursor: dict[str, Any] | None, passed: dict[str, Any] | None) -> None:
-        self._cursor, self._passed, self._loaded = cursor, passed, True
+    def _set_loaded(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
+        self._cursor, self._replay_digests, self._loaded = cursor, replay_digests, True
 
     def _load_scale(self, state: dict[str, Any] | None) -> None:
         if self._loss_scale is not None and state is not None:
@@ -192,7 +183,7 @@ class RunState:
 
 def restore_rows(backend: Backend, loaded: snapshot.Load) -> None:
     """Replace the rows by a checkpoint's, and begin a generation after it."""
-    backend.wait_written()
-    backend.settle()  # what another rank pushed after this would reach the restored rows
+    backend.finish_checkpoint()
+    backend.drain_all_ranks()  # what another rank pushed after this would reach the restored rows
     loaded.restore(backend.engine)
     backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))

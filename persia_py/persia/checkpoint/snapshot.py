@@ -26,13 +26,11 @@ from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+from persia.runtime.waits import REMIND_S
 from persia_core import checkpoint as _core
 from persia_core.engine import Engine
 
 _logger = get_logger("checkpoint")
-
-REMIND_S = 30.0
-"""How often a long wait for a save is logged."""
 
 
 class Save:
@@ -75,7 +73,7 @@ class Save:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[Self]:
-        """Around what comes before it is written: where that fails, the save is aborted."""
+        """Abort the checkpoint if the block raises."""
         try:
             yield self
         except BaseException:

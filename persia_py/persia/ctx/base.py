@@ -68,12 +68,12 @@ class BaseCtx:
         self._owner = not contexts.stack
         if self._owner and self.device_id is not None:
             torch.cuda.set_device(self.device_id)  # before the process group, whose ranks exchange tensors there
-        self.common_context = self._open() if self._owner else contexts.stack[-1].common_context
+        self.common_context = self._open_backend() if self._owner else contexts.stack[-1].common_context
         contexts.stack.append(self)
         try:
-            self._enter()
+            self._on_enter()
         except BaseException as error:
-            self._leave(error)
+            self._release(error)
             raise
         return self
 
@@ -82,17 +82,17 @@ class BaseCtx:
     ) -> None:
         """End the context; the outermost one ends the engine."""
         try:
-            self._exit()
-            self._leave_if_asked(value)
+            self._on_exit()
+            self._stop_if_requested(value)
             if self._owner and (value is None or ends_well(value)):
-                self._common.wait_written()
+                self._backend.finish_checkpoint()
         except BaseException as error:
             value = value or error
             raise
         finally:
-            self._leave(None if value is None or ends_well(value) else value)
+            self._release(None if value is None or ends_well(value) else value)
 
-    def _open(self) -> Backend:
+    def _open_backend(self) -> Backend:
         """What the outermost context holds for all inside it."""
         if settings.nats_url is not None:
             from persia.backend.remote import RemoteBackend  # and with it gRPC
@@ -100,29 +100,29 @@ class BaseCtx:
             return RemoteBackend(trains=False, device=self._device)
         return LocalBackend(device=self._device)
 
-    def _enter(self) -> None:
+    def _on_enter(self) -> None:
         """What a subclass does on entry."""
 
-    def _exit(self) -> None:
+    def _on_exit(self) -> None:
         """What a subclass does on exit."""
 
-    def _leave_if_asked(self, left_by: BaseException | None) -> None:
+    def _stop_if_requested(self, left_by: BaseException | None) -> None:
         """What a subclass does when this process was asked to stop; it raises SystemExit then."""
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _release(self, error: BaseException | None) -> None:
         contexts.stack.remove(self)
-        common, self.common_context = self.common_context, None
-        if self._owner and common is not None:
+        backend, self.common_context = self.common_context, None
+        if self._owner and backend is not None:
             try:
                 if error is not None:
                     with preemption.leaving():
-                        common.let_write(_WRITTEN_S)
+                        backend.finish_checkpoint_within(_WRITTEN_S)
             finally:
-                common.closed = True
-                common.close(error)
+                backend.closed = True
+                backend.close(error)
 
     @property
-    def _common(self) -> Backend:
+    def _backend(self) -> Backend:
         if self.common_context is None:
             raise UsageError(f"{type(self).__name__} is used outside its `with` block")
         return self.common_context
@@ -130,7 +130,7 @@ class BaseCtx:
     @property
     def engine(self) -> Engine:
         """The engine of this context."""
-        return self._common.engine
+        return self._backend.engine
 
 
 def cnt_ctx() -> BaseCtx | None:

@@ -85,7 +85,7 @@ class DataCtx:
         except BaseException:
             if sender is not None:
                 sender.close()
-            self._leave()
+            self._release()
             raise
 
     def __exit__(
@@ -111,12 +111,12 @@ class DataCtx:
             stopped = error
         finally:
             sender.close()
-            self._leave()
+            self._release()
         if stopped is not None:
             _logger.info("the trainers accept no more batches: %s", stopped)
         return isinstance(value, Stopped)
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         if self._announcement is not None:
             self._announcement.close()
         if self._discovery is not None:

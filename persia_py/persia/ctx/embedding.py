@@ -11,7 +11,7 @@ from persia.backend.base import RowSettings
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import restore_rows
 from persia.ctx.base import BaseCtx, PreprocessMode
-from persia.distributed.options import bare
+from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.runtime import preemption, watchdog
@@ -52,25 +52,25 @@ class EmbeddingCtx(BaseCtx):
         self._outer: RowSettings | None = None
         self._truncated_slots: set[str] = set()  # those that were logged
 
-    def _enter(self) -> None:
-        self._outer = None if self._owner else self._common.settings
+    def _on_enter(self) -> None:
+        self._outer = None if self._owner else self._backend.row_settings
         if self._owner or self.embedding_config is not None:
-            self._common.begin(config=self.embedding_config)
+            self._backend.begin(config=self.embedding_config)
         if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
             self._was_training = self.model.training
             self.model.eval()
 
-    def _exit(self) -> None:
+    def _on_exit(self) -> None:
         if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
             self.model.train(self._was_training)
         self.current_batch = None
         self._embeddings = []
-        if self._outer is not None and self._outer != self._common.settings:
-            self._common.apply(self._outer)
+        if self._outer is not None and self._outer != self._backend.row_settings:
+            self._backend.apply(self._outer)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Use ``embedding_config`` for rows made from now on."""
-        self._common.begin(config=embedding_config)
+        self._backend.begin(config=embedding_config)
 
     def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, list[torch.Tensor]]:
         """Run the model on a batch of a :class:`persia.data.DataLoader` or of :meth:`get_embedding_from_data`.
@@ -88,8 +88,8 @@ class EmbeddingCtx(BaseCtx):
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
             if not training:  # on one rank alone, so nothing that all ranks do together
-                return bare(self.model)(non_id_tensors, embedding_tensors), labels
-            with self._common.collective():
+                return unwrap_model(self.model)(non_id_tensors, embedding_tensors), labels
+            with self._backend.collective():
                 return self.model(non_id_tensors, embedding_tensors), labels
 
     def prepare_features(
@@ -145,10 +145,10 @@ class EmbeddingCtx(BaseCtx):
         return self._lookup(Batch.from_bytes(data), device_id)
 
     def _lookup(self, batch: Batch, device_id: int | None) -> "_forward.TrainingBatch":
-        preemption.leave_if_asked()
-        device = self._common.device
+        preemption.exit_if_requested()
+        device = self._backend.device
         own = device is not None and device_id == device.number
-        return self._common.lookup(batch, None if own else device_id)
+        return self._backend.lookup(batch, None if own else device_id)
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode."""
@@ -160,8 +160,8 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             UsageError: This process only evaluates, and others train on the rows.
         """
-        self._common.check_alone("clear_embeddings")
-        self._common.wait_written()
+        self._backend.check_alone("clear_embeddings")
+        self._backend.finish_checkpoint()
         self.engine.clear()
 
     def dump_checkpoint(
@@ -190,27 +190,27 @@ class EmbeddingCtx(BaseCtx):
             UsageError: With servers, ``PERSIA_CKPT_DIR`` is not set, ``dst_dir`` is not below it, or this process only
                 evaluates.
         """
-        if not self._common.writes:
+        if not self._backend.is_rank_0:
             return
-        self._common.wait_written()
-        with self._begin_save(self._common.checkpoint_dir(dst_dir)).kept() as save:
+        self._backend.finish_checkpoint()
+        with self._begin_save(self._backend.checkpoint_dir(dst_dir)).kept() as save:
             if self.model is not None:
-                save.add_state(dense_filename, bare(self.model).state_dict())
+                save.add_state(dense_filename, unwrap_model(self.model).state_dict())
                 if with_jit_model:
-                    save.add_module(jit_dense_filename, bare(self.model))
+                    save.add_module(jit_dense_filename, unwrap_model(self.model))
         self._write(save, blocking=blocking)
 
     def _begin_save(self, directory: Path) -> snapshot.Save:
         """Return a save of the rows as they are now, when no other is being written."""
-        self._common.wait_writing()
-        return snapshot.Save(self.engine, directory, self._common.trained_step)
+        self._backend.join_checkpoint_thread()
+        return snapshot.Save(self.engine, directory, self._backend.trained_step)
 
     def _write(self, save: snapshot.Save, *, blocking: bool) -> None:
         if blocking:
             with watchdog.waiting():
                 save.write()
         else:
-            self._common.writing = snapshot.Writing(save)
+            self._backend.checkpoint_thread = snapshot.Writing(save)
 
     def load_checkpoint(
         self,
@@ -234,17 +234,17 @@ class EmbeddingCtx(BaseCtx):
             UsageError: With servers, this process only evaluates.
         """
         del blocking
-        self._common.check_loads("load_checkpoint")
-        if self.model is None and not self._common.writes:
+        self._backend.check_loads("load_checkpoint")
+        if self.model is None and not self._backend.is_rank_0:
             return
-        loaded = snapshot.Load(self._common.checkpoint_dir(src_dir))
+        loaded = snapshot.Load(self._backend.checkpoint_dir(src_dir))
         state = None if self.model is None else loaded.state(dense_filename, map_location)
         if self.model is not None and state is not None:
-            snapshot.check_module(bare(self.model), state, loaded.path)
-        if self._common.writes:
-            restore_rows(self._common, loaded)
+            snapshot.check_module(unwrap_model(self.model), state, loaded.path)
+        if self._backend.is_rank_0:
+            restore_rows(self._backend, loaded)
         if self.model is not None and state is not None:
-            bare(self.model).load_state_dict(state)
+            unwrap_model(self.model).load_state_dict(state)
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
@@ -256,10 +256,10 @@ class EmbeddingCtx(BaseCtx):
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
             UsageError: With servers, this process only evaluates.
         """
-        if self._common.writes:
-            self._common.wait_written()
-            self._common.settle_between_loops()
-            self._write(self._begin_save(self._common.checkpoint_dir(dst_dir)), blocking=blocking)
+        if self._backend.is_rank_0:
+            self._backend.finish_checkpoint()
+            self._backend.drain_all_ranks_between_loops()
+            self._write(self._begin_save(self._backend.checkpoint_dir(dst_dir)), blocking=blocking)
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Replace the rows by those of a checkpoint, whatever dense files it has. With several ranks, rank 0 loads.
@@ -269,9 +269,9 @@ class EmbeddingCtx(BaseCtx):
             UsageError: With servers, this process only evaluates.
         """
         del blocking
-        self._common.check_loads("load_embedding")
-        if self._common.writes:
-            restore_rows(self._common, snapshot.Load(self._common.checkpoint_dir(src_dir)))
+        self._backend.check_loads("load_embedding")
+        if self._backend.is_rank_0:
+            restore_rows(self._backend, snapshot.Load(self._backend.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
         """Return when the last dump is complete, also one with ``blocking=False``.
@@ -279,7 +279,7 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             StorageError: It could not be written; what was in its directory before is still there.
         """
-        self._common.wait_written()
+        self._backend.finish_checkpoint()
 
     def wait_for_load_embedding(self) -> None:
         """Return when the last load is complete: at once, because loads are when they return."""

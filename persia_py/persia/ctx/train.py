@@ -7,21 +7,24 @@ from typing import Any
 import torch
 
 from persia.backend.base import Backend
-from persia.checkpoint import autosave, snapshot
-from persia.checkpoint.autosave import Autosave
+from persia.checkpoint import snapshot
 from persia.checkpoint.policy import Checkpoints
+from persia.checkpoint.resume import resume
 from persia.checkpoint.run_state import RunState
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
 from persia.distributed import run
-from persia.distributed.options import DistributedBaseOption, bare
+from persia.distributed.options import DistributedBaseOption, unwrap_model
 from persia.embedding.optim import Optimizer
+from persia.loop.autosave import Autosave
 from persia.loop.backward import Backward
 from persia.loop.hooks import Hooks
 from persia.loop.loss_scale import LossScale
+from persia.loop.preemption import Preemption
 from persia.loop.quarantine import Quarantine
 from persia.loop.source import Source
 from persia.loop.training import LoopOptions, TrainingLoop
+from persia.loop.watchdog import Watchdog
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
@@ -104,14 +107,14 @@ class TrainCtx(EmbeddingCtx):
         self._checkpoints = checkpoints
         self._option = distributed_option
         self._gradient_scale = embedding_gradient_scale
-        self._bare: torch.nn.Module | None = None
+        self._unwrapped: torch.nn.Module | None = None
         self._backward = Backward(dense_optimizer, scale)
         self._state: RunState | None = None
         self._autosave: Autosave | None = None
         self._loop: TrainingLoop | None = None  # the last one
         self._preemption = contextlib.ExitStack()
 
-    def _open(self) -> Backend:
+    def _open_backend(self) -> Backend:
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
@@ -123,16 +126,16 @@ class TrainCtx(EmbeddingCtx):
             return RemoteBackend(
                 trains=True, device=self._device, option=self._option, gradient_scale=self._gradient_scale
             )
-        return super()._open()
+        return super()._open_backend()
 
-    def _enter(self) -> None:
-        self._outer = None if self._owner else self._common.settings
-        self._common.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
-        if self.model is not None and bare(self.model) is self.model:
-            self._bare, self.model = self.model, self._common.wrap(self.model)
+    def _on_enter(self) -> None:
+        self._outer = None if self._owner else self._backend.row_settings
+        self._backend.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
+        if self.model is not None and unwrap_model(self.model) is self.model:
+            self._unwrapped, self.model = self.model, self._backend.wrap(self.model)
         self._loop = None
         self._state = RunState(
-            self._common,
+            self._backend,
             lambda: self.model,
             lambda: self.dense_optimizer,
             self.embedding_optimizer,
@@ -142,24 +145,24 @@ class TrainCtx(EmbeddingCtx):
         if self._checkpoints is not None:
             self._checkpoints.begin()
             self._autosave = Autosave(self._checkpoints, self._state)
-            if self._common.writes:
-                autosave.resume(self._checkpoints, self._state)
+            if self._backend.is_rank_0:
+                resume(self._checkpoints, self._state)
             self._preemption.enter_context(preemption.saving_run())
 
-    def _exit(self) -> None:
-        if self._bare is not None:
-            self._bare, self.model = None, self._bare
-        super()._exit()
+    def _on_exit(self) -> None:
+        if self._unwrapped is not None:
+            self._unwrapped, self.model = None, self._unwrapped
+        super()._on_exit()
 
-    def _leave_if_asked(self, left_by: BaseException | None) -> None:
+    def _stop_if_requested(self, left_by: BaseException | None) -> None:
         if self._loop is not None and isinstance(left_by, Exception):
             self._loop.failed(left_by)
         if self._autosave is not None:
-            self._autosave.leave_if_asked(left_by)
+            self._autosave.exit_if_requested(left_by)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _release(self, error: BaseException | None) -> None:
         try:
-            super()._leave(error)
+            super()._release(error)
         finally:
             loop, self._loop, self._autosave, self._state = self._loop, None, None, None
             if loop is not None:
@@ -168,10 +171,10 @@ class TrainCtx(EmbeddingCtx):
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
         """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
-        hooks: list[Any] = [watchdog.Watchdog(run.hung)]
+        hooks: list[Any] = [Watchdog(run.hung)]
         if self._checkpoints is not None:
-            hooks = [preemption.Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
-        self._loop = TrainingLoop(self._common, self._run_state, source, Hooks(hooks), options).start()
+            hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
+        self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
         return self._loop
 
     @property
@@ -189,7 +192,7 @@ class TrainCtx(EmbeddingCtx):
     @property
     def step(self) -> int:
         """The number of the last batch that was trained on, from 1; a resumed run counts on."""
-        return self._common.trained_step
+        return self._backend.trained_step
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
         """Back-propagate, update the model, and send the embedding gradients on their way.
@@ -214,16 +217,16 @@ class TrainCtx(EmbeddingCtx):
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
         embeddings, self._embeddings = self._embeddings, []
-        loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._common)
+        loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._backend)
         if self._loop is not None:
             self._loop.trained(batch)
         else:  # the loop is another context's
-            self._common.trained_step = batch.step
+            self._backend.trained_step = batch.step
         return loss.detach()
 
     def wait_servers_ready(self) -> None:
         """Return when the embedding servers can be used: at once in the embedded mode."""
-        self._common.wait_ready()
+        self._backend.wait_ready()
 
     def dump_checkpoint(  # type: ignore[override]  # PersiaML's signature
         self,
@@ -258,12 +261,12 @@ class TrainCtx(EmbeddingCtx):
             StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
         """
-        if not self._common.writes:
+        if not self._backend.is_rank_0:
             return
-        self._common.wait_written()
-        self._common.settle_between_loops()
+        self._backend.finish_checkpoint()
+        self._backend.drain_all_ranks_between_loops()
         names = (dense_model_filename, opt_filename, jit_dense_model_filename if with_jit_model else None)
-        save = self._run_state.begin_save(self._common.checkpoint_dir(dst_dir), {}, *names)
+        save = self._run_state.begin_save(self._backend.checkpoint_dir(dst_dir), {}, *names)
         self._write(save, blocking=blocking)
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
@@ -295,9 +298,9 @@ class TrainCtx(EmbeddingCtx):
             UsageError: A data loader of this context is being iterated.
         """
         del blocking
-        if not self._common.writes:
+        if not self._backend.is_rank_0:
             return
         if self.engine.iterating:
             raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
-        loaded = snapshot.Load(self._common.checkpoint_dir(src_dir))
+        loaded = snapshot.Load(self._backend.checkpoint_dir(src_dir))
         self._run_state.restore(loaded, map_location, dense_model_filename, opt_filename)

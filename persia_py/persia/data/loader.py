@@ -16,13 +16,10 @@ from persia.runtime import preemption
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+from persia.runtime.waits import REMIND_S, SLICE_S
 from persia_core.forward import TrainingBatch
 
 _logger = get_logger("data")
-
-_REMIND_S = 30.0
-_SLICE_S = 0.5
-"""How long SIGTERM may have to wait."""
 
 
 class DataLoader:
@@ -68,16 +65,16 @@ class DataLoader:
             )
         self.staleness = 1 if self.reproducible else settings.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
-        self._source = Source(dataset)
+        self.dataset = dataset
 
     @property
     def dataset(self) -> IterableDataset:
         """Where batches come from. Another data set is iterated from its start."""
-        return self._source.dataset
+        return self._dataset
 
     @dataset.setter
     def dataset(self, dataset: IterableDataset) -> None:
-        self._source = Source(dataset)
+        self._dataset, self._source = dataset, Source(dataset)
 
     def __iter__(self) -> Iterator[TrainingBatch]:
         """Iterate one pass over the data set."""
@@ -124,17 +121,17 @@ class DataLoader:
                     self.dataset.used()
         finally:
             stop.set()
-            stop_reading(reader, self._source, whole=not isinstance(self.dataset, StreamingDataset))
+            stop_reading(reader, self._source, completed=not isinstance(self.dataset, StreamingDataset))
 
 
 def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> PersiaBatch | BaseException | None:
     """Return the next item; waiting for the data set has no limit, and is logged."""
     started = reminded = time.monotonic()
     while True:
-        preemption.leave_if_asked()
+        preemption.exit_if_requested()
         try:
-            return ready.get(timeout=_SLICE_S)
+            return ready.get(timeout=SLICE_S)
         except queue.Empty:
-            if time.monotonic() - reminded > _REMIND_S:
+            if time.monotonic() - reminded > REMIND_S:
                 reminded = time.monotonic()
                 _logger.warning("still waiting for a batch from the source after %.0f s", reminded - started)

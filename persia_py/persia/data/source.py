@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from persia.embedding.data import PersiaBatch
-from persia.loop.source import Cursor, Stateful
+from persia.loop.source import Cursor
 from persia.runtime.errors import UsageError
+from persia.runtime.stateful import Stateful
 
 __all__ = ["Cursor", "IterableDataset", "Stateful"]
 

@@ -28,7 +28,7 @@ class _Taken:
 
     state: list[int]
     batch: PersiaBatch
-    passed: dict[str, Any]
+    replay_digests: dict[str, Any]
 
 
 class StreamingDataset(IterableDataset):
@@ -57,7 +57,7 @@ class StreamingDataset(IterableDataset):
         self._trained: list[int] = []  # those that were trained on
         self._state: list[int] = []  # those that were yielded
         self._rounds = RoundDigests()  # after those that were taken
-        self._passed: dict[str, Any] | None = None  # the same after those trained on, as a checkpoint keeps it
+        self._replay_digests: dict[str, Any] | None = None  # the same after those trained on, as a checkpoint keeps it
         self._drop = 0
         self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, and not trained on
         self._again: deque[_Taken] = deque()  # to be yielded again
@@ -86,13 +86,13 @@ class StreamingDataset(IterableDataset):
 
     def _open(self) -> Inbox:
         """Return this context's inbox; let the senders in at the first iteration."""
-        common = self._context()
-        if common is None:
+        backend = self._context()
+        if backend is None:
             raise UsageError("a StreamingDataset is iterated inside TrainCtx; there is no such context here")
-        if common.feed is None:
-            common.feed = ScriptFeed()
-            common.feed.start()
-        inbox: Inbox = common.feed.inbox
+        if backend.feed is None:
+            backend.feed = ScriptFeed()
+            backend.feed.start()
+        inbox: Inbox = backend.feed.inbox
         if self._inbox is not inbox:
             if inbox.is_open:
                 raise UsageError("this training context has a StreamingDataset already; use that one")
@@ -107,7 +107,7 @@ class StreamingDataset(IterableDataset):
         """
         self._inbox = inbox
         replicas, rounds = len(self._trained), batches_to_skip(self._trained)
-        digests = digests_after(rounds, replicas, self._passed)
+        digests = digests_after(rounds, replicas, self._replay_digests)
         self._drop = sum(self._trained) - rounds * replicas
         self._taken = [rounds] * replicas
         self._rounds = RoundDigests(rounds, digests)
@@ -116,14 +116,14 @@ class StreamingDataset(IterableDataset):
     def _context(self) -> Any:
         """Return the backend of the contexts around us, and forget the stream of others."""
         context = contexts.current()
-        common = None if context is None else context.common_context
-        feed = None if common is None else common.feed
+        backend = None if context is None else context.common_context
+        feed = None if backend is None else backend.feed
         if self._inbox is not None and (feed is None or feed.inbox is not self._inbox):
             self._forget(None)
-        return common
+        return backend
 
     def interrupt(self) -> None:
-        """End an iteration in another thread; :meth:`settle` is to follow."""
+        """End an iteration in another thread; :meth:`prepare_next_pass` is to follow."""
         self._stop.set()
         if self._inbox is not None:
             self._inbox.wake()
@@ -136,31 +136,31 @@ class StreamingDataset(IterableDataset):
         """Forget the batches up to ``state``, one of :meth:`state_dict`: they were trained on."""
         self._trained = state["taken"]
         while self._held and sum(self._held[0].state) <= sum(self._trained):
-            self._passed = self._held.popleft().passed
+            self._replay_digests = self._held.popleft().replay_digests
 
     def used(self) -> None:
         """Forget the batch that was yielded first: it was evaluated."""
         entry = self._held.popleft()
-        self._trained, self._passed = entry.state, entry.passed
+        self._trained, self._replay_digests = entry.state, entry.replay_digests
 
-    def passed(self) -> dict[str, Any] | None:
-        """Return the digests of the batches that were trained on, for :meth:`expect` of a resumed run."""
-        return self._passed
+    def replay_digests(self) -> dict[str, Any] | None:
+        """Return the digests of the batches that were trained on, for :meth:`set_replay_digests` of a resumed run."""
+        return self._replay_digests
 
-    def expect(self, passed: dict[str, Any] | None) -> None:
+    def set_replay_digests(self, replay_digests: dict[str, Any] | None) -> None:
         """Take the digests of the batches that are skipped after :meth:`load_state_dict`; None if not known."""
         if self._inbox is None:
-            self._passed = passed
+            self._replay_digests = replay_digests
 
-    def settle(self, *, whole: bool) -> None:
+    def prepare_next_pass(self, *, completed: bool) -> None:
         """Prepare for the next loop, after this one was interrupted.
 
         Args:
-            whole: The loop came to its end. After one that was left early, what was not trained on, or evaluated,
+            completed: The loop came to its end. After one that was left early, what was not trained on, or evaluated,
                 is yielded again.
         """
         self._stop = threading.Event()  # a thread of the last loop that is still running keeps its own
-        if whole:
+        if completed:
             self._held.clear()
             return
         if self._held and (gone := sum(self._held[0].state) - 1 - sum(self._trained)):

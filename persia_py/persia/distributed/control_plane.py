@@ -1,7 +1,7 @@
 """The control plane of a run: every rank above 0 keeps one connection to rank 0.
 
-Over it the ranks agree on flags (:meth:`Peers.share`), and learn at once, and by name, when one of them fails, dies or
-falls silent: torch's collectives do neither.
+Over it the ranks agree on flags (:meth:`Peers.all_gather`), and learn at once, and by name, when one of them fails,
+dies or falls silent: torch's collectives do neither.
 
 Messages are lines of JSON. They carry flags and names, never tensors.
 """
@@ -17,6 +17,7 @@ from persia.distributed.link import Link, Message, names
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.waits import REMIND_S, SLICE_S
 
 _logger = get_logger("peers")
 
@@ -28,10 +29,6 @@ _GRACE_S = 15.0
 """Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
 _NOTICED_S = 3.0
 """Seconds until it is known here that a rank is gone, after a collective has failed because of it."""
-REMIND_S = 30.0
-"""Seconds between the log lines of a long wait."""
-SLICE_S = 0.5
-"""Seconds that a signal may have to wait."""
 
 
 class Peers:
@@ -66,20 +63,20 @@ class Peers:
             threading.Thread(target=self._read, args=(rank, link), name=f"persia-rank-{rank}", daemon=True).start()
         threading.Thread(target=self._watch, name="persia-peers", daemon=True).start()
 
-    def share(self, topic: str, value: Any) -> list[Any]:
-        """Return what every rank gave for ``topic``, in the order of ranks; waits until all have.
+    def all_gather(self, topic: str, value: Any) -> list[Any]:
+        """Return the values of all ranks for ``topic``, ordered by rank; blocks until all have called this.
 
         Every rank calls this in the same order. There is no limit while all of them live, because one may be waiting
         for data or evaluating; a line every 30 s names the ranks that are missing.
 
         Raises:
             RunLostError: A rank is gone; it is named.
-            SystemExit: A rank ends the run in :meth:`meet`, and does not come here.
+            SystemExit: A rank ends the run in :meth:`all_gather_at_exit`, and does not come here.
             UsageError: The ranks are at different places in the script.
         """
         number, self._count = self._count, self._count + 1
         if self.rank == 0:
-            return self._collect(number, topic, value)
+            return self._gather_and_answer(number, topic, value)
         self._links[0].send({"share": [number, topic, value]})
 
         def answer() -> tuple[str, list[Any]] | None:
@@ -92,7 +89,7 @@ class Peers:
             raise UsageError(f"the ranks are not at the same place: rank 0 at {others[0]!r}, this one at {topic!r}")
         return others[1]
 
-    def _collect(self, number: int, topic: str, value: Any) -> list[Any]:
+    def _gather_and_answer(self, number: int, topic: str, value: Any) -> list[Any]:
         shares = self._shares.setdefault(number, {})
 
         def missing() -> list[int]:
@@ -113,15 +110,17 @@ class Peers:
             raise UsageError(f"the ranks are not at the same place: rank 0 at {topic!r}, {places}")
         return values
 
-    def meet(self, mine: Any, timeout_s: float) -> list[Any]:
-        """Return what every rank gives, wherever each is, because the run is to end; what others share ends, too.
+    def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
+        """Return the values of all ranks before the run ends.
+
+        A rank that waits in another all-gather gets SystemExit there, and then calls this.
 
         Raises:
             RunLostError: A rank is gone; it is named.
             UnreachableError: One did not come in time; it is named.
         """
         deadline = time.monotonic() + timeout_s
-        self._meet(self.rank, self._count, mine)
+        self._note_at_exit(self.rank, self._count, mine)
 
         def missing() -> list[int]:
             return [rank for rank in range(self.world_size) if rank not in self._met]
@@ -134,20 +133,20 @@ class Peers:
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")
         met, self._met = self._met, {}
-        self._count = max(count for count, _ in met.values())  # some waited for a share, others had not come to it
+        self._count = max(count for count, _ in met.values())  # some waited in an all-gather that others did not reach
         return [met[rank][1] for rank in range(self.world_size)]
 
-    def _meet(self, of: int, count: int, value: Any) -> None:
-        """Note that rank ``of`` waits in :meth:`meet`."""
+    def _note_at_exit(self, of: int, count: int, value: Any) -> None:
+        """Note that rank ``of`` waits in :meth:`all_gather_at_exit`."""
         with self._changed:
             self._met[of] = (count, value)
-        preemption.hear(gone=True)
-        self._spread(of, {"meet": [of, count, value]})
+        preemption.note_remote_stop(gone=True)
+        self._relay_stop(of, {"meet": [of, count, value]})
 
-    def _spread(self, of: int, message: Message) -> None:
+    def _relay_stop(self, of: int, message: Message) -> None:
         """Let all ranks know that ``of`` ends the run; rank 0 passes it on."""
         self._asked = True
-        preemption.hear()
+        preemption.note_remote_stop()
         for rank, link in self._links.items():
             if rank != of and self.rank in {0, of}:
                 link.send(message)
@@ -201,7 +200,10 @@ class Peers:
             link.send({"hung": reason})
 
     def gone(self, error: BaseException) -> bool:
-        """Whether a rank is lost or has left, so that this may be the error of a collective; torch may be sooner."""
+        """Return whether another rank is lost or has left.
+
+        For a RuntimeError of torch, wait up to 3 s, because torch may notice first.
+        """
         may_be = isinstance(error, RuntimeError) and not isinstance(error, PersiaError)
         with self._changed:
             return self._changed.wait_for(
@@ -231,7 +233,7 @@ class Peers:
                 if self._met and self.rank not in self._met:
                     raise SystemExit(preemption.exit_code())
                 if preemption.stop_asked() and not self._asked:
-                    self._spread(self.rank, {"stop": self.rank})  # the rank that is waited for may be evaluating
+                    self._relay_stop(self.rank, {"stop": self.rank})  # the rank that is waited for may be evaluating
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -265,9 +267,9 @@ class Peers:
         elif "note" in message:
             self._notes[rank] = message["note"]
         elif "meet" in message:
-            self._meet(*message["meet"])
+            self._note_at_exit(*message["meet"])
         elif "stop" in message:
-            self._spread(message["stop"], message)
+            self._relay_stop(message["stop"], message)
         elif "hung" in message:
             watchdog.end(str(message["hung"]), self.hung)  # rank 0 passes it on; the others are connected to it alone
         elif "lost" in message:

@@ -11,10 +11,11 @@ import time
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 
-from persia.distributed.control_plane import REMIND_S, SLICE_S, Peers
+from persia.distributed.control_plane import Peers
 from persia.distributed.link import Link, line, names, parsed
 from persia.runtime.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.waits import REMIND_S, SLICE_S
 
 INTRODUCTION_S = 5.0
 """Seconds that an introduction may take."""
@@ -126,7 +127,10 @@ class _Lobby:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def next(self) -> tuple[socket.socket, str, Introduction] | None:
-        """Return a connection, its challenge and its introduction; None now and then. Its socket does not block."""
+        """Return the next connection, its challenge and its introduction; its socket is non-blocking.
+
+        Return None if none is complete after at most 0.5 s.
+        """
         if not self._ready:
             for key, _ in self._selector.select(SLICE_S):
                 if key.fileobj is self._listener:
@@ -243,7 +247,8 @@ def _reason_to_refuse(
 def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
     """Refuse ranks that come when all are there, and name the process that is that rank.
 
-    One that comes as its predecessor or the run is ending gets no answer, and retries: the next rank 0 takes it.
+    If the process that holds the rank is gone, or the run is ending, close the connection without an answer. The rank
+    retries; the next rank 0 admits it.
     """
     with contextlib.closing(lobby), contextlib.suppress(OSError):  # the listener fails: later ranks get no answer
         while not peers.closed:

@@ -76,7 +76,7 @@ class DDPOption(DistributedBaseOption):
             raise UsageError(f"DDPOption: {error}") from error
 
 
-def bare(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the user's own module, without what trains it on several ranks."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         module: torch.nn.Module = model.module

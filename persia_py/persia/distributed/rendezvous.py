@@ -48,7 +48,7 @@ class Rendezvous:
         self._store_listener: socket.socket | None = None
 
     def left(self, least: float = 1.0) -> float:
-        """Return the seconds left to start in, ``least`` for what could not begin before the other ranks were there."""
+        """Return the seconds left of ``PERSIA_START_TIMEOUT``, at least ``least``."""
         return max(least, self._deadline - time.monotonic())
 
     def open(self) -> dict[str, str]:
@@ -78,7 +78,7 @@ class Rendezvous:
             raise
         return announcement
 
-    def meet(self) -> "tuple[Peers, Store]":
+    def connect(self) -> "tuple[Peers, Store]":
         """Get in touch with the other ranks: rank 0 waits for them, each of them for rank 0.
 
         Raises:

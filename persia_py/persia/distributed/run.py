@@ -2,7 +2,6 @@
 
 import atexit
 import json
-import os
 import time
 import weakref
 from datetime import datetime, timezone
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import distributed as torch_distributed
 
 from persia.distributed.control_plane import Peers
-from persia.runtime import job
+from persia.runtime import files, job
 from persia.runtime.errors import ConfigError, RunLostError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -80,7 +79,7 @@ def holds_session() -> bool:
 
 
 def trained(steps: int, *, generation: int | None = None) -> None:
-    """Note how far the run is, for its summary; with an ``generation``, that one has just begun."""
+    """Record the number of steps for the summary. A ``generation`` that has just begun also clears the failure."""
     _process.steps = steps
     if generation is not None:
         _process.generation = generation
@@ -111,7 +110,7 @@ def agree(flag: bool) -> bool:
         RunLostError: A rank is gone; it is named.
     """
     others = _process.peers
-    return flag if others is None else all(others.share("agree", bool(flag)))
+    return flag if others is None else all(others.all_gather("agree", bool(flag)))
 
 
 def hung(reason: str) -> None:
@@ -156,11 +155,11 @@ def finish() -> None:
             "EmbeddingCollection; each needs one"
         )
     if others is not None:
-        others.share("finish", None)
+        others.all_gather("finish", None)
     if settings.rank == 0:
         _write_summary(job.run_dir())
     if others is not None:
-        others.share("finished", None)
+        others.all_gather("finished", None)
     if torch_distributed.is_initialized():
         torch_distributed.destroy_process_group()
     _leave()
@@ -179,14 +178,9 @@ def _write_summary(folder: Path) -> None:
         "result": _process.result,
     }
     path = folder / job.SUMMARY
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(summary, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        files.write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
         (folder / job.RUN).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"PERSIA_RUN_DIR: {path}: {error.strerror}; the run's summary cannot be written") from error

@@ -31,7 +31,7 @@ class Optimizer:
         self.lr = lr
 
     @property
-    def course(self) -> str:
+    def fingerprint(self) -> str:
         """The schedule as text, which ranks compare."""
         if self._schedule is None:
             return "none"

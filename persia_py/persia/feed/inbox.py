@@ -13,12 +13,10 @@ from persia.feed.protocol import Stopped
 from persia.feed.replay import Digest, extend
 from persia.runtime.errors import ConfigError, DataError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.waits import REMIND_S
 from persia_core.data import Batch
 
 _logger = get_logger("feed")
-
-_REMIND_S = 30
-"""Seconds between two log lines of a rank that waits for data."""
 
 
 class ReplicaInUseError(UsageError):
@@ -125,7 +123,7 @@ class Inbox:
         Raises:
             BaseException: The error of the replica's script.
         """
-        waited = 0
+        waited = 0.0
         with self._changed:
             while self._stopped is None and not stop.is_set():
                 index = self._next_replica()
@@ -141,8 +139,8 @@ class Inbox:
                     return index, batch, digest
                 if queue is not None and queue.error is not None:
                     raise queue.error
-                if not self._changed.wait(_REMIND_S):
-                    waited += _REMIND_S
+                if not self._changed.wait(REMIND_S):
+                    waited += REMIND_S
                     _logger.warning("waiting for a batch for %d s: %s", waited, self._missing(index))
         return None
 

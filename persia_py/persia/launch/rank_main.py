@@ -58,7 +58,7 @@ def _handle_sigterm() -> None:
                 os._exit(ExitCode.AGAIN)
             return
         first_at = now
-        if not preemption.ask_to_stop():
+        if not preemption.request_stop():
             sys.stderr.write("SIGTERM: leaving before the end of the run\n")
             raise SystemExit(ExitCode.AGAIN)  # contexts report it to the other ranks as they exit
 

@@ -4,5 +4,7 @@
 * :mod:`persia.loop.hooks`: what it does apart from stepping
 * :mod:`persia.loop.source`, :mod:`persia.loop.feeder`: the data set, and the thread that reads it ahead
 * :mod:`persia.loop.backward`, :mod:`persia.loop.loss_scale`: gradients, and their way to model and rows
+* :mod:`persia.loop.autosave`: checkpoints while a run trains
 * :mod:`persia.loop.quarantine`: batches at which training fails
+* :mod:`persia.loop.preemption`, :mod:`persia.loop.watchdog`: a loop that was asked to stop; one without progress
 """

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from persia.backend.base import Backend, Offender
+from persia.backend.base import Backend, NonFiniteTensor
 from persia.embedding.optim import Optimizer
 from persia.loop.loss_scale import LossScale
 from persia.runtime.errors import NonFiniteError
@@ -20,8 +20,8 @@ MAX_SKIPPED_STEPS = 25
 class Gradients:
     """The embedding gradients of one step, on their way from PyTorch to the rows.
 
-    On a device they are summed at once, and whether they and their sums are finite is known there: the caller puts
-    :attr:`nonfinite` together with its own flags and waits for the device once.
+    On a CUDA device the constructor starts the sums and sets :attr:`nonfinite` without a synchronisation. The caller
+    combines the flag with its own and synchronises once.
 
     Args:
         batch: The batch they are of.
@@ -30,7 +30,7 @@ class Gradients:
 
     Attributes:
         nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None where
-            :meth:`offender` finds out without waiting.
+            :meth:`first_nonfinite` finds out without waiting.
     """
 
     def __init__(self, batch: TrainingBatch, gradients: list[torch.Tensor | None], scale: float = 1.0) -> None:
@@ -49,10 +49,10 @@ class Gradients:
             # Which rows a step updates depends on which features got a gradient: only the CPU's path knows that.
             self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
 
-    def offender(self, kind: str) -> str | None:
+    def first_nonfinite(self, kind: str) -> str | None:
         """Return the first gradient that has NaN or infinity, with its ``kind``, name and sample."""
         for name, gradient in zip(self._batch.slots, self._tensors, strict=True):
-            if gradient is not None and (place := _first_nonfinite(gradient)) is not None:
+            if gradient is not None and (place := _first_nonfinite_index(gradient)) is not None:
                 sample = place // gradient[0].numel()
                 return f"the gradient of {kind} {name!r}, sample {sample}, is {gradient.flatten()[place].item()}"
         return None
@@ -66,12 +66,15 @@ class Gradients:
 
 
 def _any_in(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether one is not finite, also where no sum has it: of a sample without ids, or of an empty place."""
+    """Return whether a gradient has NaN or infinity.
+
+    This includes gradients that enter no sum, such as those of a sample without ids.
+    """
     largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], float("inf"))
     return torch.isfinite(largest).logical_not()
 
 
-def _first_nonfinite(gradient: torch.Tensor) -> int | None:
+def _first_nonfinite_index(gradient: torch.Tensor) -> int | None:
     if gradient.device.type == "cpu" and gradient.dtype == torch.float32:
         return _core.first_nonfinite(gradient)
     places = torch.isfinite(gradient).logical_not().flatten().nonzero()
@@ -97,7 +100,7 @@ class Backward:
         batch: TrainingBatch,
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
-        common: Backend,
+        backend: Backend,
     ) -> torch.Tensor:
         """Run one step; with several ranks, all of them apply it or none.
 
@@ -106,7 +109,7 @@ class Backward:
             batch: The batch the loss was made from.
             embeddings: Its embedding tensors, leaves of the loss's graph.
             embedding_optimizer: Gives the learning rate in force.
-            common: Knows the other ranks.
+            backend: Knows the other ranks.
 
         Returns:
             What was back-propagated: the loss, scaled where it is.
@@ -117,7 +120,7 @@ class Backward:
         if self.loss_scale is not None:
             loss = self.loss_scale.scaler.scale(loss)
         try:
-            self._step(loss, batch, embeddings, embedding_optimizer, common)
+            self._step(loss, batch, embeddings, embedding_optimizer, backend)
         finally:
             self._dense_optimizer.zero_grad()
         return loss
@@ -128,9 +131,9 @@ class Backward:
         batch: TrainingBatch,
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
-        common: Backend,
+        backend: Backend,
     ) -> None:
-        with common.collective():
+        with backend.collective():
             loss.backward()  # type: ignore[no-untyped-call]
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
@@ -139,26 +142,26 @@ class Backward:
             self.loss_scale.scaler.unscale_(self._dense_optimizer)
         mine = None
         if gradients.nonfinite is None or _any_nonfinite(loss, parameters, gradients.nonfinite):
-            mine = _first_offender(loss, gradients, parameters)
-        offender = common.first_offender(mine)
-        if offender is not None:
+            mine = _first_nonfinite_tensor(loss, gradients, parameters)
+        nonfinite = backend.first_nonfinite(mine)
+        if nonfinite is not None:
             batch.discard()
         else:
             self._skipped = 0
             gradients.push(embedding_optimizer.lr_factor(batch.step))
             self._dense_optimizer.step()
         if self.loss_scale is not None:
-            self.loss_scale.update(finite=offender is None)
-        if offender is not None:
-            self._skip(offender, batch.step)
+            self.loss_scale.update(finite=nonfinite is None)
+        if nonfinite is not None:
+            self._skip(nonfinite, batch.step)
 
-    def _skip(self, offender: str, step: int) -> None:
+    def _skip(self, nonfinite: str, step: int) -> None:
         self._skipped += 1
         scale = "" if self.loss_scale is None else f"; the loss is scaled by {self.loss_scale.value:g} from now on"
-        _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, offender, scale)
+        _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, nonfinite, scale)
         if self._skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {offender}"
+                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {nonfinite}"
             )
 
 
@@ -174,16 +177,18 @@ def _total_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-def _first_offender(loss: torch.Tensor, gradients: Gradients, parameters: list[torch.nn.Parameter]) -> Offender | None:
+def _first_nonfinite_tensor(
+    loss: torch.Tensor, gradients: Gradients, parameters: list[torch.nn.Parameter]
+) -> NonFiniteTensor | None:
     if not torch.isfinite(loss.detach()).all():
-        return Offender(f"the loss is {loss.detach().flatten()[0].item()}")
-    if (text := gradients.offender("slot")) is not None:
-        return Offender(text)
+        return NonFiniteTensor(f"the loss is {loss.detach().flatten()[0].item()}")
+    if (text := gradients.first_nonfinite("slot")) is not None:
+        return NonFiniteTensor(text)
     if parameters and not torch.isfinite(_total_norm(parameters)):
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
                 shape = tuple(parameter.shape)
-                return Offender(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
+                return NonFiniteTensor(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
     if gradients.nonfinite is not None and bool(gradients.nonfinite):
-        return Offender("the sum of the gradients of one id is not finite")
+        return NonFiniteTensor("the sum of the gradients of one id is not finite")
     return None

@@ -20,7 +20,7 @@ LEAVE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Work:
+class FedBatch:
     """A batch that was fed to the engine.
 
     Attributes:
@@ -51,9 +51,9 @@ class Feeder:
     """
 
     def __init__(
-        self, source: Source, pipeline: Pipeline, step: int, slots: list[str], quarantined: Callable[[Work], bool]
+        self, source: Source, pipeline: Pipeline, step: int, slots: list[str], quarantined: Callable[[FedBatch], bool]
     ) -> None:
-        self.fed: deque[Work] = deque()
+        self.fed: deque[FedBatch] = deque()
         self._source = source
         self._pipeline = pipeline
         self._step = step
@@ -68,24 +68,24 @@ class Feeder:
     def _run(self) -> None:
         try:
             for step, (batch, position) in enumerate(self._source.batches(), self._step + 1):
-                work = Work(step, position, batch.data)
-                work = replace(work, quarantined=self._quarantined(work))
-                self.fed.append(work)
-                if not self._pipeline.feed(empty_batch(self._slots) if work.quarantined else work.batch):
+                fed_batch = FedBatch(step, position, batch.data)
+                fed_batch = replace(fed_batch, quarantined=self._quarantined(fed_batch))
+                self.fed.append(fed_batch)
+                if not self._pipeline.feed(empty_batch(self._slots) if fed_batch.quarantined else fed_batch.batch):
                     return  # the loop ended early
             self._pipeline.end()
         except BaseException as error:  # whatever a data set raises belongs to the loop
             self._pipeline.fail(error)
 
-    def end(self, *, whole: bool) -> None:
-        """End reading, and prepare the source for the next loop; ``whole`` after a loop that reached its end."""
-        stop_reading(self._thread, self._source, whole=whole)
+    def end(self, *, completed: bool) -> None:
+        """End reading, and prepare the source for the next loop; ``completed`` after a loop that reached its end."""
+        stop_reading(self._thread, self._source, completed=completed)
 
 
-def stop_reading(thread: threading.Thread, source: Source, *, whole: bool) -> None:
+def stop_reading(thread: threading.Thread, source: Source, *, completed: bool) -> None:
     """End a thread that reads ``source``, and prepare it for the next loop."""
     source.interrupt()
-    source.settle(whole=whole, read_to_end=_join(thread))
+    source.prepare_next_pass(completed=completed, read_to_end=_join(thread))
 
 
 def _join(thread: threading.Thread) -> bool:

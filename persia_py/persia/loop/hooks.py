@@ -4,14 +4,15 @@ A hook is an object with any of the methods below. The loop calls each point on 
 in reverse order. All ranks have equal lists, which they compare when a loop starts.
 
 * ``on_start(loop)``: a pass begins; nothing is fed yet. Every rank is here, so that a hook may use collectives.
-* ``before_lookup(work)``: whether a batch is kept from the engine. In the thread that reads ahead.
+* ``before_lookup(fed_batch)``: whether a batch is kept from the engine. In the thread that reads ahead.
 * ``before_step()``: between two steps, on every rank; collectives as above.
-* ``vote(work)``: this rank's part of the one agreement before each step.
+* ``vote(fed_batch)``: this rank's part of the one agreement before each step.
 * ``decide(step, votes)``: what all ranks voted; true skips the step. Every rank decides the same.
 * ``after_lookup(step)``: the batch of the step goes to the script.
 * ``after_step(step)``: the step is applied to model and rows, or skipped.
 * ``after_commit(step)``: a checkpoint of the step is written, and every rank knows.
-* ``on_error(error, work)``: an exception leaves the context; ``work`` is the batch that it is blamed on, or None.
+* ``on_error(error, fed_batch)``: an exception leaves the context; ``fed_batch`` is the batch at which it was raised, or
+  None.
 * ``on_end(complete)``: the pass is over; ``complete`` where all ranks reached its end, so that collectives may be used.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from persia.backend.base import Backend
-from persia.loop.feeder import Work
+from persia.loop.feeder import FedBatch
 
 
 class Loop(Protocol):
@@ -57,8 +58,8 @@ class Hooks:
         return [getattr(hook, point) for hook in self._hooks if hasattr(hook, point)]
 
     @property
-    def digest(self) -> str:
-        """What ranks compare."""
+    def identity(self) -> str:
+        """The names of the hooks, which ranks compare."""
         return ", ".join(getattr(hook, "identity", type(hook).__name__) for hook in self._hooks) or "none"
 
     @property
@@ -67,24 +68,24 @@ class Hooks:
         return bool(self._voters)
 
     def start(self, loop: Loop) -> None:
-        """Begin a pass."""
+        """Call ``on_start`` of every hook."""
         for hook in self._hooks:
             self._started.append(hook)
             if hasattr(hook, "on_start"):
                 hook.on_start(loop)
 
-    def keeps_back(self, work: Work) -> bool:
-        """Whether a hook keeps this batch from the engine."""
-        return any(before(work) for before in self._having("before_lookup"))
+    def skips_lookup(self, fed_batch: FedBatch) -> bool:
+        """Return whether a hook keeps this batch from the engine."""
+        return any(before(fed_batch) for before in self._having("before_lookup"))
 
     def before_step(self) -> None:
-        """Do what is done between two steps."""
+        """Call ``before_step`` of every hook."""
         for each in self._before_step:
             each()
 
-    def vote(self, work: Work | None) -> list[Any]:
+    def vote(self, fed_batch: FedBatch | None) -> list[Any]:
         """Return this rank's votes, JSON-ready, one for each hook that has one."""
-        return [hook.vote(work) for hook in self._voters]
+        return [hook.vote(fed_batch) for hook in self._voters]
 
     def decide(self, step: int, ballots: Sequence[Sequence[Any]]) -> bool:
         """Whether all ranks skip the step.
@@ -99,24 +100,24 @@ class Hooks:
         return skip
 
     def after_lookup(self, step: int) -> None:
-        """Note that the batch of the step goes to the script."""
+        """Call ``after_lookup`` of every hook."""
         for each in self._after_lookup:
             each(step)
 
     def after_step(self, step: int) -> None:
-        """Note that the step is applied, or skipped."""
+        """Call ``after_step`` of every hook."""
         for each in self._after_step:
             each(step)
 
     def after_commit(self, step: int) -> None:
-        """Note that a checkpoint of the step is written."""
+        """Call ``after_commit`` of every hook."""
         for each in self._having("after_commit"):
             each(step)
 
-    def error(self, error: Exception, work: Work | None) -> None:
-        """Note what ended training."""
+    def error(self, error: Exception, fed_batch: FedBatch | None) -> None:
+        """Call ``on_error`` of every hook."""
         for each in self._having("on_error"):
-            each(error, work)
+            each(error, fed_batch)
 
     def end(self, *, complete: bool) -> None:
         """End the pass, in reverse order. All hooks end, also if one fails; the first error is raised."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from persia.checkpoint.policy import Checkpoints
 from persia.distributed import run
-from persia.loop.feeder import Work
+from persia.loop.feeder import FedBatch
 from persia.loop.hooks import Loop
 from persia.runtime import files
 from persia.runtime.errors import UsageError
@@ -23,8 +23,11 @@ FOLDER = "poison"
 """The folder beside the saves of a run; its name is that of earlier versions."""
 TRIES = 3
 """Failures after which a batch counts as one that always fails."""
-APART = 100
-"""Steps: where two that always fail are closer than this, the data is hardly the cause, and none of them is skipped."""
+MIN_STEP_DISTANCE = 100
+"""Minimum distance, in steps, between failing steps that are skipped.
+
+Closer failures suggest a bug, and neither step is skipped.
+"""
 _KEPT = 4096
 """Characters of an error that are kept."""
 
@@ -73,7 +76,7 @@ class Quarantine:
         self._saved = 0  # the newest save, as far as is known
         self._mine: dict[int, Record] = {}
         self._always: set[int] = set()  # on any rank, however close
-        self._out: set[int] = set()  # steps that are skipped, unless their batches are others now
+        self._to_skip: set[int] = set()  # steps that are skipped, unless their batches are others now
 
     @property
     def identity(self) -> str:
@@ -83,7 +86,7 @@ class Quarantine:
     def on_start(self, loop: Loop) -> None:
         """Learn what has failed so far; every rank does."""
         backend = loop.backend
-        name = backend.gather("folder of the saves", self._checkpoints.name() if backend.writes else None)[0]
+        name = backend.all_gather("folder of the saves", self._checkpoints.name() if backend.is_rank_0 else None)[0]
         try:
             self._folder = backend.checkpoint_dir(name) / FOLDER
         except UsageError:  # this rank has no such place: it matters once a batch fails here
@@ -91,11 +94,11 @@ class Quarantine:
         self._began = self._saved = backend.engine.step
         self._mine = self._read()
         always = [step for step, each in self._mine.items() if each.times >= TRIES] if self._skip else []
-        self._always = {step for steps in backend.gather("batches that always fail", always) for step in steps}
+        self._always = {step for steps in backend.all_gather("batches that always fail", always) for step in steps}
         ahead = {step for step in self._always if step > self._began}
-        close = {step for step in ahead if self._beside(step)}
-        self._out = ahead - close
-        if close and backend.writes:
+        close = {step for step in ahead if self._nearby_failures(step)}
+        self._to_skip = ahead - close
+        if close and backend.is_rank_0:
             _logger.error("steps %s are not skipped: %s", _listed(close), self._hardly_the_data())
 
     def _read(self) -> dict[int, Record]:
@@ -111,38 +114,38 @@ class Quarantine:
                     _logger.warning("%s is no record of a batch that failed: %r", path, error)
         return found
 
-    def _beside(self, step: int) -> set[int]:
+    def _nearby_failures(self, step: int) -> set[int]:
         """Return the other steps close to this one that always fail, and are after the newest save or next to it.
 
         Steps that were skipped before that save are done with, and steps between them and this one were trained.
         """
-        near = {other for other in self._always if other != step and abs(other - step) < APART}
+        near = {other for other in self._always if other != step and abs(other - step) < MIN_STEP_DISTANCE}
         return {other for other in near if other > self._saved or other == step - 1}
 
     def _hardly_the_data(self) -> str:
         return (
-            f"if more than one of {APART} steps always fails, the data is probably not the cause; correct the error, "
-            f"and remove {self._folder}, or only the records of the steps to retry"
+            f"if more than one of {MIN_STEP_DISTANCE} steps always fails, the data is probably not the cause; "
+            f"correct the error, and remove {self._folder}, or only the records of the steps to retry"
         )
 
-    def before_lookup(self, work: Work) -> bool:
+    def before_lookup(self, fed_batch: FedBatch) -> bool:
         """Whether this batch of this rank always fails, so that its step is skipped."""
-        record = self._mine.get(work.step) if work.step in self._out else None
+        record = self._mine.get(fed_batch.step) if fed_batch.step in self._to_skip else None
         if record is None or record.times < TRIES:
             return False
-        if record.is_of(json.loads(work.position), work.batch.to_bytes()):
+        if record.is_of(json.loads(fed_batch.position), fed_batch.batch.to_bytes()):
             return True
-        _logger.warning("step %d is trained: its batch is not the one that failed", work.step)
+        _logger.warning("step %d is trained: its batch is not the one that failed", fed_batch.step)
         return False
 
-    def vote(self, work: Work | None) -> bool:
+    def vote(self, fed_batch: FedBatch | None) -> bool:
         """Whether the next step is skipped, as far as this rank knows."""
-        return work is not None and work.quarantined
+        return fed_batch is not None and fed_batch.quarantined
 
     def decide(self, step: int, votes: list[bool]) -> bool:
         """Whether all ranks skip this step, because the batch of one always fails."""
         if not any(votes):
-            self._out.discard(step)
+            self._to_skip.discard(step)
             return False
         self._checkpoints.skipped += 1
         _logger.warning(
@@ -153,25 +156,25 @@ class Quarantine:
         )
         return True
 
-    def on_error(self, error: Exception, work: Work | None) -> None:
+    def on_error(self, error: Exception, fed_batch: FedBatch | None) -> None:
         """Record that a batch failed, if that is what ended training; this never raises."""
         others = run.peers()
-        if work is None or (others is not None and others.gone(error)):
+        if fed_batch is None or (others is not None and others.gone(error)):
             return
         try:
-            self._write(work, error)
+            self._write(fed_batch, error)
         except Exception as problem:  # whatever it is, the error of the batch is the one to be reported
-            _logger.warning("step %d failed, but that cannot be recorded: %s", work.step, problem)
+            _logger.warning("step %d failed, but that cannot be recorded: %s", fed_batch.step, problem)
 
-    def _write(self, work: Work, error: Exception) -> None:
+    def _write(self, fed_batch: FedBatch, error: Exception) -> None:
         if self._folder is None:
             raise UsageError("this rank knows no folder of checkpoints; set PERSIA_CKPT_DIR")
-        rank, position, meta = settings.rank, json.loads(work.position), work.batch.meta
-        content = work.batch.to_bytes()
-        before = self._mine.get(work.step)
+        rank, position, meta = settings.rank, json.loads(fed_batch.position), fed_batch.batch.meta
+        content = fed_batch.batch.to_bytes()
+        before = self._mine.get(fed_batch.step)
         same = before is not None and before.is_of(position, content)
         record = Record(
-            work.step,
+            fed_batch.step,
             rank,
             before.times + 1 if before is not None and same else 1,
             position,
@@ -181,13 +184,13 @@ class Quarantine:
             zlib.crc32(content),
         )
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(work.step)
+        path = self._path(fed_batch.step)
         if not same:
             files.write_whole(path.with_suffix(".batch"), content)
         files.write_whole(path, json.dumps(asdict(record), indent=1).encode() + b"\n")
         _logger.error(
             "step %d failed on rank %d for the %s time: %s: %s; see %s, and the batch beside it; %s",
-            work.step,
+            fed_batch.step,
             rank,
             _nth(record.times),
             record.error,
@@ -202,14 +205,14 @@ class Quarantine:
             return next_time + ("its step is skipped" if self._skip else "it counts as one that always fails")
         if not self._skip:
             return "it always fails: look at the batch, or skip its step by Checkpoints(failing_batches='skip')"
-        if beside := self._beside(record.step):
-            return f"it always fails, and so do the steps {_listed(beside)}: {self._hardly_the_data()}"
+        if nearby := self._nearby_failures(record.step):
+            return f"it always fails, and so do the steps {_listed(nearby)}: {self._hardly_the_data()}"
         return "it always fails, and its step is skipped when the run is restarted"
 
     def after_commit(self, step: int) -> None:
         """Forget the failures of steps that this process has trained, up to that of a save that is written."""
         self._saved = max(self._saved, step)
-        for each in [each for each in self._mine if self._began < each <= step and each not in self._out]:
+        for each in [each for each in self._mine if self._began < each <= step and each not in self._to_skip]:
             del self._mine[each]
             for suffix in (".json", ".batch"):
                 with contextlib.suppress(OSError):
@@ -220,7 +223,7 @@ class Quarantine:
 
 
 def _place(position: dict[str, Any]) -> Any:
-    """Return what of a position is the same in every run: batches are counted from 0 again where there is a source."""
+    """Return the part of a position that identifies a batch across restarts: the source state, or else the count."""
     return position["batches"] if position["source"] is None else position["source"]
 
 

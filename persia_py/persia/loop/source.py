@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from persia.embedding.data import PersiaBatch
 from persia.runtime.errors import DataError, FeatureTypeError, UsageError
+from persia.runtime.stateful import Stateful
 
 Cursor = dict[str, Any]
 """Where a data set is: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
@@ -25,27 +26,16 @@ class Dataset(Protocol):
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """A data set that can be continued."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iteration."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there at the next iteration."""
-
-
-@runtime_checkable
 class Stream(Protocol):
     """A data set of batches that arrive from elsewhere, and arrive once."""
 
     def trained(self, state: dict[str, Any]) -> None:
         """Forget the batches up to ``state``, which are trained on."""
 
-    def passed(self) -> dict[str, Any] | None:
+    def replay_digests(self) -> dict[str, Any] | None:
         """Return the digests of the batches that were trained on, for a checkpoint."""
 
-    def expect(self, passed: dict[str, Any] | None) -> None:
+    def set_replay_digests(self, replay_digests: dict[str, Any] | None) -> None:
         """Take the digests of the batches that a resumed run skips."""
 
     def waiting(self) -> int:
@@ -54,8 +44,8 @@ class Stream(Protocol):
     def interrupt(self) -> None:
         """End an iteration in another thread."""
 
-    def settle(self, *, whole: bool) -> None:
-        """Prepare for the next loop; ``whole`` after one that reached its end."""
+    def prepare_next_pass(self, *, completed: bool) -> None:
+        """Prepare for the next loop; ``completed`` after one that reached its end."""
 
 
 class Source:
@@ -77,19 +67,19 @@ class Source:
         self._end: Cursor | None = None
         self._skip = 0
 
-    def resume(self, cursor: Cursor | None, passed: dict[str, Any] | None) -> None:
+    def resume(self, cursor: Cursor | None, replay_digests: dict[str, Any] | None) -> None:
         """Take the data set to where the loop starts.
 
         Args:
             cursor: The position of a checkpoint; None continues where the data set is.
-            passed: Of the same checkpoint, the digests of the batches before.
+            replay_digests: Of the same checkpoint, the digests of the batches before.
         """
         if self._start is None and self._stateful is not None:
             self._start = position(0, self._stateful.state_dict())
         if cursor is not None and cursor["source"] is not None and self._stateful is not None:
             self._stateful.load_state_dict(cursor["source"])
             if self._stream is not None:
-                self._stream.expect(passed)
+                self._stream.set_replay_digests(replay_digests)
         elif cursor is None:
             cursor = None if self._stateful is None else position(0, self._stateful.state_dict())
         self.cursor = cursor
@@ -110,9 +100,12 @@ class Source:
         if self._stream is not None and self.cursor is not None:
             self._stream.trained(self.cursor["source"])
 
-    def passed(self) -> dict[str, Any] | None:
-        """Return what a rank's checkpoint keeps of the batches before the cursor, if there is anything."""
-        return None if self._stream is None else self._stream.passed()
+    def replay_digests(self) -> dict[str, Any] | None:
+        """Return the digests of the batches before the cursor.
+
+        None if the data set is not a stream or they are not known.
+        """
+        return None if self._stream is None else self._stream.replay_digests()
 
     def waiting(self) -> int:
         """Return how many batches have arrived and were not read."""
@@ -132,18 +125,18 @@ class Source:
         if self._stream is not None:
             self._stream.interrupt()
 
-    def settle(self, *, whole: bool, read_to_end: bool) -> None:
+    def prepare_next_pass(self, *, completed: bool, read_to_end: bool) -> None:
         """Prepare for the next loop, which continues after the last batch that was trained on.
 
         Args:
-            whole: The loop reached the end of the pass.
+            completed: The loop reached the end of the pass.
             read_to_end: The thread that read the data set has ended.
         """
         if self._stream is not None:
-            self._stream.settle(whole=whole)
+            self._stream.prepare_next_pass(completed=completed)
             return
         source = None if self.cursor is None else self.cursor["source"]
-        if read_to_end and not whole and self._stateful is not None and source is not None:
+        if read_to_end and not completed and self._stateful is not None and source is not None:
             self._stateful.load_state_dict(source)
 
 

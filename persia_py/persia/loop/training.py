@@ -7,7 +7,7 @@ from typing_extensions import Self
 
 from persia.backend.base import Backend
 from persia.checkpoint.run_state import RunState
-from persia.loop.feeder import Feeder, Work
+from persia.loop.feeder import FedBatch, Feeder
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
 from persia.runtime import preemption, watchdog
@@ -56,7 +56,7 @@ class TrainingLoop:
         self._source = source
         self._hooks = hooks
         self._options = options
-        self._open: Work | None = None  # from when a batch is taken until it is trained on
+        self._open: FedBatch | None = None  # from when a batch is taken until it is trained on
         self._ended = False
         self._abandoned = False  # it has ended with its context
         self._ended_at = 0
@@ -71,17 +71,17 @@ class TrainingLoop:
     def start(self) -> Self:
         """Open the pipeline on all ranks, resume the data, and start reading ahead."""
         backend, source, options = self.backend, self._source, self._options
-        backend.wait_writing()
+        backend.join_checkpoint_thread()
         self._pipeline = backend.open_loop(
-            options.staleness, options.reproducible, source.dataset.buffer_size, hooks=self._hooks.digest
+            options.staleness, options.reproducible, source.dataset.buffer_size, hooks=self._hooks.identity
         )
         self._feeder = Feeder(
-            source, self._pipeline, backend.engine.step, backend.configuration.embedding.slots, self._hooks.keeps_back
+            source, self._pipeline, backend.engine.step, backend.configuration.embedding.slots, self._hooks.skips_lookup
         )
         try:
             self._state.share_loaded()
             source.resume(*self._state.take_position())
-            self._state.record(source.cursor, source.passed())
+            self._state.record(source.cursor, source.replay_digests())
             self._hooks.start(self)
             self._feeder.start()
         except BaseException:
@@ -132,14 +132,16 @@ class TrainingLoop:
             return False
         with preemption.waiting_for_data(), watchdog.waiting():
             ready = self._pipeline.has_next()
-        preemption.leave_if_asked()
+        preemption.exit_if_requested()
         fed = self._feeder.fed
-        work = fed[0] if ready and fed else None  # ready without a batch: the error of the data set comes next
+        fed_batch = fed[0] if ready and fed else None  # ready without a batch: the error of the data set comes next
         left = max(1, len(fed) + self._source.waiting()) if ready else 0
-        ballots = self.backend.gather("next step", [left, self._hooks.vote(work)])
+        ballots = self.backend.all_gather("next step", [left, self._hooks.vote(fed_batch)])
         if all(left for left, _ in ballots):
-            return self._hooks.decide(self.step + 1 if work is None else work.step, [votes for _, votes in ballots])
-        if self.backend.writes:
+            return self._hooks.decide(
+                self.step + 1 if fed_batch is None else fed_batch.step, [votes for _, votes in ballots]
+            )
+        if self.backend.is_rank_0:
             self._log_end([left for left, _ in ballots])
         return None
 
@@ -168,7 +170,7 @@ class TrainingLoop:
         self.backend.trained_step = batch.step
         if batch.position is not None:
             self._source.trained(batch.position)
-            self._state.record(self._source.cursor, self._source.passed())
+            self._state.record(self._source.cursor, self._source.replay_digests())
         self._hooks.after_step(batch.step)
         _log_first(batch.step)
 
@@ -179,13 +181,13 @@ class TrainingLoop:
     def _complete(self) -> None:
         """End the pass in agreement with the other ranks."""
         self._hooks.end(complete=True)
-        whole = self.backend.is_alone or not self._pipeline.has_next()
-        if whole:
+        completed = self.backend.is_alone or not self._pipeline.has_next()
+        if completed:
             self._source.pass_ended()
         else:
             self._source.pass_cut_short()
-        self._state.record(self._source.cursor, self._source.passed())
-        self._end(together=True, whole=whole)
+        self._state.record(self._source.cursor, self._source.replay_digests())
+        self._end(together=True, completed=completed)
 
     def close(self) -> None:
         """End the loop before its data: the script has left it."""
@@ -198,7 +200,7 @@ class TrainingLoop:
         self._hooks = Hooks([])
         del self._feeder
 
-    def _end(self, *, together: bool = False, whole: bool = False) -> None:
+    def _end(self, *, together: bool = False, completed: bool = False) -> None:
         if self._ended:
             return
         self._ended = True
@@ -212,13 +214,13 @@ class TrainingLoop:
                 else:
                     self.backend.close_loop(self._pipeline, together=together)
             finally:
-                self._feeder.end(whole=whole)
+                self._feeder.end(completed=completed)
 
     def failed(self, error: Exception) -> None:
         """Tell the hooks that ``error`` leaves the context, and which batch is to blame."""
         self._hooks.error(error, self._blamed(error))
 
-    def _blamed(self, error: Exception) -> Work | None:
+    def _blamed(self, error: Exception) -> FedBatch | None:
         """Return the batch that an error is blamed on.
 
         A refused look-up names its step, which may be ahead of the open batch. Any other error is that of the open
@@ -231,7 +233,7 @@ class TrainingLoop:
                 return None
             if error.step is not None:
                 known = [*([open_batch] if open_batch else []), *self._feeder.fed]
-                return next((work for work in known if work.step == error.step), None)
+                return next((fed_batch for fed_batch in known if fed_batch.step == error.step), None)
         return open_batch
 
 

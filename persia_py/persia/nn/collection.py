@@ -20,7 +20,7 @@ from persia.backend.base import Device
 from persia.checkpoint import snapshot
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
-from persia.nn.session import Session, Step
+from persia.nn.session import PendingBackward, Session
 from persia.runtime.errors import BatchSizeError, ConfigError, DataError, FeatureTypeError, UsageError
 from persia_core.data import Batch, BatchBuilder
 
@@ -97,7 +97,7 @@ class EmbeddingCollection(torch.nn.Module):
     Args:
         tables: The tables.
         optimizer: Updates the rows.
-        config: How rows start, and how far they may go.
+        config: The initializer, the admission rule and the weight bound.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
             ``REPRODUCIBLE`` set it is 1.
         device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),
@@ -173,7 +173,7 @@ class EmbeddingCollection(torch.nn.Module):
         if not training:
             looked = self._session.evaluate(batch)
             return dict(zip(looked.slots, map(from_dlpack, looked.embeddings()), strict=True))
-        step = self._session.train(batch)
+        step = self._session.lookup_for_training(batch)
         tensors = _LookedUp.apply(self._anchor, step)
         return dict(zip(batch.slots, tensors, strict=True))
 
@@ -270,7 +270,7 @@ class _LookedUp(torch.autograd.Function):
     """The vectors of one step; their gradients go to the engine."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, anchor: torch.Tensor, step: PendingBackward) -> tuple[torch.Tensor, ...]:
         """Return the vectors, in the batch's order."""
         del anchor
         ctx.step = step

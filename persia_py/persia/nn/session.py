@@ -44,7 +44,7 @@ _STATE = "collection.state"
 """The file of a checkpoint that holds the learning rate; no state dict of the user's has such a name."""
 
 
-class Step:
+class PendingBackward:
     """A training forward until its gradients are pushed, or can be pushed no more."""
 
     def __init__(self, session: "Session", batch: TrainingBatch) -> None:
@@ -111,20 +111,20 @@ class Session:
             )
         self._staleness = 1 if self._reproducible else settings.staleness(staleness)
         self._optimizer = optimizer
-        self._waiting: weakref.WeakSet[Step] = weakref.WeakSet()
+        self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.skipped = 0
         self._pipeline: Pipeline | None = None
         self._refused = False  # the pipeline has ended with a batch that was not looked up
         self._lost = ""
-        self._common = self._open(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
-        self._finalizer = weakref.finalize(self, _end, self._common)
+        self._backend = self._open_backend(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
+        self._finalizer = weakref.finalize(self, _end, self._backend)
         try:
-            self._common.apply(RowSettings(optimizer, config or get_default_embedding_config()))
+            self._backend.apply(RowSettings(optimizer, config or get_default_embedding_config()))
         except BaseException as error:
             self.close(error)
             raise
 
-    def _open(self, configuration: Configuration, device: Device | None) -> Backend:
+    def _open_backend(self, configuration: Configuration, device: Device | None) -> Backend:
         if settings.nats_url is None:
             return LocalBackend(configuration, device)
         if run.holds_session():
@@ -135,28 +135,28 @@ class Session:
         from persia.backend.remote import RemoteBackend
 
         group = _GivenGroup(backend="gloo")
-        common = RemoteBackend(
+        backend = RemoteBackend(
             trains=True, device=device, option=group, configuration=configuration, takes_batches=False
         )
         run.hold(self)
-        return common
+        return backend
 
     @property
     def engine(self) -> Engine:
         """The engine."""
-        return self._common.engine
+        return self._backend.engine
 
     @property
     def trained_step(self) -> int:
         """The last step whose gradients were pushed."""
-        return self._common.trained_step
+        return self._backend.trained_step
 
     def evaluate(self, batch: Batch) -> TrainingBatch:
         """Look a batch up without changing anything, after every push so far."""
         self._check_open()
-        return self._common.lookup(batch)
+        return self._backend.lookup(batch)
 
-    def train(self, batch: Batch) -> Step:
+    def lookup_for_training(self, batch: Batch) -> PendingBackward:
         """Look a batch up for training, after every push so far."""
         self._check_open()
         if len(self._waiting) >= self._staleness:
@@ -174,11 +174,11 @@ class Session:
             raise
         if looked is None:
             raise UsageError("EmbeddingCollection: its training loop was closed by another thread")
-        step = Step(self, looked)
+        step = PendingBackward(self, looked)
         self._waiting.add(step)
         return step
 
-    def push(self, step: Step, batch: TrainingBatch, gradients: Sequence[torch.Tensor | None]) -> None:
+    def push(self, step: PendingBackward, batch: TrainingBatch, gradients: Sequence[torch.Tensor | None]) -> None:
         """Push the gradients of a step, or none of them if one has NaN or infinity.
 
         Raises:
@@ -188,16 +188,16 @@ class Session:
         self._waiting.discard(step)
         mine = Gradients(batch, list(gradients))
         if mine.nonfinite is None or bool(mine.nonfinite):
-            offender = mine.offender("feature")
-            if offender is None and mine.nonfinite is not None:
-                offender = "the sum of the gradients of one id is not finite"
-            if offender is not None:
+            nonfinite = mine.first_nonfinite("feature")
+            if nonfinite is None and mine.nonfinite is not None:
+                nonfinite = "the sum of the gradients of one id is not finite"
+            if nonfinite is not None:
                 batch.discard()
-                self._skip(offender, batch.step)
+                self._skip(nonfinite, batch.step)
                 return
         self.skipped = 0
         mine.push(self._optimizer.lr_factor(batch.step))
-        self._common.trained_step = max(self._common.trained_step, batch.step)
+        self._backend.trained_step = max(self._backend.trained_step, batch.step)
 
     def _skip(self, what: str, step: int) -> None:
         self.skipped += 1
@@ -208,11 +208,11 @@ class Session:
     def save(self, directory: str | os.PathLike[str], states: Mapping[str, dict[str, Any]]) -> None:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
-        with self._common.together("save, which every rank calls"):
+        with self._backend.together("save, which every rank calls"):
             self.engine.drain()
-        with self._common.together("the end of save"):
-            if self._common.writes:
-                with snapshot.Save(self.engine, self._common.checkpoint_dir(directory), self.trained_step) as save:
+        with self._backend.together("the end of save"):
+            if self._backend.is_rank_0:
+                with snapshot.Save(self.engine, self._backend.checkpoint_dir(directory), self.trained_step) as save:
                     save.add_state(_STATE, {"lr": float(self._optimizer.lr)})
                     for name, state in states.items():
                         save.add_state(name, state)
@@ -220,23 +220,23 @@ class Session:
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
         """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
         self._check_open()
-        with self._common.together("load, which every rank calls"):
+        with self._backend.together("load, which every rank calls"):
             if self._waiting:
                 raise UsageError(
                     f"EmbeddingCollection.load: {len(self._waiting)} forwards wait for their backward; call it, or "
                     "drop what they returned"
                 )
-            loaded = snapshot.Load(self._common.checkpoint_dir(directory))
+            loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
             lr = self._saved_lr(loaded)
-        with self._common.together("the loop before a load"):  # left by all ranks or by none
+        with self._backend.together("the loop before a load"):  # left by all ranks or by none
             self._leave_loop()
             self.engine.drain()
-        with self._common.together("the end of load"):
-            if self._common.writes:
-                self._common.settle()
+        with self._backend.together("the end of load"):
+            if self._backend.is_rank_0:
+                self._backend.drain_all_ranks()
                 loaded.restore(self.engine)
-                self._common.begin(resume=(loaded.generation, loaded.step, loaded.seed))
-        self._common.trained_step = loaded.step
+                self._backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))
+        self._backend.trained_step = loaded.step
         if lr is not None:
             self._optimizer.update_lr(lr)
         return loaded
@@ -256,14 +256,14 @@ class Session:
 
     def _loop(self) -> Pipeline:
         if self._pipeline is None:
-            self._pipeline = self._common.open_loop(self._staleness, self._reproducible, 1)
-            self._common.spread(dict)
+            self._pipeline = self._backend.open_loop(self._staleness, self._reproducible, 1)
+            self._backend.broadcast(dict)
         elif self._refused:
             for step in list(self._waiting):
                 step.discard()  # the engine it belongs to ends here
             self._waiting.clear()
             self._pipeline.close()
-            self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._common.gradient_scale)
+            self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._backend.gradient_scale)
         self._refused = False
         return self._pipeline
 
@@ -292,7 +292,7 @@ class Session:
     def _leave_loop(self) -> None:
         pipeline, self._pipeline, self._refused = self._pipeline, None, False
         if pipeline is not None:
-            self._common.close_loop(pipeline, together=False)
+            self._backend.close_loop(pipeline, together=False)
 
     def close(self, error: BaseException | None = None) -> None:
         """Apply what was pushed and end the engine; with an ``error``, other ranks learn that the run has failed."""
@@ -303,7 +303,7 @@ class Session:
             if error is None and not run.failure():
                 self._leave_loop()
         finally:
-            _end(self._common, error)
+            _end(self._backend, error)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -314,7 +314,10 @@ class Session:
             )
 
 
-def _end(common: Backend, error: BaseException | None = None) -> None:
-    """Close; a collection is also closed by being forgotten, or with the process, of which the run may have failed."""
+def _end(backend: Backend, error: BaseException | None = None) -> None:
+    """Close the backend; the finalizer calls this at garbage collection and at exit.
+
+    If the run has failed, close with that error.
+    """
     failed = run.failure()
-    common.close(error or (RunLostError(failed) if failed else None))
+    backend.close(error or (RunLostError(failed) if failed else None))

@@ -28,7 +28,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a finished file its name so that a power cut leaves the old one or the new one."""
+    """Rename ``temporary`` to ``path``.
+
+    Sync the file before and the folder after, so that a crash leaves the old file or the new one.
+    """
     for step in (temporary, path.parent):
         descriptor = os.open(step, os.O_RDONLY)
         try:

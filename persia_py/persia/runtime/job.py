@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from persia.runtime import files
 from persia.runtime.errors import ConfigError
 from persia.runtime.settings import settings
 
@@ -58,9 +59,7 @@ def run_name() -> str:
             return _checked(path.read_text(encoding="utf-8").strip(), str(path))
         name = f"{job_name()}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{RUN}.tmp")
-        draft.write_text(name + "\n", encoding="utf-8")
-        draft.replace(path)
+        files.write_whole(path, f"{name}\n".encode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; it names the current run") from error
     return name

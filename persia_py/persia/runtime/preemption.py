@@ -40,7 +40,7 @@ class _State:
 _state = _State()
 
 
-def ask_to_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
+def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
     """Note that this process was sent SIGTERM, or Ctrl-C.
 
     Args:
@@ -53,12 +53,15 @@ def ask_to_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
         return True
     if _state.asked_at is None:
         _state.code = code
-    hear()
+    note_remote_stop()
     return _state.loops and _state.trained and not _state.waits_for_data
 
 
-def hear(*, gone: bool = False) -> None:
-    """Note that another rank was asked to stop, or is ``gone`` from the step it was in; nothing is interrupted here."""
+def note_remote_stop(*, gone: bool = False) -> None:
+    """Record that another rank was asked to stop.
+
+    With ``gone`` it has left its step, and this one gets no STEP_S to finish.
+    """
     if _state.saves and (gone or _state.asked_at is None):
         _state.asked_at = -math.inf if gone else time.monotonic()
 
@@ -78,11 +81,11 @@ def reason() -> str:
     return "Ctrl-C" if _state.code is ExitCode.INTERRUPTED else "SIGTERM"
 
 
-def leave_if_asked() -> None:
-    """Leave, where that may be.
+def exit_if_requested() -> None:
+    """Exit if a stop was requested, unless a step is in progress and the request is less than STEP_S old.
 
     Raises:
-        SystemExit: This process was asked to stop, and is between two steps, or in the middle of one that takes long.
+        SystemExit: A stop was requested.
     """
     asked_at = _state.asked_at
     if asked_at is None or _state.leaving or (_state.in_step and time.monotonic() - asked_at < STEP_S):
@@ -122,7 +125,7 @@ def _own_handlers() -> Iterator[None]:
 
 
 def _terminated(*_: object) -> None:
-    if not ask_to_stop():
+    if not request_stop():
         raise SystemExit(ExitCode.AGAIN)
 
 
@@ -133,39 +136,28 @@ def _interrupted(*_: object) -> None:
         os._exit(ExitCode.INTERRUPTED)
     _state.interrupted = True
     os.write(2, b"Ctrl-C: saving the run after this step; press it again to end at once\n")
-    if not ask_to_stop(ExitCode.INTERRUPTED):
+    if not request_stop(ExitCode.INTERRUPTED):
         raise SystemExit(ExitCode.INTERRUPTED)
 
 
-class Preemption:
-    """Lets SIGTERM and Ctrl-C end a loop between two steps. A hook of the training loop, in a run that saves itself."""
+def begin_loop() -> None:
+    """Record that a training loop runs: once a step is done, a signal is only noted."""
+    _state.loops = True
 
-    def on_start(self, loop: object) -> None:
-        """Once a step is done, the signals are only noted from here on."""
-        del loop
-        _state.loops = True
 
-    def before_step(self) -> None:
-        """Note that the batch was trained on, or will not be."""
-        _state.in_step = False
+def end_loop() -> None:
+    """Record that the training loop has ended: a signal acts at once again."""
+    _state.loops = _state.in_step = False
 
-    def after_lookup(self, step: int) -> None:
-        """Note that a batch is handed out for training."""
-        del step
-        _state.in_step = True
 
-    def after_step(self, step: int) -> None:
-        """Note that a step is done: there is something to save."""
-        del step
-        _state.trained, _state.in_step = True, False
+def set_in_step(in_step: bool) -> None:
+    """Record whether the script has a batch to train on."""
+    _state.in_step = in_step
 
-    def on_end(self, complete: bool) -> None:
-        """Leave, if this process was asked to stop and the loop is complete; otherwise signals act at once again."""
-        try:
-            if complete:
-                leave_if_asked()
-        finally:
-            _state.loops = _state.in_step = False
+
+def step_done() -> None:
+    """Record that a step is done: there is something to save."""
+    _state.trained, _state.in_step = True, False
 
 
 def has_trained() -> bool:
@@ -180,7 +172,7 @@ def waiting_for_data() -> Iterator[None]:
     Raises:
         SystemExit: This process was asked to stop, or is meanwhile.
     """
-    leave_if_asked()
+    exit_if_requested()
     _state.waits_for_data = True
     try:
         yield

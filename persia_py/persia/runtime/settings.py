@@ -1,5 +1,6 @@
-"""The environment variables that persia's Python code reads: :data:`settings` has each of them, checked.
+"""The environment variables that persia's Python code reads.
 
+:data:`settings` has them, checked, except names of files and interfaces, which their readers take by :func:`variable`.
 ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` follow torchrun's contract; ``REPLICA_INDEX`` and ``REPLICA_SIZE`` number
 the replicas of a service. Unset means a job of one.
 """
@@ -109,34 +110,14 @@ class Settings:
         return variable("PERSIA_CKPT_DIR")
 
     @property
-    def embedding_config(self) -> str | None:
-        """``PERSIA_EMBEDDING_CONFIG``: the file of the slots."""
-        return variable("PERSIA_EMBEDDING_CONFIG")
-
-    @property
-    def global_config(self) -> str | None:
-        """``PERSIA_GLOBAL_CONFIG``: the file of the general settings."""
-        return variable("PERSIA_GLOBAL_CONFIG")
-
-    @property
     def data_script(self) -> str | None:
         """``PERSIA_DATALOADER_ENTRY``: the data script and its arguments."""
         return variable("PERSIA_DATALOADER_ENTRY")
 
     @property
-    def train_script(self) -> str | None:
-        """``PERSIA_NN_WORKER_ENTRY``: the training script and its arguments."""
-        return variable("PERSIA_NN_WORKER_ENTRY")
-
-    @property
     def listen(self) -> str | None:
         """``PERSIA_LISTEN``: where a server listens."""
         return variable("PERSIA_LISTEN")
-
-    @property
-    def interface(self) -> str | None:
-        """``PERSIA_SOCKET_IFNAME``: the network interface of this process."""
-        return variable("PERSIA_SOCKET_IFNAME")
 
     @property
     def tls_ca(self) -> str | None:

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
@@ -19,8 +18,6 @@ _HINT = (
     "the threads below show where it is; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
     "take, and 0 is without limit"
 )
-_SLICES = 20
-"""Looks during the time that a loop may make no progress."""
 _LAST_S = 10.0
 """Seconds that the report may take: a pipe or a connection without a reader must not keep the process."""
 _ERRORS = 2
@@ -63,54 +60,14 @@ def collective() -> Iterator[None]:
         _state.collectives -= 1
 
 
-class Watched(Protocol):
-    """What the watchdog needs of a training loop."""
+def stalled(timeout_s: float) -> float | None:
+    """Return the seconds without progress if they exceed ``timeout_s``, or twice that in a collective.
 
-    @property
-    def step(self) -> int:
-        """The last step that was trained."""
-
-
-class Watchdog:
-    """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
-
-    Args:
-        report: Sends the reason to the other ranks.
+    None otherwise, and in a wait without limit.
     """
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._timeout_s = settings.hang_timeout
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def on_start(self, loop: Watched) -> None:
-        """Start watching."""
-        progress()
-        if self._timeout_s:
-            self._thread = threading.Thread(target=self._watch, args=(loop,), name="persia-watchdog", daemon=True)
-            self._thread.start()
-
-    def before_step(self) -> None:
-        """Note the progress."""
-        progress()
-
-    def on_end(self, complete: bool) -> None:
-        """Stop watching."""
-        del complete
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self, loop: Watched) -> None:
-        while not self._ended.wait(self._timeout_s / _SLICES):
-            silent = time.monotonic() - _state.last
-            if silent > self._timeout_s * (2 if _state.collectives else 1) and not _state.waits:
-                reason = (
-                    f"rank {settings.rank} (pid {os.getpid()}) has made no progress after step {loop.step} for "
-                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={self._timeout_s:g})"
-                )
-                end(reason, self._report)
+    silent = time.monotonic() - _state.last
+    limit = timeout_s * (2 if _state.collectives else 1)
+    return silent if silent > limit and not _state.waits else None
 
 
 def end(reason: str, report: Callable[[str], None]) -> None:

@@ -1,18 +1,17 @@
-"""The checkpoints of a run: saved while it trains, by all ranks after the same step, and loaded after a restart."""
+"""The checkpoints of a run, saved while it trains, by all ranks after the same step."""
 
-import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from persia.backend.base import Backend
 from persia.checkpoint import rng_state, snapshot
-from persia.checkpoint.object_store import ObjectStore
 from persia.checkpoint.policy import STATE, Checkpoints
 from persia.checkpoint.run_state import RunState
+from persia.loop.hooks import Loop
 from persia.runtime import preemption
 from persia.runtime.contexts import ends_well
-from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
+from persia.runtime.errors import PersiaError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
 from persia_core import checkpoint as _core
@@ -26,18 +25,12 @@ MEET_S = 20.0
 """Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 for all of it."""
 
 
-class Loop(Protocol):
-    """What the hook needs of a training loop."""
-
-    def committed(self, step: int) -> None:
-        """Tell all hooks that a checkpoint of ``step`` is written."""
-
-
 class Autosave:
     """Saves a run every so many steps, and at the end of each loop. A hook of the training loop.
 
     A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; then it is given up, and
-    training continues. The cut is made by all ranks together; rank 0 writes the files while training continues.
+    training continues. The cut is made by all ranks together; rank 0 writes the files while training continues. Ranks
+    learn that a checkpoint is written when they make the next one; ``after_commit`` runs then.
 
     Args:
         checkpoints: What the script wants, and what it reads.
@@ -62,14 +55,14 @@ class Autosave:
         self._loop = loop
 
     def before_step(self) -> None:
-        """Save the run if a step of which there is to be a save has been trained since the last one."""
+        """Make a checkpoint if a multiple of ``every`` was passed since the last one."""
         step, every = self._backend.trained_step, self._checkpoints.every
         if step // every != self._checkpoints.saved // every:
             self.save(step)
 
-    def vote(self, work: object) -> bool:
+    def vote(self, fed_batch: object) -> bool:
         """Whether the last save failed and is due again; only rank 0 knows."""
-        del work
+        del fed_batch
         return self._retry_at is not None and time.monotonic() >= self._retry_at
 
     def decide(self, step: int, votes: list[bool]) -> bool:
@@ -95,7 +88,7 @@ class Autosave:
             self.save(step)
         while True:
             settled = self._settled()
-            settled, written = self._backend.gather("checkpoint written", [settled, self._checkpoints.written])[0]
+            settled, written = self._backend.all_gather("checkpoint written", [settled, self._checkpoints.written])[0]
             self._committed(written)
             if settled is not False:
                 return
@@ -109,14 +102,14 @@ class Autosave:
         """
         self._checkpoints.saved = step
         backend = self._backend
-        with backend.still():
-            failed, written = backend.gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
-            if not backend.writes:
+        with backend.quiesce():
+            failed, written = backend.all_gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
+            if not backend.is_rank_0:
                 self._checkpoints.failed = failed
-            ranks = backend.collect(self._state.rank_state())
+            ranks = backend.gather(self._state.rank_state())
             if ranks is not None:
                 self._cut(step, ranks)
-            backend.gather("checkpoint cut", None)
+            backend.all_gather("checkpoint cut", None)
         self._committed(written)
 
     def _committed(self, step: int) -> None:
@@ -126,7 +119,7 @@ class Autosave:
     def _cut(self, step: int, ranks: list[dict[str, Any]]) -> None:
         """On rank 0: begin a save when the last one is written; it is written in the background."""
         started = time.monotonic()
-        self._backend.wait_writing()
+        self._backend.join_checkpoint_thread()
         if (waited := time.monotonic() - started) > 1.0:
             _logger.warning("training waited %.1f s at step %d for the last checkpoint to be written", waited, step)
         self._retry_at = None
@@ -141,7 +134,7 @@ class Autosave:
             self._retry(step, error)
             return
         paused = time.monotonic() - cut_at
-        self._backend.writing = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
+        self._backend.checkpoint_thread = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
 
     def _write(self, save: snapshot.Save, path: Path, step: int, paused: float) -> None:
         """Write it, on a thread of its own."""
@@ -203,18 +196,18 @@ class Autosave:
 
     def _settled(self) -> bool | None:
         """On rank 0: whether the last save is written or given up; if not, it is to be retried now."""
-        if not self._backend.writes:
+        if not self._backend.is_rank_0:
             return None
-        self._backend.wait_writing()
+        self._backend.join_checkpoint_thread()
         if self._retry_at is None:
             return True
         time.sleep(max(0.0, self._retry_at - time.monotonic()))
         return False
 
-    def leave_if_asked(self, left_by: BaseException | None) -> None:
+    def exit_if_requested(self, left_by: BaseException | None) -> None:
         """At the end of a context: save the run and leave, if this process was asked to stop.
 
-        Where the context has reached its end on all ranks, they do so too if another one was asked.
+        If the block ended normally, all ranks stop when one was asked to.
 
         Args:
             left_by: What the context is left by.
@@ -226,7 +219,7 @@ class Autosave:
         asked = preemption.stop_asked()
         if ended:
             try:
-                asked = any(self._backend.gather("end of training", asked))
+                asked = any(self._backend.all_gather("end of training", asked))
             except SystemExit:
                 asked = True
         if asked and (ended or (isinstance(left_by, SystemExit) and left_by.code in _LEAVES)):
@@ -240,7 +233,7 @@ class Autosave:
         step, why = self._backend.trained_step, preemption.reason()
         try:
             if preemption.has_trained():
-                steps = self._backend.meet(step, MEET_S)
+                steps = self._backend.all_gather_at_exit(step, MEET_S)
                 if min(steps) < max(steps):
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
@@ -251,65 +244,3 @@ class Autosave:
 
 
 _LEAVES = (ExitCode.AGAIN, ExitCode.INTERRUPTED)
-
-
-def resume(checkpoints: Checkpoints, state: RunState) -> None:
-    """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
-
-    Raises:
-        CheckpointError: The newest save is damaged, or of another configuration.
-        StorageError: This process or a server cannot write where saves are to be.
-    """
-    folder = checkpoints.folder(state.backend)
-    try:
-        state.backend.engine.check_storage(folder)
-    except StorageError as error:
-        raise StorageError(f"Checkpoint storage validation failed: {error}") from None
-    store = checkpoints.store()
-    try:
-        newest = _core.latest(folder)
-        if store is not None:
-            newest = _newer_replica(store, folder, newest)
-        if newest is None:
-            _logger.info("no checkpoint in %s: training starts from the beginning", folder)
-            return
-        loaded = snapshot.Load(newest)
-    except CheckpointError as error:
-        loaded = _previous(folder, error, allowed=checkpoints.allow_previous)
-    checkpoints.check_has_state(loaded)
-    state.restore(loaded)
-    _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
-
-
-def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:
-    """Return the newest save in ``folder``, after a newer replica of the store is fetched into it."""
-    try:
-        newer = next(iter(store.whole()), None)
-    except StorageError as error:
-        if newest is None:
-            raise
-        _logger.warning("resuming from %s without looking for a newer replica: %s", newest, error)
-        return newest
-    if newest is not None:
-        opened = _core.Checkpoint(newest)
-        if newer is None or newer.age <= (opened.generation, opened.step):
-            return newest
-    elif newer is None:
-        return None
-    _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
-    store.get(newer.name, folder / newer.name)
-    return os.fspath(folder / newer.name)
-
-
-def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
-    """Return the newest save that is whole, where the newest of all is damaged."""
-    whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
-    if whole is None:
-        raise error
-    if not allowed:
-        raise CheckpointError(
-            f"{error}\n{whole} is whole: to resume from it, give Checkpoints(allow_previous=True), or remove the "
-            "damaged one"
-        )
-    _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
-    return snapshot.Load(whole)

@@ -1,0 +1,76 @@
+"""The checkpoint of a run that is loaded after a restart."""
+
+import os
+from pathlib import Path
+
+from persia.checkpoint import snapshot
+from persia.checkpoint.object_store import ObjectStore
+from persia.checkpoint.policy import Checkpoints
+from persia.checkpoint.run_state import RunState
+from persia.runtime.errors import CheckpointError, StorageError
+from persia.runtime.logging import get_logger
+from persia_core import checkpoint as _core
+
+_logger = get_logger("checkpoint")
+
+
+def resume(checkpoints: Checkpoints, state: RunState) -> None:
+    """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
+
+    Raises:
+        CheckpointError: The newest save is damaged, or of another configuration.
+        StorageError: This process or a server cannot write where saves are to be.
+    """
+    folder = checkpoints.folder(state.backend)
+    try:
+        state.backend.engine.check_storage(folder)
+    except StorageError as error:
+        raise StorageError(f"Checkpoint storage validation failed: {error}") from None
+    store = checkpoints.store()
+    try:
+        newest = _core.latest(folder)
+        if store is not None:
+            newest = _newer_replica(store, folder, newest)
+        if newest is None:
+            _logger.info("no checkpoint in %s: training starts from the beginning", folder)
+            return
+        loaded = snapshot.Load(newest)
+    except CheckpointError as error:
+        loaded = _previous(folder, error, allowed=checkpoints.allow_previous)
+    checkpoints.check_has_state(loaded)
+    state.restore(loaded)
+    _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
+
+
+def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:
+    """Return the newest save in ``folder``, after a newer replica of the store is fetched into it."""
+    try:
+        newer = next(iter(store.whole()), None)
+    except StorageError as error:
+        if newest is None:
+            raise
+        _logger.warning("resuming from %s without looking for a newer replica: %s", newest, error)
+        return newest
+    if newest is not None:
+        opened = _core.Checkpoint(newest)
+        if newer is None or newer.age <= (opened.generation, opened.step):
+            return newest
+    elif newer is None:
+        return None
+    _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
+    store.get(newer.name, folder / newer.name)
+    return os.fspath(folder / newer.name)
+
+
+def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
+    """Return the newest save that is whole, where the newest of all is damaged."""
+    whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
+    if whole is None:
+        raise error
+    if not allowed:
+        raise CheckpointError(
+            f"{error}\n{whole} is whole: to resume from it, give Checkpoints(allow_previous=True), or remove the "
+            "damaged one"
+        )
+    _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
+    return snapshot.Load(whole)

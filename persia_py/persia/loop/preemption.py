@@ -1,0 +1,34 @@
+"""The hook that ends a training loop after SIGTERM or Ctrl-C."""
+
+from persia.runtime import preemption
+
+
+class Preemption:
+    """Lets SIGTERM and Ctrl-C end a loop between two steps. A hook of the training loop, in a run that saves itself."""
+
+    def on_start(self, loop: object) -> None:
+        """Once a step is done, the signals are only noted from here on."""
+        del loop
+        preemption.begin_loop()
+
+    def before_step(self) -> None:
+        """Note that the batch was trained on, or will not be."""
+        preemption.set_in_step(False)
+
+    def after_lookup(self, step: int) -> None:
+        """Note that a batch is handed out for training."""
+        del step
+        preemption.set_in_step(True)
+
+    def after_step(self, step: int) -> None:
+        """Note that a step is done: there is something to save."""
+        del step
+        preemption.step_done()
+
+    def on_end(self, complete: bool) -> None:
+        """Leave, if this process was asked to stop and the loop is complete; otherwise signals act at once again."""
+        try:
+            if complete:
+                preemption.exit_if_requested()
+        finally:
+            preemption.end_loop()
