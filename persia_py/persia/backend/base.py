@@ -1,4 +1,4 @@
-"""Where the rows are, and how they are reached: the interface that nested contexts share."""
+"""The interface to the rows, which nested contexts share."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ class RowSettings:
 
     Attributes:
         optimizer: None while only evaluating.
-        config: How rows start, and how far they may go.
+        config: The initial weights of rows, and their bound.
     """
 
     optimizer: Optimizer | None
@@ -39,11 +39,11 @@ class RowSettings:
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device, and the type of the embedding tensors there.
+    """A CUDA device, and the dtype of the embedding tensors on it.
 
     Attributes:
-        number: As CUDA counts.
-        dtype: Of the embedding tensors: float32, float16 or bfloat16.
+        number: The device number of CUDA.
+        dtype: The dtype of the embedding tensors: float32, float16 or bfloat16.
     """
 
     number: int
@@ -70,8 +70,8 @@ class Offender:
     """The first tensor of a step that has NaN or infinity.
 
     Attributes:
-        text: Which, and where.
-        averaged: It was averaged over all ranks, so that it may come from another rank.
+        text: The tensor and the position.
+        averaged: It was averaged over all ranks, so the cause may be another rank.
     """
 
     text: str
@@ -79,33 +79,33 @@ class Offender:
 
 
 class BackgroundSave(Protocol):
-    """A save that another thread writes.
+    """A checkpoint that another thread writes.
 
     Attributes:
-        what: What messages call it.
-        error: What it failed with, which was logged; None while it has not.
+        what: Its name in messages.
+        error: The error of a failed write, which was logged; None otherwise.
     """
 
     what: str
     error: BaseException | None
 
     def wait(self, seconds: float = ...) -> bool:
-        """Return whether it has ended, after so many seconds at the latest."""
+        """Wait at most so many seconds, and return whether it has ended."""
 
 
 class Backend(ABC):
-    """One engine, shared by all nested contexts, and what differs between the embedded mode and servers.
+    """One engine, shared by all nested contexts. A subclass implements embedded mode or servers.
 
     Attributes:
         engine: The engine.
-        configuration: Slots and general settings; read from the two files where none is given.
-        settings: What the run's generation began with.
-        device: Where look-ups are pooled; None is the CPU.
+        configuration: Slots and general settings; by default read from the two files.
+        settings: The settings with which the generation began.
+        device: The device that pools look-ups; None means the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
         feed: What a :class:`persia.data.StreamingDataset` reads; None before one is opened.
-        activity: How many loops and evaluating look-ups have begun.
+        activity: The number of loops and look-ups for evaluation that have started.
         closed: The outermost context has ended.
-        gradient_scale: What every summed embedding gradient is multiplied by.
+        gradient_scale: The factor of every summed embedding gradient.
     """
 
     engine: Engine
@@ -133,13 +133,13 @@ class Backend(ABC):
         """Start a new generation of the run.
 
         Args:
-            optimizer: None keeps the one in force.
-            config: None keeps the one in force.
+            optimizer: None keeps the current one.
+            config: None keeps the current one.
             resume: Generation, step and seed of the checkpoint whose rows were just loaded.
 
         Raises:
-            UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
-                changed then.
+            UsageError: Called inside a loop over a data loader, or the existing rows do not fit the optimizer. Nothing
+                has changed then.
         """
         self.apply(RowSettings(optimizer or self.settings.optimizer, config or self.settings.config), resume)
 
@@ -152,7 +152,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
-        """Have the rows' holders begin a generation."""
+        """Make the store or the servers begin a generation."""
 
     def _begin_rows(
         self, rows: RowSettings, after_generation: int, step: int, seed: int, *, fresh: bool = False
@@ -170,7 +170,7 @@ class Backend(ABC):
         )
 
     def settle(self) -> None:
-        """Return when no rank can push any more, because rows are to be replaced.
+        """Wait until no rank can push any more, before the rows are replaced.
 
         Raises:
             UsageError: This rank is in a training loop.
@@ -179,18 +179,18 @@ class Backend(ABC):
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
     def settle_between_loops(self) -> None:
-        """Return when all pushes of the last training loop are applied.
+        """Wait until all pushes of the last training loop are applied.
 
-        Inside a loop it returns at once.
+        Inside a loop it returns immediately.
 
         Raises:
-            UnreachableError: A rank has not left its loop in time; it is named.
+            UnreachableError: A rank has not left its loop in time; the message names it.
         """
         if not self.engine.iterating:
             self.settle()
 
     def wait_writing(self) -> None:
-        """Return when no save is being written in the background any more, however it ended."""
+        """Wait until no checkpoint is being written in the background, and ignore its outcome."""
         if self.writing is not None:
             with watchdog.waiting():
                 self.writing.wait()
@@ -198,10 +198,10 @@ class Backend(ABC):
             self.writing = None
 
     def wait_written(self) -> None:
-        """Return when no save is being written in the background any more.
+        """Wait until no checkpoint is being written in the background.
 
         Raises:
-            StorageError: One could not be written, and that was not reported yet.
+            StorageError: A checkpoint could not be written, and this was not reported yet.
         """
         self.wait_writing()
         unwritten, self._unwritten = self._unwritten, None
@@ -209,7 +209,7 @@ class Backend(ABC):
             raise unwritten
 
     def let_write(self, seconds: float) -> None:
-        """Give a save that is being written so many seconds, because an error ends this process; log the outcome."""
+        """After an error, wait at most so many seconds for a checkpoint in progress, and log the outcome."""
         writing, self.writing = self.writing, None
         if writing is None or writing.wait(0.0):
             return
@@ -225,7 +225,7 @@ class Backend(ABC):
         return [mine]
 
     def meet(self, mine: Any, timeout_s: float) -> list[Any]:
-        """As :meth:`gather`, wherever each rank is: ranks do not return to what they waited for.
+        """As :meth:`gather`, wherever each rank is in the script: ranks do not resume the wait that this interrupts.
 
         Raises:
             UnreachableError: A rank does not come in time.
@@ -239,19 +239,19 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around a part of ``what`` that all ranks do: none continues before all are done, and all fail if one does."""
+        """Enclose a part of ``what`` that all ranks execute: they continue together, and if one fails, all fail."""
         del what
         yield
 
     @abstractmethod
     def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
-        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments.
+        """Start a training loop, in a new generation. Every rank calls this, with the same arguments.
 
         Args:
             staleness: K: a look-up may miss up to K - 1 updates.
             reproducible: Equal runs give equal bits.
-            buffer: Batches that wait for their look-up.
-            hooks: What ranks compare of the loop's hooks.
+            buffer: The number of batches that may wait for their look-up.
+            hooks: The identities of the loop's hooks, which ranks compare.
         """
 
     def spread(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -263,7 +263,7 @@ class Backend(ABC):
         return None
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
-        """End a training loop, whole or left early; ``together`` where all ranks end it in agreement."""
+        """End a training loop, complete or not; ``together`` if all ranks end it in agreement."""
         del together
         pipeline.close()
 
@@ -282,7 +282,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Inside, this rank is quiet: its pushes are applied and no look-up begins."""
+        """Inside the block all pushes of this rank are applied, and no look-up starts."""
         self.engine.pause()
         try:
             yield
@@ -291,7 +291,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around a collective of torch: a failure names the rank that is gone."""
+        """Enclose a collective of torch: the error of a failure names the lost rank."""
         yield
 
     @property
@@ -326,9 +326,9 @@ class Backend(ABC):
         return Path(settings.checkpoint_root or "", directory)
 
     def wait_ready(self) -> None:
-        """Return when the rows' holders can be used."""
+        """Wait until the store or the servers can be used."""
         del self.engine.stats()["rows"]
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
-        """End the engine's threads; ``error`` is what the outermost context was left with."""
+        """End the engine's threads; ``error`` is the exception that left the outermost context, if any."""

@@ -27,20 +27,20 @@ MEET_S = 20.0
 
 
 class Loop(Protocol):
-    """What the hook needs of a training loop."""
+    """The part of a training loop that the hook uses."""
 
     def committed(self, step: int) -> None:
         """Tell all hooks that a checkpoint of ``step`` is written."""
 
 
 class Autosave:
-    """Saves a run every so many steps, and at the end of each loop. A hook of the training loop.
+    """Saves a run every ``every`` steps, and at the end of each loop. A hook of the training loop.
 
     A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; then it is given up, and
     training continues. The cut is made by all ranks together; rank 0 writes the files while training continues.
 
     Args:
-        checkpoints: What the script wants, and what it reads.
+        checkpoints: The options of the script, and the counters that it reads.
         state: What is saved.
     """
 
@@ -50,7 +50,7 @@ class Autosave:
         self._backend: Backend = state.backend
         self._loop: Loop | None = None
         self._tries = 0
-        self._retry_at: float | None = None  # by the clock, where a save failed; on rank 0
+        self._retry_at: float | None = None  # the time of the next retry after a failed save; on rank 0
 
     @property
     def identity(self) -> str:
@@ -62,7 +62,7 @@ class Autosave:
         self._loop = loop
 
     def before_step(self) -> None:
-        """Save the run if a step of which there is to be a save has been trained since the last one."""
+        """Save the run if a step that is due for a checkpoint has been trained since the last one."""
         step, every = self._backend.trained_step, self._checkpoints.every
         if step // every != self._checkpoints.saved // every:
             self.save(step)
@@ -85,7 +85,7 @@ class Autosave:
             self.save_last()
 
     def save_last(self) -> None:
-        """Save the run if it is further than its last save; return when that is written or given up.
+        """Save the run if steps were trained since the last save; return when the save is written or given up.
 
         Raises:
             PersiaError: A push of a rank is not applied, or a rank is gone.
@@ -102,7 +102,7 @@ class Autosave:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Save the run after ``step``. Every rank calls this; all continue as soon as the cut is made.
+        """Save the run after ``step``. Every rank calls this, and continues as soon as the cut is made.
 
         Raises:
             PersiaError: A push of a rank is not applied, or a rank is gone.
@@ -124,7 +124,7 @@ class Autosave:
             self._loop.committed(step)
 
     def _cut(self, step: int, ranks: list[dict[str, Any]]) -> None:
-        """On rank 0: begin a save when the last one is written; it is written in the background."""
+        """On rank 0: wait for the last save, then start one, which is written in the background."""
         started = time.monotonic()
         self._backend.wait_writing()
         if (waited := time.monotonic() - started) > 1.0:
@@ -137,18 +137,18 @@ class Autosave:
         try:
             path = self._checkpoints.folder(self._backend) / f"step-{step}"
             save = self._state.begin_save(path, states)
-        except PersiaError as error:  # training notices by itself where it cannot continue
+        except PersiaError as error:  # training itself fails if it cannot continue
             self._retry(step, error)
             return
         paused = time.monotonic() - cut_at
         self._backend.writing = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
 
     def _write(self, save: snapshot.Save, path: Path, step: int, paused: float) -> None:
-        """Write it, on a thread of its own."""
+        """Write the save, in a separate thread."""
         started = time.monotonic()
         try:
             save.write()
-        except PersiaError as error:  # a middleware may have died during it
+        except PersiaError as error:  # a middleware may have died during the save
             self._retry(step, error)
             return
         self._tries = 0
@@ -163,7 +163,7 @@ class Autosave:
         self._upload(path)
 
     def _tidy(self, path: Path) -> int:
-        """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is still good."""
+        """Make ``LATEST`` name the save, and delete older ones; if this fails, the save is still valid."""
         try:
             _core.publish_latest(path)
         except PersiaError as error:
@@ -175,7 +175,7 @@ class Autosave:
             return 0
 
     def _upload(self, path: Path) -> None:
-        """Upload a save to the object store, and delete older replicas; where that fails, the save is still good."""
+        """Upload a save to the object store, and delete older replicas; if this fails, the save is still valid."""
         store = self._checkpoints.store()
         if store is None:
             return
@@ -212,15 +212,15 @@ class Autosave:
         return False
 
     def leave_if_asked(self, left_by: BaseException | None) -> None:
-        """At the end of a context: save the run and leave, if this process was asked to stop.
+        """At the end of a context: save the run and exit, if this process was asked to stop.
 
-        Where the context has reached its end on all ranks, they do so too if another one was asked.
+        If the context has reached its end on all ranks, they also do so if another rank was asked.
 
         Args:
-            left_by: What the context is left by.
+            left_by: The exception that leaves the context, if any.
 
         Raises:
-            SystemExit: The context has reached its end, and this process is to leave.
+            SystemExit: The context has reached its end, and this process was asked to stop.
         """
         ended = left_by is None or (isinstance(left_by, SystemExit) and ends_well(left_by))
         asked = preemption.stop_asked()
@@ -236,7 +236,7 @@ class Autosave:
                 raise SystemExit(preemption.exit_code())
 
     def _save_to_leave(self) -> None:
-        """Save the run if anything was trained, and all ranks come and are after the same step."""
+        """Save the run if anything was trained, and if all ranks arrive here after the same step."""
         step, why = self._backend.trained_step, preemption.reason()
         try:
             if preemption.has_trained():
@@ -244,7 +244,7 @@ class Autosave:
                 if min(steps) < max(steps):
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
-        except (PersiaError, RuntimeError) as error:  # the second of torch, where another rank ends meanwhile
+        except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends meanwhile
             _logger.error("%s: leaving after step %d, which is not saved: %s", why, step, error)
         else:
             _logger.info("%s: leaving after step %d", why, step)
@@ -254,11 +254,11 @@ _LEAVES = (ExitCode.AGAIN, ExitCode.INTERRUPTED)
 
 
 def resume(checkpoints: Checkpoints, state: RunState) -> None:
-    """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
+    """Load the newest save, on rank 0; the other ranks receive it at the start of the next training loop.
 
     Raises:
         CheckpointError: The newest save is damaged, or of another configuration.
-        StorageError: This process or a server cannot write where saves are to be.
+        StorageError: This process or a server cannot write to the folder of the saves.
     """
     folder = checkpoints.folder(state.backend)
     try:
@@ -282,7 +282,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> None:
 
 
 def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:
-    """Return the newest save in ``folder``, after a newer replica of the store is fetched into it."""
+    """Return the newest save in ``folder``; a newer replica in the object store is fetched into it first."""
     try:
         newer = next(iter(store.whole()), None)
     except StorageError as error:
@@ -302,7 +302,7 @@ def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str 
 
 
 def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
-    """Return the newest save that is whole, where the newest of all is damaged."""
+    """Return the newest undamaged save, in place of the newest one, which is damaged."""
     whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
     if whole is None:
         raise error

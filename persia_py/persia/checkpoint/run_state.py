@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run apart from rows: model, optimizers, random state, data position."""
+"""The state of a training run in a checkpoint, apart from rows: model, optimizers, random state, data position."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,18 +29,18 @@ class Scale(Protocol):
 
 
 class UserState(Protocol):
-    """What a script adds to each checkpoint: :class:`persia.ctx.Checkpoints`'s ``state``."""
+    """The ``state`` of :class:`persia.ctx.Checkpoints`, which a script adds to each checkpoint."""
 
     saved: int
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
-        """Return what a checkpoint has of it, checked; None where it has nothing."""
+        """Return its checked state from a checkpoint; None if there is none."""
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
-        """Continue after a checkpoint of ``step``."""
+        """Restore the state of a checkpoint of ``step``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
+        """Return the state for a checkpoint."""
 
 
 class RunState:
@@ -48,10 +48,10 @@ class RunState:
 
     Args:
         backend: Where the rows are, and the other ranks.
-        model: Returns the model; None where the context has none.
+        model: Returns the model; None if the context has none.
         dense_optimizer: Returns the optimizer that updates it.
-        embedding_optimizer: Updates the rows, as long as no other one is applied.
-        loss_scale: With mixed precision.
+        embedding_optimizer: Updates the rows, until another one is applied.
+        loss_scale: The loss scale; None without mixed precision.
         user: What the script adds.
     """
 
@@ -72,25 +72,25 @@ class RunState:
         self._user = user
         self._cursor: dict[str, Any] | None = None
         self._passed: dict[str, Any] | None = None
-        self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
-        self._ranks: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has them
+        self._loaded = False  # position and digests are those of a checkpoint, and no loop has taken them
+        self._ranks: dict[str, dict[str, Any]] = {}  # of all ranks, as in a checkpoint
 
     @property
     def optimizer(self) -> Optimizer:
-        """The embedding optimizer in force: the last one applied."""
+        """The current embedding optimizer: the last one applied."""
         return self.backend.settings.optimizer or self._embedding_optimizer
 
     def record(self, cursor: dict[str, Any] | None, passed: dict[str, Any] | None) -> None:
-        """Record the position after the last batch that was trained on, and what is known of those before."""
+        """Record the position after the last trained batch, and the digests of the batches before."""
         self._cursor, self._passed = cursor, passed
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the position of a checkpoint that was loaded, and its digests; None for a loop that continues."""
+        """Return the position and the digests of a loaded checkpoint; None for a loop that continues."""
         loaded, self._loaded = self._loaded, False
         return (self._cursor, self._passed) if loaded else (None, None)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
+        """Return this rank's part of a checkpoint: random state, and the digests of its data."""
         return {**rng_state.random_state(self.optimizer), PASSED: self._passed}
 
     def begin_save(
@@ -101,7 +101,7 @@ class RunState:
         optimizer: str = "opt.pt",
         jit: str | None = None,
     ) -> snapshot.Save:
-        """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
+        """On rank 0, return a save of the current run into ``directory``, with ``more`` states by file name."""
         self.backend.wait_writing()
         model = self._model()
         save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
@@ -124,10 +124,10 @@ class RunState:
         dense_name: str = "dense.pt",
         optimizer_name: str = "opt.pt",
     ) -> None:
-        """Continue the run of a verified checkpoint, on rank 0. Where it does not fit, nothing has changed.
+        """Continue the run of a verified checkpoint, on rank 0. If it does not fit, nothing has changed.
 
         Raises:
-            CheckpointError: It does not fit.
+            CheckpointError: The checkpoint does not fit.
         """
         model = self._model()
         dense = None if model is None else loaded.state(dense_name, map_location)
@@ -152,7 +152,7 @@ class RunState:
             self._user.resume(loaded.step, user)
 
     def share_loaded(self) -> None:
-        """Give the other ranks what rank 0 has loaded, at the start of a loop; every rank calls this."""
+        """Send the other ranks the state that rank 0 has loaded, at the start of a loop; every rank calls this."""
         model = self._model()
         module = None if model is None else bare(model)
         state = self.backend.spread(
@@ -190,8 +190,8 @@ class RunState:
 
 
 def restore_rows(backend: Backend, loaded: snapshot.Load) -> None:
-    """Replace the rows by a checkpoint's, and begin a generation after it."""
+    """Replace the rows by a checkpoint's, and begin the generation that follows it."""
     backend.wait_written()
-    backend.settle()  # what another rank pushed after this would reach the restored rows
+    backend.settle()  # a later push of another rank would reach the restored rows
     loaded.restore(backend.engine)
     backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))
