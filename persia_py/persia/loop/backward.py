@@ -18,19 +18,19 @@ MAX_SKIPPED_STEPS = 25
 
 
 class Gradients:
-    """The embedding gradients of one step, on their way from PyTorch to the rows.
+    """The embedding gradients of one step, between PyTorch and the rows.
 
-    On a device they are summed at once, and whether they and their sums are finite is known there: the caller puts
-    :attr:`nonfinite` together with its own flags and waits for the device once.
+    On a device they are summed immediately, and the device checks whether they and their sums are finite. The caller
+    combines :attr:`nonfinite` with its own flags, so that it waits for the device once.
 
     Args:
-        batch: The batch they are of.
-        gradients: One for each feature; None where the loss does not depend on it.
-        scale: What they are multiplied by.
+        batch: The batch of the gradients.
+        gradients: The gradient of each feature; None if the loss does not depend on it.
+        scale: The factor of the gradients.
 
     Attributes:
-        nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None where
-            :meth:`offender` finds out without waiting.
+        nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None on the CPU, where
+            :meth:`offender` checks without a wait.
     """
 
     def __init__(self, batch: TrainingBatch, gradients: list[torch.Tensor | None], scale: float = 1.0) -> None:
@@ -41,12 +41,12 @@ class Gradients:
         self._sums: _core.Sums | None = None
         self.nonfinite: torch.Tensor | None = None
         if batch.device_id is not None and len(whole) == len(gradients):
-            # PyTorch hands over tensors of its current device, and no others.
+            # PyTorch exports tensors of its current device only.
             with torch.cuda.device_of(whole[0]):  # type: ignore[no-untyped-call]
                 self._sums = batch.sum(whole, scale)
             self.nonfinite = _any_in(whole) | from_dlpack(self._sums.nonfinite).any()
         elif batch.device_id is not None:
-            # Which rows a step updates depends on which features got a gradient: only the CPU's path knows that.
+            # A feature without a gradient is not updated, which only the CPU path supports.
             self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
 
     def offender(self, kind: str) -> str | None:
@@ -66,7 +66,7 @@ class Gradients:
 
 
 def _any_in(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether one is not finite, also where no sum has it: of a sample without ids, or of an empty place."""
+    """Return whether a gradient is not finite, even one in no sum: of a sample without ids, or an empty place."""
     largest = torch.nn.utils.get_total_norm([each for each in gradients if each.numel()], float("inf"))
     return torch.isfinite(largest).logical_not()
 
@@ -83,7 +83,7 @@ class Backward:
 
     Args:
         dense_optimizer: Updates the model.
-        loss_scale: With mixed precision, what the loss is multiplied by.
+        loss_scale: The factor of the loss in mixed precision.
     """
 
     def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
@@ -99,17 +99,17 @@ class Backward:
         embedding_optimizer: Optimizer,
         common: Backend,
     ) -> torch.Tensor:
-        """Run one step; with several ranks, all of them apply it or none.
+        """Run one step; with several ranks, all apply it or none does.
 
         Args:
             loss: A scalar.
-            batch: The batch the loss was made from.
+            batch: The batch of the loss.
             embeddings: Its embedding tensors, leaves of the loss's graph.
-            embedding_optimizer: Gives the learning rate in force.
-            common: Knows the other ranks.
+            embedding_optimizer: Has the current learning rate.
+            common: The backend, which reaches the other ranks.
 
         Returns:
-            What was back-propagated: the loss, scaled where it is.
+            The back-propagated loss, including the loss scale.
 
         Raises:
             NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
@@ -163,7 +163,7 @@ class Backward:
 
 
 def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:
-    """Whether anything is not finite: the one place of a step on a device that waits for it."""
+    """Whether anything is not finite. On a device, this is the only wait of a step."""
     wrong = [torch.isfinite(loss.detach()).logical_not().any(), flag]
     if parameters:
         wrong.append(torch.isfinite(_total_norm(parameters)).logical_not())

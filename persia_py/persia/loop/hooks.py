@@ -1,17 +1,17 @@
-"""What a training loop does apart from stepping: hooks, in one ordered list.
+"""The work of a training loop apart from steps: hooks, in one ordered list.
 
 A hook is an object with any of the methods below. The loop calls each point on the hooks in their order, and the ends
 in reverse order. All ranks have equal lists, which they compare when a loop starts.
 
 * ``on_start(loop)``: a pass begins; nothing is fed yet. Every rank is here, so that a hook may use collectives.
-* ``before_lookup(work)``: whether a batch is kept from the engine. In the thread that reads ahead.
-* ``before_step()``: between two steps, on every rank; collectives as above.
+* ``before_lookup(work)``: whether the engine must not get this batch. In the thread that reads ahead.
+* ``before_step()``: between two steps, on every rank; it may use collectives too.
 * ``vote(work)``: this rank's part of the one agreement before each step.
-* ``decide(step, votes)``: what all ranks voted; true skips the step. Every rank decides the same.
+* ``decide(step, votes)``: the votes of all ranks; a true result skips the step. Every rank decides the same.
 * ``after_lookup(step)``: the batch of the step goes to the script.
 * ``after_step(step)``: the step is applied to model and rows, or skipped.
-* ``after_commit(step)``: a checkpoint of the step is written, and every rank knows.
-* ``on_error(error, work)``: an exception leaves the context; ``work`` is the batch that it is blamed on, or None.
+* ``after_commit(step)``: a checkpoint of the step is written, on every rank.
+* ``on_error(error, work)``: an exception leaves the context; ``work`` is the batch that caused it, or None.
 * ``on_end(complete)``: the pass is over; ``complete`` where all ranks reached its end, so that collectives may be used.
 """
 
@@ -23,7 +23,7 @@ from persia.loop.feeder import Work
 
 
 class Loop(Protocol):
-    """What hooks see of a training loop."""
+    """The part of a training loop that hooks use."""
 
     @property
     def step(self) -> int:
@@ -78,7 +78,7 @@ class Hooks:
         return any(before(work) for before in self._having("before_lookup"))
 
     def before_step(self) -> None:
-        """Do what is done between two steps."""
+        """Run ``before_step`` of all hooks."""
         for each in self._before_step:
             each()
 
@@ -95,21 +95,21 @@ class Hooks:
         """
         skip = False
         for hook, *votes in zip(self._voters, *ballots, strict=True):
-            skip = hook.decide(step, votes) or skip  # each decides, whatever the ones before it want
+            skip = hook.decide(step, votes) or skip  # every hook decides: no short circuit
         return skip
 
     def after_lookup(self, step: int) -> None:
-        """Note that the batch of the step goes to the script."""
+        """Run ``after_lookup`` of all hooks."""
         for each in self._after_lookup:
             each(step)
 
     def after_step(self, step: int) -> None:
-        """Note that the step is applied, or skipped."""
+        """Run ``after_step`` of all hooks."""
         for each in self._after_step:
             each(step)
 
     def after_commit(self, step: int) -> None:
-        """Note that a checkpoint of the step is written."""
+        """Run ``after_commit`` of all hooks."""
         for each in self._having("after_commit"):
             each(step)
 

@@ -37,19 +37,19 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """A data set of batches that arrive from elsewhere, and arrive once."""
+    """A data set of batches that are received, and received only once."""
 
     def trained(self, state: dict[str, Any]) -> None:
-        """Forget the batches up to ``state``, which are trained on."""
+        """Drop the batches up to ``state``, which are trained on."""
 
     def passed(self) -> dict[str, Any] | None:
         """Return the digests of the batches that were trained on, for a checkpoint."""
 
     def expect(self, passed: dict[str, Any] | None) -> None:
-        """Take the digests of the batches that a resumed run skips."""
+        """Set the digests of the batches that a resumed run skips."""
 
     def waiting(self) -> int:
-        """Return how many batches have arrived and were not yielded."""
+        """Return the number of batches that have arrived and were not yielded."""
 
     def interrupt(self) -> None:
         """End an iteration in another thread."""
@@ -59,10 +59,10 @@ class Stream(Protocol):
 
 
 class Source:
-    """A data set, and the position of the pass that a loop makes over it. A data loader keeps it between its loops.
+    """A data set, and the position of the pass that a loop makes over it. A data loader keeps it between loops.
 
     Args:
-        dataset: Where batches come from.
+        dataset: The source of batches.
 
     Attributes:
         cursor: The position after the last batch that was trained on; None at the start of a pass.
@@ -73,16 +73,16 @@ class Source:
         self.cursor: Cursor | None = None
         self._stateful = dataset if isinstance(dataset, Stateful) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._start: Cursor | None = None  # of the whole pass, also when a loop enters it later
+        self._start: Cursor | None = None  # of the whole pass, even if a loop starts in its middle
         self._end: Cursor | None = None
         self._skip = 0
 
     def resume(self, cursor: Cursor | None, passed: dict[str, Any] | None) -> None:
-        """Take the data set to where the loop starts.
+        """Move the data set to the start of the loop.
 
         Args:
-            cursor: The position of a checkpoint; None continues where the data set is.
-            passed: Of the same checkpoint, the digests of the batches before.
+            cursor: The position of a checkpoint; None continues at the current position.
+            passed: The digests of the batches before it, from the same checkpoint.
         """
         if self._start is None and self._stateful is not None:
             self._start = position(0, self._stateful.state_dict())
@@ -105,17 +105,17 @@ class Source:
         self._end = None if self._stateful is None else position(0, self._stateful.state_dict())
 
     def trained(self, after: str) -> None:
-        """Record that training is after the batch with this position."""
+        """Record that the batch at this position was trained on."""
         self.cursor = json.loads(after)
         if self._stream is not None and self.cursor is not None:
             self._stream.trained(self.cursor["source"])
 
     def passed(self) -> dict[str, Any] | None:
-        """Return what a rank's checkpoint keeps of the batches before the cursor, if there is anything."""
+        """Return the digests of the batches before the cursor, for a rank's checkpoint; None if there are none."""
         return None if self._stream is None else self._stream.passed()
 
     def waiting(self) -> int:
-        """Return how many batches have arrived and were not read."""
+        """Return the number of batches that have arrived and were not read."""
         return 0 if self._stream is None else self._stream.waiting()
 
     def pass_ended(self) -> None:
@@ -123,12 +123,12 @@ class Source:
         self.cursor = self._start = self._end
 
     def pass_cut_short(self) -> None:
-        """Record that the pass is over because another rank's data has ended; a stream continues instead."""
+        """Record that the pass ends because another rank's data has ended; a stream continues instead."""
         if self._stream is None:
             self.cursor = self._start
 
     def interrupt(self) -> None:
-        """End the iteration in another thread; only a stream can."""
+        """End the iteration in another thread, which only a stream supports."""
         if self._stream is not None:
             self._stream.interrupt()
 
@@ -137,7 +137,7 @@ class Source:
 
         Args:
             whole: The loop reached the end of the pass.
-            read_to_end: The thread that read the data set has ended.
+            read_to_end: Whether the thread that reads the data set has ended.
         """
         if self._stream is not None:
             self._stream.settle(whole=whole)
@@ -148,10 +148,10 @@ class Source:
 
 
 def position(batches: int, source: Any) -> Cursor:
-    """Return a cursor that is the same after a checkpoint has written and read it.
+    """Return a cursor that a checkpoint can write and read without a change.
 
     Raises:
-        UsageError: The data set's state is no plain JSON.
+        UsageError: The data set's state is not plain JSON.
     """
     try:
         same = json.loads(json.dumps(source)) == source
