@@ -1,4 +1,4 @@
-//! What can go wrong with a device: what, where, why, and what to do next.
+//! Errors of a device: what failed, where, why, and what to do next.
 
 /// A failure of CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -20,9 +20,9 @@ pub enum CudaError {
     DriverTooOld {
         /// Asked for.
         ordinal: i32,
-        /// The driver's, as 1000 * major + 10 * minor.
+        /// The driver's version, as 1000 * major + 10 * minor.
         found: i32,
-        /// The kernels'.
+        /// The version of the kernels.
         needed: i32,
     },
     /// A number without a device.
@@ -48,7 +48,7 @@ pub enum CudaError {
         ordinal: i32,
         /// Its compute capability.
         found: (i32, i32),
-        /// The kernels'.
+        /// The version of the kernels.
         needed: (i32, i32),
     },
     /// No memory left on the device.
@@ -107,7 +107,7 @@ pub enum CudaError {
     /// Gradients that do not fit the step.
     #[error("{what}")]
     BadGradient {
-        /// Which, and what was expected.
+        /// The gradient, and what was expected.
         what: String,
     },
 }

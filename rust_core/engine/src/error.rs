@@ -1,4 +1,5 @@
-//! Everything the engine refuses. An error that stops the engine is returned by every later call, so errors are cloned.
+//! Errors of the engine. An error that stops the engine is returned by every later call, so errors can be
+//! cloned.
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use persia_types::TablesError;
 
 use crate::device::DeviceError;
 
-/// What went wrong, where, and what to do.
+/// What failed, where, and what to do next.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
     /// A batch without samples or id features.
@@ -142,7 +143,7 @@ pub enum Error {
     /// The source of batches failed.
     #[error("the source of batches failed: {0}")]
     Source(Arc<dyn std::error::Error + Send + Sync>),
-    /// A defect: a worker thread panicked; the engine stops.
+    /// A bug: a worker thread panicked; the engine stops.
     #[error("the {worker} thread panicked at step {step}: {what}; this is a defect, please report it")]
     Panicked {
         /// Look-up or push.

@@ -1,4 +1,4 @@
-//! How an engine and a push are configured.
+//! Options of an engine and of a push.
 
 use persia_types::limits::MAX_STALENESS;
 

@@ -48,7 +48,7 @@ pub struct SlotStats {
     pub truncated: u64,
 }
 
-/// How long one stage took, over all steps.
+/// The time of one stage, over all steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StageTime {
     /// Times it ran.

@@ -159,7 +159,7 @@ impl IdFeature {
         }
     }
 
-    /// Per occurrence, in batch order, what its row is multiplied by; `None` is 1 for all.
+    /// Per occurrence, in batch order, the factor of its row; `None` is 1 for all.
     pub fn per_sample_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::in_order)
     }

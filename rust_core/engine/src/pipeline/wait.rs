@@ -1,8 +1,8 @@
-//! [`Wait`]: what a call that timed out was waiting for.
+//! [`Wait`]: the event that a call was waiting for when it timed out.
 
 use std::fmt;
 
-/// What a wait is for. Steps are this rank's.
+/// The event that a call waits for. Steps are those of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// A batch from the source.

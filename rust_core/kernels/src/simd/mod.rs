@@ -45,7 +45,7 @@ macro_rules! has {
 }
 
 impl Level {
-    /// What every processor of this architecture has.
+    /// The set that every processor of this architecture has.
     pub const PORTABLE: Self = Self(Width::Portable);
 
     /// The widest set of this processor.
