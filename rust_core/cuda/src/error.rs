@@ -9,7 +9,7 @@ pub enum CudaError {
          nvidia-smi; a container is given GPUs by docker-compose.gpu.yaml; or leave device_id out to train on the CPU"
     )]
     NoDriver {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
     },
     /// The driver cannot read the kernels.
@@ -18,7 +18,7 @@ pub enum CudaError {
          update the driver, then look at: nvidia-smi", .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
     )]
     DriverTooOld {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
         /// The driver's version, as 1000 * major + 10 * minor.
         found: i32,
@@ -31,7 +31,7 @@ pub enum CudaError {
         describe_count(*.count)
     )]
     NoDevice {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
         /// What the driver shows.
         count: i32,
@@ -44,11 +44,11 @@ pub enum CudaError {
          device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
     )]
     DeviceTooOld {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
         /// Its compute capability.
         found: (i32, i32),
-        /// The version of the kernels.
+        /// The compute capability that the kernels need.
         needed: (i32, i32),
     },
     /// No memory left on the device.
@@ -99,7 +99,7 @@ pub enum CudaError {
         "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then look at: nvidia-smi"
     )]
     BrokenDriver {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
         /// What is missing.
         what: String,

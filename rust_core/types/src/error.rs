@@ -1,4 +1,4 @@
-//! [`TablesError`]: everything that can be wrong with a request.
+//! [`TablesError`]: all errors of a request.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::Token;
 
-/// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
+/// The errors of a request. Each names the problem, its place and the wrong value.
 ///
 /// A server sends the serialized error, so that its caller gets the same variant with the same fields.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
@@ -26,7 +26,7 @@ pub enum TablesError {
     /// A run that cannot begin.
     #[error("cannot begin the run: {what}")]
     BadRun {
-        /// Both values, where two differ.
+        /// Both values, if two differ.
         what: String,
     },
     /// Lengths that do not fit together.
@@ -38,7 +38,7 @@ pub enum TablesError {
     /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
     #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
     TooManyIds {
-        /// Asked for.
+        /// Unique ids in the request.
         ids: usize,
         /// Allowed.
         max: usize,
@@ -63,7 +63,7 @@ pub enum TablesError {
     OutOfMemory {
         /// The table's name.
         table: String,
-        /// Asked for.
+        /// The additional bytes.
         bytes: u64,
     },
     /// A file that differs from its manifest.
@@ -116,10 +116,11 @@ pub enum TablesError {
     Refused {
         /// Which peer.
         peer: String,
-        /// Why, and where the credential came from.
+        /// The reason, and the source of the credential.
         what: String,
     },
-    /// The run in progress cannot continue: a server or all middlewares stayed away, or a server returned without its rows.
+    /// The current run cannot continue: a server or all middlewares stayed unreachable, or a server restarted without
+    /// its rows.
     #[error("{peer} is lost to this run: {what}; start the trainer again")]
     Lost {
         /// Which peer.
@@ -140,7 +141,7 @@ pub enum TablesError {
     Unreachable {
         /// Which peer.
         peer: String,
-        /// What was tried, and what happened.
+        /// The failed operation, and its outcome.
         what: String,
     },
 }
@@ -151,7 +152,7 @@ impl From<ShapeError> for TablesError {
     }
 }
 
-/// An I/O error as the operating system's code, or as its text where it has none.
+/// An I/O error as the operating system's code, or as its text if it has no code.
 mod io_error {
     use std::io;
 
