@@ -83,7 +83,7 @@ impl Files {
         Ok(replace_file(&self.dir.join(BASE), &content)?)
     }
 
-    /// Remove the log. The base goes first: segments without a base are no log.
+    /// Remove the log. The base is removed first, because segments without a base are ignored.
     pub(super) fn remove_all(&self) -> io::Result<()> {
         remove(&self.dir.join(BASE))?;
         self.sync()?;
