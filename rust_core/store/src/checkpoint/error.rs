@@ -54,7 +54,7 @@ pub enum CheckpointError {
     BadSave {
         /// What was being written.
         path: PathBuf,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         what: String,
     },
     /// The operating system returned an error.

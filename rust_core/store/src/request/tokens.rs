@@ -37,7 +37,7 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Forget all tokens, and accept only those of `job` and `generation` from now on. Nothing is in flight.
+    /// Drop all tokens, and accept only those of `job` and `generation` from now on. Nothing is in flight.
     pub(crate) fn begin(&self, job: JobId, generation: u64) {
         let mut state = self.state.lock();
         debug_assert!(state.in_flight.is_empty());
@@ -66,7 +66,7 @@ impl Claims {
         (state.lookups.clone(), state.pushes.clone())
     }
 
-    /// Resume after what [`Self::applied`] returned.
+    /// Restore the result of [`Self::applied`].
     pub(crate) fn resume(&self, lookups: SeenTokens, pushes: SeenTokens) {
         let mut state = self.state.lock();
         (state.lookups, state.pushes) = (lookups, pushes);
