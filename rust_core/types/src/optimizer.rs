@@ -70,7 +70,7 @@ mod tests {
         optimizer.check().err().into_iter().flatten().map(|number| number.name).collect()
     }
 
-    /// Both ends of the range of `name`, and what is just beyond them.
+    /// Both ends of the range of `name`, and the values just beyond them.
     fn check_range(name: &str, allowed: RangeInclusive<f32>, with: impl Fn(f32) -> Optimizer) {
         for value in [*allowed.start(), *allowed.end()] {
             assert_eq!(invalid(with(value)), [""; 0], "{name} {value:?}");
@@ -107,7 +107,7 @@ mod tests {
         });
         check_range("g_square_momentum", 0.0..=f32::MAX, |keep| adagrad(0.1, 0.0, 0.1, keep, 1e-10));
         check_range("eps", 0.0..=f32::MAX, |eps| adagrad(0.1, 0.0, 0.1, 1.0, eps));
-        // The accumulator starts at 0, or decays to it.
+        // The accumulator starts at 0, or decays to 0.
         check_range("eps", f32::MIN_POSITIVE..=f32::MAX, |eps| adagrad(0.1, 0.0, 0.0, 1.0, eps));
         check_range("eps", f32::MIN_POSITIVE..=f32::MAX, |eps| adagrad(0.1, 0.0, 0.1, 0.9, eps));
     }

@@ -13,7 +13,7 @@ use crate::proto::Chunk;
 /// Bytes of the chunks that are sent: small enough to stay in the cache between copies.
 pub const CHUNK_BYTES: usize = 128 * 1024;
 
-/// Why a chunk, or a stream of chunks, is refused.
+/// The reason why a chunk, or a stream of chunks, is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ChunkError {
     /// Bits changed in transit. A retry helps.
