@@ -1,4 +1,4 @@
-# Everything a contributor runs. `make` alone lists it. Set-up happens by itself, in .venv and rust_core/target.
+# Everything a contributor runs. `make` alone lists it. Targets set up what they need, in .venv and rust_core/target.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c

@@ -233,7 +233,7 @@ def main() -> int:
         part, parts = map(int, arguments.shard.split("/"))
         if part > parts:
             parser.error(f"--shard {arguments.shard}: there is no shard {part} of {parts}")
-        alone = [s.name for s in steps if s.nightly and not s.suite]  # that cannot be divided
+        alone = [s.name for s in steps if s.nightly and not s.suite]  # steps that cannot be divided
         steps = [s for s in steps if s.name not in alone or alone.index(s.name) % parts == part - 1]
         steps = [s for s in steps if s.name != "checklist"]  # no part shows every row
     run = Run(steps, everything=arguments.all, shard=arguments.shard, resume=arguments.resume)

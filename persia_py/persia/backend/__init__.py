@@ -1,4 +1,4 @@
-"""Where the rows are: one interface, two ways to reach them.
+"""Access to the rows: one interface, two implementations.
 
 * :mod:`persia.backend.base`: the interface, :class:`~persia.backend.base.Backend`
 * :mod:`persia.backend.local`: the rows in this process (embedded mode)

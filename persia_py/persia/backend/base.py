@@ -26,7 +26,7 @@ _logger = get_logger("ctx")
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How rows start and are updated.
+    """The initialisation and the updates of rows.
 
     Attributes:
         optimizer: None while only evaluating.
@@ -102,7 +102,7 @@ class Backend(ABC):
         settings: The settings with which the generation began.
         device: The device that pools look-ups; None means the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
-        feed: What a :class:`persia.data.StreamingDataset` reads; None before one is opened.
+        feed: The feed that a :class:`persia.data.StreamingDataset` reads; None before one is opened.
         activity: The number of loops and look-ups for evaluation that have started.
         closed: The outermost context has ended.
         gradient_scale: The factor of every summed embedding gradient.

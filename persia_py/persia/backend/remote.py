@@ -342,7 +342,7 @@ class RemoteBackend(Backend):
         """Refuse to load in a process that only evaluates, because its rows are those of a run that trains.
 
         Raises:
-            UsageError: This process is no rank, or its TrainCtx has ended.
+            UsageError: This process is not a rank, or its TrainCtx has ended.
         """
         if not self._trains:
             raise UsageError(

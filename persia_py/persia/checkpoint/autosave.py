@@ -41,7 +41,7 @@ class Autosave:
 
     Args:
         checkpoints: The options of the script, and the counters that it reads.
-        state: What is saved.
+        state: The state of the run, which is saved.
     """
 
     def __init__(self, checkpoints: Checkpoints, state: RunState) -> None:
@@ -54,7 +54,7 @@ class Autosave:
 
     @property
     def identity(self) -> str:
-        """What has to be equal on all ranks."""
+        """The settings that must be equal on all ranks."""
         return f"Checkpoints(every={self._checkpoints.every})"
 
     def on_start(self, loop: Loop) -> None:
@@ -88,7 +88,7 @@ class Autosave:
         """Save the run if steps were trained since the last save; return when the save is written or given up.
 
         Raises:
-            PersiaError: A push of a rank is not applied, or a rank is gone.
+            PersiaError: A push of a rank is not applied, or a rank is lost.
         """
         step = self._backend.trained_step
         if step != self._checkpoints.saved:
@@ -105,7 +105,7 @@ class Autosave:
         """Save the run after ``step``. Every rank calls this, and continues as soon as the cut is made.
 
         Raises:
-            PersiaError: A push of a rank is not applied, or a rank is gone.
+            PersiaError: A push of a rank is not applied, or a rank is lost.
         """
         self._checkpoints.saved = step
         backend = self._backend

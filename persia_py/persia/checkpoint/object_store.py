@@ -44,7 +44,7 @@ class Replica:
     Attributes:
         name: Its name below the URL.
         age: Generation and step of its cut: the larger, the newer.
-        rows: Of all tables.
+        rows: The number of rows of all tables.
         size: Bytes of all files.
         created_at: When it was saved.
     """

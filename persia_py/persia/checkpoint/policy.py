@@ -106,7 +106,7 @@ class Checkpoints:
             raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; give upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
         if self._upload_to is not None:
-            ObjectStore(self._upload_to)  # refuses what is no such URL
+            ObjectStore(self._upload_to)  # refuses other URLs
         self._given = folder
         self.state = dict(state or {})
         self.every = every

@@ -52,7 +52,7 @@ class RunState:
         dense_optimizer: Returns the optimizer that updates it.
         embedding_optimizer: Updates the rows, until another one is applied.
         loss_scale: The loss scale; None without mixed precision.
-        user: What the script adds.
+        user: The state that the script adds.
     """
 
     def __init__(

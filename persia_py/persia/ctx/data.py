@@ -35,7 +35,7 @@ class DataCtx:
 
     Args:
         *args: PersiaML's; accepted, without effect.
-        **kwargs: Alike.
+        **kwargs: PersiaML's; accepted, without effect.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -108,7 +108,7 @@ class TrainCtx(EmbeddingCtx):
         self._backward = Backward(dense_optimizer, scale)
         self._state: RunState | None = None
         self._autosave: Autosave | None = None
-        self._loop: TrainingLoop | None = None  # the last one
+        self._loop: TrainingLoop | None = None  # the most recent loop
         self._preemption = contextlib.ExitStack()
 
     def _open(self) -> Backend:

@@ -138,7 +138,7 @@ class Peers:
         return [met[rank][1] for rank in range(self.world_size)]
 
     def _meet(self, of: int, count: int, value: Any) -> None:
-        """Note that rank ``of`` waits in :meth:`meet`."""
+        """Record that rank ``of`` waits in :meth:`meet`."""
         with self._changed:
             self._met[of] = (count, value)
         preemption.hear(gone=True)

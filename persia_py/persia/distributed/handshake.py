@@ -32,10 +32,10 @@ class Introduction:
 
     Attributes:
         job: The job's name.
-        rank: From 0.
+        rank: The rank, from 0.
         world_size: The number of ranks in its configuration.
-        version: Of persia.
-        host: Where it runs.
+        version: The version of persia.
+        host: The host it runs on.
         pid: Its process there.
         token: The token of the trainer's role, or an empty string; in a message, the proof that the rank has it.
     """
@@ -147,7 +147,7 @@ class _Lobby:
     def _accept(self) -> None:
         try:
             connection = self._listener.accept()[0]
-        except (BlockingIOError, ConnectionError):  # it is gone already
+        except (BlockingIOError, ConnectionError):  # the peer has disconnected already
             return
         pending = _Pending(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
         connection.setblocking(False)

@@ -70,7 +70,7 @@ def hold(session: Session) -> None:
 
 
 def release(session: Session) -> None:
-    """Note that it is closed."""
+    """Record that it is closed."""
     _process.sessions.discard(session)
 
 

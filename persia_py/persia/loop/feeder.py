@@ -41,7 +41,7 @@ class Feeder:
 
     Args:
         source: What is read.
-        pipeline: What is fed.
+        pipeline: The pipeline that gets the batches.
         step: The step before the first batch.
         slots: The slots of the run, for an empty batch.
         quarantined: Returns whether a batch must not be looked up.

@@ -31,7 +31,7 @@ class Loop(Protocol):
 
     @property
     def backend(self) -> Backend:
-        """Where the rows are, and the other ranks."""
+        """The backend, with the rows and the other ranks."""
 
     def committed(self, step: int) -> None:
         """Run ``after_commit`` of all hooks."""
@@ -58,7 +58,7 @@ class Hooks:
 
     @property
     def digest(self) -> str:
-        """What ranks compare."""
+        """The identities of the hooks, which ranks compare."""
         return ", ".join(getattr(hook, "identity", type(hook).__name__) for hook in self._hooks) or "none"
 
     @property
@@ -91,7 +91,7 @@ class Hooks:
 
         Args:
             step: The step.
-            ballots: What :meth:`vote` returned on each rank.
+            ballots: The results of :meth:`vote` on each rank.
         """
         skip = False
         for hook, *votes in zip(self._voters, *ballots, strict=True):

@@ -17,7 +17,7 @@ class LossScale:
 
     Args:
         growth_interval: Steps without infinity after which the scale is doubled; a step with one halves it.
-        device: Where the loss is.
+        device: The device of the loss.
     """
 
     def __init__(self, growth_interval: int, device: str = "cuda") -> None:

@@ -77,7 +77,7 @@ class Quarantine:
 
     @property
     def identity(self) -> str:
-        """What has to be equal on all ranks."""
+        """The settings that must be equal on all ranks."""
         return f"Quarantine({self._checkpoints.failing_batches})"
 
     def on_start(self, loop: Loop) -> None:

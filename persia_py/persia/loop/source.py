@@ -12,7 +12,7 @@ Cursor = dict[str, Any]
 
 
 class Dataset(Protocol):
-    """What a loop reads.
+    """The data set that a loop reads.
 
     Attributes:
         buffer_size: Batches read ahead of training.

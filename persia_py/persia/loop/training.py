@@ -23,7 +23,7 @@ _first_done = False
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How a loop looks batches up.
+    """The options of a loop's look-ups.
 
     Attributes:
         staleness: K: a look-up may miss up to K - 1 updates.
@@ -47,7 +47,7 @@ class TrainingLoop:
         state: The state of the run in checkpoints, apart from rows.
         source: The data.
         hooks: Equal on all ranks.
-        options: How batches are looked up; equal on all ranks.
+        options: The options of look-ups, equal on all ranks.
     """
 
     def __init__(self, backend: Backend, state: RunState, source: Source, hooks: Hooks, options: LoopOptions) -> None:
@@ -221,7 +221,7 @@ class TrainingLoop:
 
 
 class LoopIterator:
-    """What a script iterates. It starts the loop at the first batch, and closes it when the script drops it.
+    """The iterator of a script's loop. It starts the loop at the first batch, and closes it when the script drops it.
 
     Args:
         start: Starts the loop.

@@ -74,7 +74,7 @@ class _GivenGroup(DDPOption):
     """
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
-        """Start it, if there is none."""
+        """Start a process group, if there is none."""
         if not torch.distributed.is_initialized():
             super().initialize(store, rank, world_size, device_id)
 

@@ -82,7 +82,7 @@ def leave_if_asked() -> None:
     """Leave, where that may be.
 
     Raises:
-        SystemExit: This process was asked to stop, and is between two steps, or in the middle of one that takes long.
+        SystemExit: This process was asked to stop, and is between two steps or in a step that takes too long.
     """
     asked_at = _state.asked_at
     if asked_at is None or _state.leaving or (_state.in_step and time.monotonic() - asked_at < STEP_S):

@@ -124,7 +124,7 @@ fn check(ordinal: i32, what: &'static str, code: CUresult) -> Result<(), CudaErr
 pub(crate) fn describe(code: CUresult) -> String {
     let text = |get: unsafe fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
         let mut text = std::ptr::null();
-        // SAFETY: the driver gives a text that lives as long as its library, or null.
+        // SAFETY: the driver returns a text that lives as long as its library, or null.
         unsafe {
             let known = get(code, &mut text) == CUresult::CUDA_SUCCESS && !text.is_null();
             known.then(|| CStr::from_ptr(text).to_string_lossy().into_owned())

@@ -3,7 +3,7 @@
 /// A failure of CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// There is no libcuda.
+    /// The library libcuda is missing.
     #[error(
         "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and look at: \
          nvidia-smi; a container is given GPUs by docker-compose.gpu.yaml; or leave device_id out to train on the CPU"
@@ -33,7 +33,7 @@ pub enum CudaError {
     NoDevice {
         /// The requested device.
         ordinal: i32,
-        /// What the driver shows.
+        /// The number of devices that the driver reports.
         count: i32,
         /// The environment variable.
         visible: String,
@@ -57,15 +57,15 @@ pub enum CudaError {
          batches or a lower staleness, or see who holds it: nvidia-smi"
     )]
     OutOfMemory {
-        /// Where.
+        /// The device.
         ordinal: i32,
-        /// For what.
+        /// The purpose of the memory.
         what: &'static str,
-        /// Asked for.
+        /// The requested bytes.
         bytes: usize,
         /// Free on the device.
         free: usize,
-        /// Of the device.
+        /// The memory of the device.
         total: usize,
     },
     /// No page-locked memory left.
@@ -74,9 +74,9 @@ pub enum CudaError {
          staleness, and look at: free -m; ulimit -l"
     )]
     NoPinnedMemory {
-        /// Where.
+        /// The device.
         ordinal: i32,
-        /// Asked for.
+        /// The requested bytes.
         bytes: usize,
         /// The driver's reason.
         code: String,
@@ -87,9 +87,9 @@ pub enum CudaError {
          CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python SCRIPT"
     )]
     Failed {
-        /// Where.
+        /// The device.
         ordinal: i32,
-        /// Which call.
+        /// The name of the call.
         what: &'static str,
         /// The driver's name for the error, and its text.
         code: String,
@@ -101,7 +101,7 @@ pub enum CudaError {
     BrokenDriver {
         /// The requested device.
         ordinal: i32,
-        /// What is missing.
+        /// The missing function.
         what: String,
     },
     /// Gradients that do not fit the step.

@@ -26,7 +26,7 @@ const LOG_BYTES: usize = 4096;
 /// The most columns that a block works on.
 const COLUMNS: u32 = 32;
 
-/// What is to be computed.
+/// The computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
     /// Rows to samples.

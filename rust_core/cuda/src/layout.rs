@@ -17,14 +17,14 @@ pub type Place = usize;
 pub struct Gradient {
     /// Where it starts.
     pub address: u64,
-    /// What its elements are.
+    /// The type of its elements.
     pub dtype: Dtype,
 }
 
 /// Jobs of one kernel in a block: their position, their number, and the blocks of threads they need.
 #[derive(Debug, Clone, Copy)]
 pub struct Jobs {
-    /// What is launched.
+    /// The kernel to be launched.
     pub kernel: Kernel,
     /// Where they lie.
     pub place: Place,
@@ -258,10 +258,10 @@ pub struct SumsLayout {
 }
 
 impl SumsLayout {
-    /// Where the flag lies, a word.
+    /// The position of the flag, a word.
     pub const FLAG: Place = 0;
 
-    /// For the step laid out by `step`, whose sums travel as `wire`.
+    /// The layout of the sums of the step laid out by `step`, with `wire` as their wire type.
     pub fn new(step: &StepLayout, wire: Dtype) -> Self {
         let mut parts = BlockBuilder::default();
         parts.add(size_of::<u32>());
@@ -285,7 +285,7 @@ impl SumsLayout {
         self.bytes
     }
 
-    /// What is copied back.
+    /// The part that is copied back.
     pub fn back(&self) -> Range<usize> {
         self.back..self.bytes
     }

@@ -112,7 +112,7 @@ impl DevicePool {
     pub(crate) fn take(&self, bytes: usize, what: &'static str, stream: &Stream) -> Result<Block, CudaError> {
         let inner = &self.inner;
         let mut address = 0;
-        // SAFETY: pool and stream are alive; the driver gives bytes or an error.
+        // SAFETY: pool and stream are alive; the driver returns memory or an error.
         let code = unsafe {
             sys::cuMemAllocFromPoolAsync(&mut address, bytes.max(1), inner.handle, stream.handle())
         };
@@ -217,7 +217,7 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Note that work queued on `stream`, which is not ours, uses the block; called at its last use.
+    /// Record that work queued on `stream`, which is not ours, uses the block; called at its last use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
         if self.pool.release_after(stream as sys::CUstream).is_err() {

@@ -56,7 +56,7 @@ impl PinnedPool {
 
     fn make(&self, bytes: usize) -> Result<Pages, CudaError> {
         let mut start = std::ptr::null_mut();
-        // SAFETY: the driver gives bytes or an error.
+        // SAFETY: the driver returns memory or an error.
         let code = unsafe { sys::cuMemHostAlloc(&mut start, bytes, 0) };
         if code != CUresult::CUDA_SUCCESS {
             let ordinal = self.context.ordinal();

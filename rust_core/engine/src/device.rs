@@ -15,7 +15,7 @@ pub type DeviceError = Arc<dyn std::error::Error + Send + Sync>;
 /// The tensors of a look-up on a device. Only the device's own crate can read them.
 pub type OnDevice = Arc<dyn Any + Send + Sync>;
 
-/// Where look-ups are pooled.
+/// A device that pools look-ups.
 pub trait Device: Send + Sync {
     /// Make room for a look-up.
     ///
@@ -67,7 +67,7 @@ pub struct DeviceFeature<'a> {
     pub samples: usize,
     /// The rows of each sample; `None` where the table's vectors are those of samples.
     pub bags: Option<Bags<'a>>,
-    /// From its own unique ids to the table's; `None` where they are the same.
+    /// From its own unique ids to the table's; `None` if they are the same.
     pub map: Option<&'a [u32]>,
     /// Of a training batch: the samples of each of its unique ids.
     pub csr: Option<Csr<'a>>,

@@ -36,7 +36,7 @@ pub struct EvalResult {
     pub outputs: Vec<Output>,
     /// The vectors, if the engine has a device; those of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
-    /// What the look-up found.
+    /// The report of the look-up.
     pub report: LookupReport,
 }
 

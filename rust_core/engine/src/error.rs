@@ -35,7 +35,7 @@ pub enum Error {
     BadFeature {
         /// Its name.
         feature: String,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         what: String,
     },
     /// A tensor that contradicts itself.
@@ -43,13 +43,13 @@ pub enum Error {
     BadTensor {
         /// Dense tensor or label, and its name.
         tensor: String,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         what: String,
     },
     /// Beyond a limit of `persia_types::limits`.
     #[error("{what}: {size} is above the limit of {limit}; use smaller batches")]
     TooLarge {
-        /// Which number.
+        /// The name of the number.
         what: String,
         /// Found.
         size: usize,
@@ -80,12 +80,12 @@ pub enum Error {
         /// Found.
         value: f64,
     },
-    /// Bytes that are no batch.
+    /// Bytes that are not a batch.
     #[error("not a valid batch at byte {at}: {what}; send it again")]
     BadBytes {
-        /// Where reading stopped.
+        /// The position at which reading stopped.
         at: usize,
-        /// What was found and expected.
+        /// The content that was found, and what was expected.
         what: String,
     },
     /// Features and slots that do not match.
@@ -111,7 +111,7 @@ pub enum Error {
     BadGradient {
         /// The step they were meant for.
         step: u64,
-        /// Which feature, and what was expected.
+        /// The feature, and what was expected.
         what: String,
     },
     /// A look-up that failed; the engine stops.

@@ -61,13 +61,13 @@ pub struct SegmentSum<'a> {
     pub gradients: &'a [f32],
     /// Floats in a row.
     pub dim: usize,
-    /// What to add.
+    /// The gradients to be added.
     pub csr: Csr<'a>,
     /// Per sample the factor of its gradient; `None` is 1.
     pub factors: Option<&'a [f32]>,
     /// Per index of `csr` a further factor of its gradient; `None` is 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// What a sum is multiplied by.
+    /// The factor of a sum.
     pub scale: f32,
 }
 

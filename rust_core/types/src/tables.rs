@@ -122,13 +122,13 @@ pub struct LookupRequest<'a> {
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
-    /// What it is for.
+    /// The mode of the look-up.
     pub mode: Mode,
     /// The tables, with ids.
     pub tables: &'a [TableIds<'a>],
 }
 
-/// The counters of a report, by name. Fields that are no counters follow the semicolon.
+/// The counters of a report, by name. Other fields follow the semicolon.
 macro_rules! counters {
     ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
         impl $report {

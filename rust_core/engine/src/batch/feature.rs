@@ -26,7 +26,7 @@ pub struct IdFeature {
     /// `None` is 1 for all.
     weights: Option<Weights>,
     spent: Duration,
-    /// The memory that its vectors return to, while the thread that made it lives.
+    /// The pool that its vectors return to, as long as the thread that made it lives.
     home: Weak<FeatureMemory>,
 }
 
@@ -64,7 +64,7 @@ impl IdFeature {
     }
 
     /// The feature with per-sample weights, one per occurrence: a sample's vector is the sum of weight × row, and the
-    /// gradient of a row is multiplied alike. No gradient of the weights themselves is computed.
+    /// gradient of a row is multiplied by the same weight. No gradient of the weights themselves is computed.
     ///
     /// # Errors
     /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
@@ -146,7 +146,7 @@ impl IdFeature {
         self.offsets.as_deref()
     }
 
-    /// Per unique id the samples it occurs in (a sample twice where the id is in it twice).
+    /// Per unique id the samples it occurs in, once per occurrence.
     pub fn csr(&self) -> Csr<'_> {
         Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }

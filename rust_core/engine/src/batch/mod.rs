@@ -24,7 +24,7 @@ pub struct BatchParts {
     pub id_features: Vec<IdFeature>,
     /// Inputs without look-up.
     pub dense: Vec<Tensor>,
-    /// What is to be learnt.
+    /// The targets of training.
     pub labels: Vec<Tensor>,
     /// If given, every other part must agree with it.
     pub batch_size: Option<usize>,

@@ -99,7 +99,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Its name, where it has one.
+    /// Its name, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }

@@ -32,12 +32,12 @@ pub enum Fed {
     Pending {
         /// To be fed again.
         batch: Arc<Batch>,
-        /// What has to happen first.
+        /// The event that must happen first.
         wait: Wait,
     },
 }
 
-/// What [`Pipeline::next`] returns.
+/// The result of [`Pipeline::next`].
 #[derive(Debug)]
 pub enum Next {
     /// The next batch, looked up.

@@ -96,7 +96,7 @@ pub(crate) struct Ready {
     pub(crate) outputs: Vec<Output>,
     pub(crate) on_device: Option<OnDevice>,
     pub(crate) report: LookupReport,
-    /// Of a batch that trains: how its gradients are pushed.
+    /// The plan of pushing its gradients, for a batch that trains.
     pub(crate) plan: Option<Plan>,
 }
 

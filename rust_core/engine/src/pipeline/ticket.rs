@@ -26,7 +26,7 @@ pub struct PooledBatch {
     pub outputs: Vec<Output>,
     /// The vectors, if the engine has a device; those of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
-    /// What the look-up found.
+    /// The report of the look-up.
     pub report: LookupReport,
     /// The right to push gradients; `None` for a batch that does not train.
     pub ticket: Option<PushTicket>,

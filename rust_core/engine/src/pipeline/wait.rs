@@ -9,22 +9,22 @@ pub enum Wait {
     Batch,
     /// The look-up of a step.
     Lookup {
-        /// Which.
+        /// The step.
         step: u64,
     },
     /// The acknowledgement of a step's push.
     Push {
-        /// Which.
+        /// The step.
         step: u64,
     },
     /// The caller, who has to push or drop the ticket of this step.
     Gradients {
-        /// Which.
+        /// The step.
         step: u64,
     },
     /// The caller, who has to call `next` for this step, which is looked up.
     Taking {
-        /// Which.
+        /// The step.
         step: u64,
     },
 }

@@ -17,7 +17,7 @@ const LINE: usize = 64;
 
 /// A loop to be compiled for every [`Level`]. `run` and what it calls must be `#[inline(always)]`.
 pub trait Work {
-    /// What the loop returns.
+    /// The result of the loop.
     type Output;
     /// The loop.
     fn run<L: Lanes>(self) -> Self::Output;

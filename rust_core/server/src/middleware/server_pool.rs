@@ -23,7 +23,7 @@ const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// The shortest time between two searches.
 const SEARCH_PAUSE: Duration = Duration::from_millis(200);
-/// How long a request waits for missing servers; its caller retries.
+/// The longest wait of a request for missing servers; its caller retries.
 const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Credentials for calls to servers.
@@ -60,7 +60,7 @@ impl ServerClient {
         self.data.clone()
     }
 
-    /// For everything else.
+    /// For all other methods.
     pub fn admin(&self) -> Rpc {
         self.admin.clone()
     }

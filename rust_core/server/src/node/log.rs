@@ -26,7 +26,7 @@ pub struct LogOptions {
     pub sync: LogSync,
 }
 
-/// How far a run had come.
+/// The progress of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct WalPosition {
     pub(super) progress: Progress,
