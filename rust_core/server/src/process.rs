@@ -321,7 +321,7 @@ fn cannot_bind(flag: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     Exit::Usage(format!("cannot listen on {endpoint} ({flag}): {why}"))
 }
 
-/// How many SIGTERM and SIGINT have arrived.
+/// The number of SIGTERM and SIGINT received.
 #[derive(Debug, Clone)]
 pub struct StopSignals {
     count: watch::Receiver<u32>,

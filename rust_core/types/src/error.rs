@@ -32,7 +32,7 @@ pub enum TablesError {
     /// Lengths that do not fit together.
     #[error("malformed request: {what}")]
     BadShape {
-        /// What, and what was expected.
+        /// The mismatch, and what was expected.
         what: String,
     },
     /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
@@ -71,7 +71,7 @@ pub enum TablesError {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         what: String,
     },
     /// A checkpoint of another configuration.
@@ -85,9 +85,9 @@ pub enum TablesError {
     /// A failure of the operating system.
     #[error("{path}: {source}")]
     Io {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The error.
         #[serde(with = "io_error")]
         source: std::io::Error,
     },
@@ -96,7 +96,7 @@ pub enum TablesError {
         "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
     )]
     WrongShard {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
         /// Its shards.
         held: std::ops::Range<usize>,
@@ -106,7 +106,7 @@ pub enum TablesError {
     /// A peer of another version, protocol or configuration.
     #[error("{peer} does not fit: {what}")]
     Incompatible {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
         /// Both values.
         what: String,
@@ -114,7 +114,7 @@ pub enum TablesError {
     /// A peer that refuses our credentials, or whose certificate we refuse.
     #[error("{peer} refused: {what}")]
     Refused {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
         /// The reason, and the source of the credential.
         what: String,
@@ -123,23 +123,23 @@ pub enum TablesError {
     /// its rows.
     #[error("{peer} is lost to this run: {what}; start the trainer again")]
     Lost {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
-        /// What happened.
+        /// The event.
         what: String,
     },
     /// A wait that took too long.
     #[error("{peer}: {what}")]
     Timeout {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
-        /// For what, and how long.
+        /// The awaited event, and the time limit.
         what: String,
     },
     /// A peer that does not answer.
     #[error("{peer} cannot be reached: {what}")]
     Unreachable {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
         /// The failed operation, and its outcome.
         what: String,

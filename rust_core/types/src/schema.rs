@@ -157,7 +157,7 @@ pub enum Rounding {
 pub struct Admission {
     /// Probability of admission, drawn by a hash of (seed, id, step). In `0..=1`.
     pub probability: f32,
-    /// Training look-ups of the id since it last had a row, this one included. From 1.
+    /// The number of training look-ups of the id since it last had a row, including this one. At least 1.
     pub min_count: u32,
 }
 
@@ -206,7 +206,7 @@ pub enum Optimizer {
         lr: f32,
         /// Weight decay.
         weight_decay: f32,
-        /// Where `s` starts.
+        /// The initial value of `s`.
         initial_accumulator_value: f32,
         /// Decay of `s`; 1 is the usual Adagrad.
         g_square_momentum: f32,

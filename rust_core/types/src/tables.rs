@@ -14,7 +14,7 @@ use crate::id::{Id, ShardedIds};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
-/// What a look-up is for.
+/// The mode of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// Missing rows are admitted, initialised and inserted; recency is updated.
@@ -246,7 +246,7 @@ pub struct FileEntry {
     pub blake3: String,
 }
 
-/// What a snapshot wrote.
+/// The files of a snapshot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Its files.

@@ -19,7 +19,7 @@ pub trait Unary: prost::Message + 'static {
     const METHOD: &'static str;
     /// Its name in metrics and messages, such as "prepare_snapshot".
     const NAME: &'static str;
-    /// What it returns.
+    /// The reply of the method.
     type Reply: prost::Message + Default + 'static;
 }
 

@@ -208,7 +208,7 @@ impl Wal {
 }
 
 impl Shared {
-    /// Why nothing can be appended.
+    /// The reason why nothing can be appended.
     fn closed(&self) -> TablesError {
         let why = "the log could not be written; a fresh run or a restore starts another log";
         self.files.error(io::Error::other(why))

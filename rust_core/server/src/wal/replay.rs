@@ -6,7 +6,7 @@ use super::record::ReplayOp;
 use super::segment::{self, Segment};
 use super::{Wal, Writer};
 
-/// What was replayed.
+/// The result of a replay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Replayed {
     pub(crate) records: u64,

@@ -24,7 +24,7 @@ pub enum CheckpointError {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         what: String,
     },
     /// A newer version wrote it.
@@ -52,7 +52,7 @@ pub enum CheckpointError {
     /// The caller requested an invalid save.
     #[error("{path}: cannot be saved: {what}")]
     BadSave {
-        /// What was being written.
+        /// The path that was being written.
         path: PathBuf,
         /// The problem, and what was expected.
         what: String,

@@ -270,7 +270,7 @@ struct ReadBatch<'a, 'b, 'm, 's, O> {
     batch: ShardBatch<'b, 's>,
     part: &'a TableIds<'a>,
     layout: Layout,
-    /// Of all ids of the table.
+    /// The slots of all ids of the table.
     found: &'a mut PartSlots<'m>,
     output: O,
     /// The step that determines whether rows are expired.

@@ -24,7 +24,7 @@ pub(crate) struct CheckedPush<'a> {
     pub(crate) updates: Vec<TableUpdate>,
 }
 
-/// How one push updates the rows of one table.
+/// The update of one table's rows by one push.
 pub(crate) struct TableUpdate {
     rule: Rule,
     rounder: Option<Rounder>,

@@ -6,7 +6,7 @@ use parking_lot::{Condvar, Mutex};
 use persia_types::token::SeenTokens;
 use persia_types::{JobId, TablesError, Token};
 
-/// What a token is claimed for: a look-up and its push have the same token.
+/// The purpose of a claim, because a look-up and its push have the same token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verb {
     Lookup,

@@ -73,7 +73,7 @@ pub(crate) struct Shard {
     eviction_generation: u64,
 }
 
-/// How many rows left, and why.
+/// The numbers of rows that left, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Left {
     pub(crate) evicted: u64,

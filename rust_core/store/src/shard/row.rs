@@ -13,12 +13,12 @@ use crate::simd::{Lanes, Portable};
 /// The recency of a slot without a row. Steps count from 1, so 0 is free; every id is valid, so no id could mark it.
 pub(crate) const FREE: u32 = 0;
 
-/// How a table stores its rows.
+/// The storage of a table's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Weights per row.
     pub(crate) dim: usize,
-    /// What a weight is stored as.
+    /// The stored type of a weight.
     pub(crate) dtype: Dtype,
     /// Floats of optimizer state per row.
     pub(crate) state_len: usize,

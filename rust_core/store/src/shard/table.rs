@@ -64,7 +64,7 @@ impl ShardTable {
         *self = Self { admission_counts, snapshot, ..Self::new(layout) };
     }
 
-    /// How rows are stored.
+    /// The layout of rows.
     #[inline(always)]
     pub(crate) fn layout(&self) -> Layout {
         self.layout

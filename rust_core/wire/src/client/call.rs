@@ -17,7 +17,7 @@ use crate::error::{FORGOTTEN, from_failure, from_status, is_transient, is_transi
 use crate::proto::{Failure, Fence};
 use crate::rpc::Unary;
 
-/// Why an attempt failed.
+/// The failure of an attempt.
 #[derive(Debug)]
 pub(super) enum CallError {
     /// A retry may succeed, because the peer was not reached, or did not reach a server.
@@ -54,7 +54,7 @@ impl CallError {
     }
 }
 
-/// How long a call may take.
+/// The time limits of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimeouts {
     /// All attempts together; zero is one attempt.

@@ -11,12 +11,12 @@ use crate::auth::Secret;
 use crate::discovery::{Discovery, Service};
 use crate::settings::Endpoint;
 
-/// Where the peers are.
+/// The addresses of the peers.
 #[derive(Debug, Clone)]
 pub enum Targets {
     /// At these endpoints.
     Fixed(Vec<Endpoint>),
-    /// Where they are announced.
+    /// The connection that finds their announcements.
     Discovered(Discovery),
 }
 
@@ -37,7 +37,7 @@ impl fmt::Display for Targets {
 /// Options of a [`super::WireTables`].
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// Where the peers are.
+    /// The addresses of the peers.
     pub targets: Targets,
     /// [`Service::Middleware`], or [`Service::Server`] for a job's only server.
     pub service: Service,

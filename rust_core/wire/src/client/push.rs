@@ -110,7 +110,7 @@ fn messages<'a>(
         .map(|message| proto::PushRequest { part: Some(message) })
 }
 
-/// Which servers have acknowledged a push.
+/// The servers that have acknowledged a push.
 struct Progress {
     acknowledged: BTreeMap<u32, PushReport>,
     missing: BTreeSet<u32>,

@@ -19,13 +19,13 @@ pub enum ChunkError {
     /// Bits changed in transit. A retry helps.
     #[error("damaged on the way: {what}")]
     Damaged {
-        /// Which chunk, and both checksums.
+        /// The chunk, and both checksums.
         what: String,
     },
     /// The stream ended early. A retry helps.
     #[error("cut short: {what}")]
     CutShort {
-        /// What arrived and what was announced.
+        /// The received and the announced amount.
         what: String,
     },
     /// The content differs from what was announced. A retry does not help.

@@ -66,7 +66,7 @@ impl Service {
     }
 }
 
-/// What a process announces.
+/// The announcement of a process.
 #[derive(Debug, Clone)]
 pub struct Announcement {
     /// Its part of the job.
@@ -119,7 +119,7 @@ pub struct Peer {
     pub index: u32,
     /// Number of replicas.
     pub replicas: u32,
-    /// Where it is reached.
+    /// The address at which it is reached.
     pub address: Option<Endpoint>,
     /// Its protocol: compare [`PROTOCOL`].
     pub protocol: u32,
