@@ -313,7 +313,7 @@ class Backend(ABC):
         del what
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
-        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
 
         Raises:
             UsageError: It is a URL.

@@ -44,7 +44,7 @@ class Checkpoints:
 
     Args:
         folder: The folder of the saves: a folder ``step-N`` for each, and ``LATEST``, which names the newest. A
-            relative one is below ``PERSIA_CKPT_DIR``, where that is set. None, in a job, means a folder of this run: an
+            relative one is below ``PERSIA_CKPT_DIR``, if that is set. None, in a job, means a folder of this run: an
             interrupted run resumes in it; a run that starts after the end of another gets a new one.
         every: The number of steps between saves.
         keep_last: The number of saves that are kept; older ones are deleted, but never the newest complete one.

@@ -178,7 +178,7 @@ class EmbeddingCtx(BaseCtx):
         With several ranks, rank 0 saves; on the others the call is optional and returns immediately.
 
         Args:
-            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
             blocking: False returns after the cut; training may continue while files are written. The next dump or load
@@ -226,7 +226,7 @@ class EmbeddingCtx(BaseCtx):
         each other.
 
         Args:
-            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
             dense_filename: The model's state dict inside it.
             blocking: PersiaML's; accepted, without effect: the load is complete when this returns.

@@ -240,7 +240,7 @@ class TrainCtx(EmbeddingCtx):
         Inside a loop the cut is after rank 0's own pushes; those of other ranks may be missing.
 
         Args:
-            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set; with
+            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set; with
                 servers, an absolute one must also be.
             dense_model_filename: The model's state dict inside it.
             jit_dense_model_filename: The scripted model inside it.
@@ -279,7 +279,7 @@ class TrainCtx(EmbeddingCtx):
         model, optimizer and data position from rank 0 when the next training loop starts.
 
         Args:
-            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
             dense_model_filename: The model's state dict inside it.
             opt_filename: The dense optimizer's state dict inside it.

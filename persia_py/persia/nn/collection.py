@@ -205,7 +205,7 @@ class EmbeddingCollection(torch.nn.Module):
         Rank 0 writes it; the ``states`` of other ranks are ignored.
 
         Args:
-            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set;
+            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set;
                 with servers, an absolute one must also be.
             **states: State dicts for the same checkpoint: ``model=model.state_dict()`` becomes ``model.pt``.
 
@@ -221,7 +221,7 @@ class EmbeddingCollection(torch.nn.Module):
         one rank cannot load, none does, so that all ranks can catch the error and continue together.
 
         Args:
-            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
 
         Returns:
             The checkpoint: its ``state("model.pt")`` is the ``model`` of :meth:`save`.

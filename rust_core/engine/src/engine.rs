@@ -56,7 +56,7 @@ impl Engine {
         Self::with_device(tables, schema, options, None)
     }
 
-    /// As [`Self::new`]; look-ups are pooled on the `device`, where there is one.
+    /// As [`Self::new`]; look-ups are pooled on the `device`, if there is one.
     ///
     /// # Errors
     /// As [`Self::new`].
