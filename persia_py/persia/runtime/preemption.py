@@ -1,7 +1,7 @@
 """SIGTERM and Ctrl-C in a run with checkpoints: all ranks leave after the same step, where the run can be saved.
 
 In a training loop the signal is noted, and the loop ends after the step. Everywhere else it ends the context
-immediately, by ``SystemExit``. The context saves the run on its way out (:class:`persia.ctx.TrainCtx`).
+immediately, by ``SystemExit``. The context saves the run at its exit (:class:`persia.ctx.TrainCtx`).
 """
 
 import contextlib

@@ -40,7 +40,7 @@ pub struct EngineStats {
 /// Ids of one slot in training look-ups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SlotStats {
-    /// Ids as they occurred.
+    /// Occurrences of ids, duplicates included.
     pub occurrences: u64,
     /// Unique ids, batch by batch.
     pub unique: u64,

@@ -151,7 +151,7 @@ impl IdFeature {
         Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }
 
-    /// Occurrences of one sample, which is below [`Self::samples`].
+    /// The occurrences of one sample; `sample` is below [`Self::samples`].
     pub(crate) fn occurrences_of(&self, sample: usize) -> std::ops::Range<usize> {
         match &self.offsets {
             None => sample..sample + 1,

@@ -10,7 +10,7 @@ use persia_types::TablesError;
 use super::segment::{MAGIC, Segment};
 
 const BASE: &str = "base";
-/// A crash may leave this draft of a base.
+/// The draft of a base, which a crash may leave in the directory.
 const BASE_DRAFT: &str = ".base.tmp";
 
 /// The directory of a log.

@@ -87,7 +87,7 @@ fn power(base: f32, mut exponent: u32) -> f64 {
 #[inline(always)]
 pub(crate) fn all_finite<L: Lanes>(values: &[f32]) -> bool {
     let (blocks, rest) = values.as_chunks::<LANES>();
-    // Not `all`: it would be compiled without the instruction set of `L`.
+    // A loop in place of `all`, whose closure would be compiled without the instruction set of `L`.
     for block in blocks {
         if !L::all_finite(block) {
             return false;
