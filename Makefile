@@ -43,7 +43,7 @@ RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup: $(INSTALLED) $(NVRTC) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install everything into .venv (the other targets do so by themselves)
+setup: $(INSTALLED) $(NVRTC) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install everything into .venv (the other targets do this when needed)
 
 demo: setup ## Train a DLRM on Census-Income and draw its curves
 	$(BIN)/python examples/dlrm/train.py
@@ -59,13 +59,13 @@ images: ## Build the images of the stack
 	@tools/compose_plugin.sh && tools/base_image.sh
 	docker compose build
 
-third-party: ## Build the engine of this clone into third_party/, where it wins (PROFILE=dev for debugging, FEATURES=cuda)
+third-party: ## Build the engine of this clone into third_party/, where it overrides the packaged one (PROFILE=dev for debugging, FEATURES=cuda)
 	@tools/compose_plugin.sh && tools/base_image.sh
 	docker compose -f docker-compose.dev.yaml build
 	PERSIA_UID=$$(id -u) PERSIA_GID=$$(id -g) BUILD=$$(git describe --always --dirty) PROFILE=$(PROFILE) FEATURES=$(FEATURES) \
 		docker compose -f docker-compose.dev.yaml run --rm dev ../tools/third_party.sh
 
-test: | $(BIN)/python ## Run the tests, images included (RESUME=1 continues a run that was broken off, SHARD=2/4 is a part)
+test: | $(BIN)/python ## Run the tests, images included (RESUME=1 continues an interrupted run, SHARD=2/4 runs a part)
 	$(RUN_TESTS)
 
 test-all: | $(BIN)/python ## Run every test: also all faults, storms, the image's whole suite, wheels, fuzzing (RESUME=1, SHARD=2/4)
@@ -112,13 +112,13 @@ test-flaky: test-build ## Run tests N times with all processors busy (T=tests/un
 test-gpu: setup ## Run the tests that need a CUDA device; refused where there is none
 	tools/test_gpu.sh
 
-chaos: setup ## Do one fault to a running job and check every row after it (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
+chaos: setup ## Inject one fault into a running job and check the rows afterwards (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py $(or $(F),--help) $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
 
-chaos-all: setup ## Do every fault, one after another, and add the results to runs/chaos.json (SEED=7)
+chaos-all: setup ## Inject every fault, one after another, and add the results to runs/chaos.json (SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py all $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
 
-fuzz: ## Fuzz what comes from outside and is parsed (T=manifest SECONDS=60; all targets in turn without T)
+fuzz: ## Fuzz the code that parses untrusted input (T=manifest SECONDS=60; without T all targets, one after another)
 	tools/fuzz.sh $(or $(SECONDS),60) $(T)
 
 lint: lint-rust lint-python ## Check formatting, types, lints and the direction of dependencies

@@ -48,7 +48,7 @@ Record = dict[str, Any]
 def refuse() -> str:
     """Return why nothing can be measured; empty where it can."""
     if not torch.cuda.is_available():
-        return "no CUDA device here; look at: nvidia-smi"
+        return "no CUDA device here; check with: nvidia-smi"
     if "cuda" not in persia_core.FEATURES:
         return f"{persia_core.__file__} was built without the feature cuda; run: make setup"
     return ""

@@ -55,7 +55,7 @@ def is_whole(records: list[Record]) -> bool:
 
 def markdown(records: list[Record]) -> str:
     """Return one table; a spread is half the quartiles' distance over the median. An invalid case has no numbers."""
-    lines = ["| case | value | unit | beside it | ratio | target | spread |", "|---|---|---|---|---|---|---|"]
+    lines = ["| case | value | unit | reference | ratio | target | spread |", "|---|---|---|---|---|---|---|"]
     for record in records:
         if problem(record) is not None:
             lines.append(f"| {record['case']} | | {record['unit']} | | invalid | {number(record, 'target'):g} | |")

@@ -1,43 +1,4 @@
 """PersiaML's path of :mod:`persia.runtime.errors`."""
 
-from persia.runtime.errors import (
-    AuthError,
-    BatchSizeError,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DeviceError,
-    FeatureTypeError,
-    IncompatibleError,
-    MissingLabelError,
-    NonFiniteError,
-    PersiaError,
-    RunLostError,
-    StaleCoreError,
-    StaleGenerationError,
-    StorageError,
-    UnreachableError,
-    UsageError,
-    WaitTimeoutError,
-)
-
-__all__ = [
-    "AuthError",
-    "BatchSizeError",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DeviceError",
-    "FeatureTypeError",
-    "IncompatibleError",
-    "MissingLabelError",
-    "NonFiniteError",
-    "PersiaError",
-    "RunLostError",
-    "StaleCoreError",
-    "StaleGenerationError",
-    "StorageError",
-    "UnreachableError",
-    "UsageError",
-    "WaitTimeoutError",
-]
+from persia.runtime.errors import *  # noqa: F403  # its __all__
+from persia.runtime.errors import __all__ as __all__

@@ -223,7 +223,7 @@ def disk_full(job: Job, rng: random.Random) -> None:
     job.note_fault()
     fill(filler)
     job.wait("a save to be given up", lambda: job.said("given up, training continues"))
-    assert job.said("the run is saved again in"), "no warning"
+    assert job.said("failed, retrying in"), "no warning"
     newest = newest_save(job)
     problems = {Path(each["path"]): each["problem"] for each in checkpoint.listing(newest.parent)}
     assert problems[newest] is None, problems
@@ -290,7 +290,7 @@ FAULTS: dict[str, Fault] = {
         "middleware killed while a checkpoint is saved, five times", middleware_in_save, goes_on=True, plan=SAVING
     ),
     "F3": Fault("middleware killed, three times", middleware, goes_on=True),
-    "F3a": Fault("all middlewares away for longer than a request may take", no_middleware, job={"links": True}),
+    "F3a": Fault("all middlewares down for longer than a request may take", no_middleware, job={"links": True}),
     "F4": Fault("NATS killed, and back with nothing", nats, goes_on=True),
     "F5": Fault("NATS loses, doubles and reorders messages while parts are killed", messages, job={"link_nats": True}),
     "F6": Fault("rank killed", rank),

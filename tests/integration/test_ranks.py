@@ -298,7 +298,7 @@ def test_a_rank_that_does_not_come_is_named(make_stack: MakeStack) -> None:
     stack = make_stack()
     first = stack.trainer(SCRIPT, "{}", node=0, nodes=3, env={"PERSIA_START_TIMEOUT": "4"})
     assert first.wait(40) == 3, first.output
-    first.says("ranks 1, 2 of 3 did not come within")
+    first.says("ranks 1, 2 of 3 did not connect within")
 
 
 def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path: Path) -> None:

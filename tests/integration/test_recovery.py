@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger:
     (ledger.folder / "ledger.json").unlink()
     first, second = nodes(ledger, every=8)
     assert [first.wait(180), second.wait(180)] == [0, 0]
-    first.says("training begins")
+    first.says("training starts from the beginning")
     exact(ledger)
 
 

@@ -440,7 +440,7 @@ def test_a_script_that_always_fails_leaves_nothing_out(folder: Path, caplog: pyt
     fail(3, folder, lambda: Batches(STEPS), body, policy="skip")
     fail(3, folder, lambda: Batches(STEPS), body, policy="skip")
     assert record(folder, 14)["times"] == 3
-    assert "it always fails, and so do the steps 13: where more than one of 100 steps" in caplog.text
+    assert "it always fails, and so do the steps 13: if more than one of 100 steps" in caplog.text
     caplog.clear()
     fail(2, folder, lambda: Batches(STEPS), body, policy="skip")
     assert "steps 13, 14 are not skipped" in caplog.text

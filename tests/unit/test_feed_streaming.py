@@ -212,7 +212,7 @@ def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, m
 
 def test_a_checkpoint_of_other_ranks_is_refused(script: Script) -> None:
     data = StreamingDataset()
-    with pytest.raises(DataError, match="split over 2 ranks, this run has 1; start as many"):
+    with pytest.raises(DataError, match="split over 2 ranks, this run has 1; start 2 ranks"):
         data.load_state_dict({"taken": [3], "world_size": 2})
 
 

@@ -1,7 +1,9 @@
 """Loops over data loaders, and contexts: left early, nested, misused."""
 
+import gc
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +53,7 @@ def test_waiting_for_batches_to_evaluate_is_told(
 
     class Slow(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
-            wait_until("a word about it", lambda: "waiting for a batch from the source since" in caplog.text, 20)
+            wait_until("a word about it", lambda: "waiting for a batch from the source after" in caplog.text, 20)
             yield from Batches(2)
 
     with make(), eval_ctx(embedding_config=EmbeddingConfig()):
@@ -313,3 +315,52 @@ def test_a_job_whose_broker_is_not_there_is_named(configure: Configure, monkeypa
         pass
     assert caught.value.exit_code == 3
     assert cnt_ctx() is None
+
+
+def test_a_loader_iterates_the_data_set_it_was_given_last(configure: Configure) -> None:
+    configure(SLOTS)
+    loader = DataLoader(Batches(3))
+    with make() as ctx:
+        assert len(train(ctx, loader)) == 3
+        loader.dataset = Batches(7)
+        assert len(train(ctx, loader)) == 7
+
+
+def test_a_model_is_freed_with_its_context(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    gc.disable()
+    try:
+        with make(checkpoints=Checkpoints(tmp_path, every=2)) as ctx:
+            train(ctx, DataLoader(Batches(3)))
+            assert ctx.model is not None
+            model = weakref.ref(ctx.model)
+        del ctx
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_another_context_pushes_counts(configure: Configure) -> None:
+    configure(SLOTS)
+    with make() as outer, make() as inner:
+        for batch in DataLoader(Batches(2)):
+            output, labels = outer.forward(batch)
+            outer.backward(loss_fn(output, labels[0]))
+            assert inner.step == outer.step == batch.step
+
+
+def test_ranks_share_a_position_only_after_a_load(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    configure(SLOTS)
+    shared = []
+    monkeypatch.setattr(LocalBackend, "spread", lambda self, state: shared.append(state()["cursor"]))
+    with make() as ctx:
+        loader = DataLoader(Batches(5))
+        train(ctx, loader, 2)
+        train(ctx, loader, 1)
+        ctx.dump_checkpoint(tmp_path / "checkpoint")
+        ctx.load_checkpoint(tmp_path / "checkpoint")
+        train(ctx, DataLoader(Batches(5)), 1)
+    assert shared[:2] == [None, None]
+    assert shared[2] is not None

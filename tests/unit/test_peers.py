@@ -213,7 +213,7 @@ def test_waiting_for_a_rank_is_logged(
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
         waiting = pool.submit(first.share, "a batch", 0)
-        wait_until("the reminder", lambda: "waiting for rank 1 to say: a batch since" in caplog.text, LONG)
+        wait_until("the reminder", lambda: "waiting for rank 1 to say: a batch after" in caplog.text, LONG)
         second.share("a batch", 0)
         waiting.result(LONG)
     finally:
@@ -406,7 +406,7 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
     killed._links[0].hang_up()
     if met:
         alone = first.result(LONG)
-        with pytest.raises(UnreachableError, match="ended the connection before its welcome"):
+        with pytest.raises(UnreachableError, match="closed the connection during the handshake"):
             handshake.join(address, me(1, pid=7), LONG)
         made = [alone]
     else:
@@ -586,7 +586,7 @@ def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch
 def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_NUM", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0 shows 1 GPUs, GPU_NUM=2"):
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES=0 lists 1 GPUs, but GPU_NUM=2"):
         network.check()
 
 

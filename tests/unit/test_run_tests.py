@@ -32,7 +32,7 @@ for name in names:
         continue
     if name == "hangs":
         pathlib.Path("hanging").touch()
-        time.sleep(100)
+        time.sleep(1000)
     if name == "dies":
         print("Segmentation fault")
         sys.exit(139)

@@ -95,7 +95,7 @@ def test_wrong_schedules_are_refused() -> None:
         (lambda: LRSchedule("cosine", warmup_steps=9, total_steps=9), "more than warmup_steps"),
         (lambda: LRSchedule(total_steps=9), "no end"),
         (lambda: LRSchedule("linear", warmup_steps=-1, total_steps=9, end=2), "warmup_steps=-1.*end=2"),
-        (lambda: LRSchedule(end=0.1), "end=0.1: a constant course does not come down"),
+        (lambda: LRSchedule(end=0.1), "end=0.1: a constant course does not decrease"),
         (lambda: LRSchedule(warmup_steps=math.nan), "warmup_steps=nan: want a whole"),  # type: ignore[arg-type]
         (lambda: LRSchedule(warmup_steps=1.5), "warmup_steps=1.5: want a whole"),  # type: ignore[arg-type]
         (lambda: LRSchedule("linear", total_steps=math.inf), "total_steps=inf"),  # type: ignore[arg-type]

@@ -59,8 +59,8 @@ class Device:
         names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
         if self.dtype not in names:
             raise UsageError(
-                f"embedding_dtype={self.dtype}: want torch.float32, torch.float16 or torch.bfloat16, which a CUDA "
-                "device makes of the rows"
+                f"embedding_dtype={self.dtype}: want torch.float32, torch.float16 or torch.bfloat16, to which a "
+                "CUDA device converts the rows"
             )
         engine.use_device(self.number, names[self.dtype])
 
@@ -215,7 +215,7 @@ class Backend(ABC):
             return
         _logger.warning("%s is being written: waiting for it, for up to %g s", writing.what, seconds)
         if not writing.wait(seconds):
-            _logger.error("%s is given up, because the context ends by an error", writing.what)
+            _logger.error("%s is given up, because the context ends with an error", writing.what)
         elif writing.error is None:
             _logger.info("%s has ended", writing.what)
 
@@ -320,8 +320,8 @@ class Backend(ABC):
         """
         if is_url(directory):
             raise UsageError(
-                f"checkpoint {os.fspath(directory)}: want a folder; Checkpoints(upload_to=...) uploads what it saves "
-                "to an object store; `persia ckpt copy` moves one checkpoint, there or back"
+                f"checkpoint {os.fspath(directory)}: want a folder; to keep replicas in an object store, use "
+                "Checkpoints(upload_to=...); to copy one checkpoint, use `persia ckpt copy`"
             )
         return Path(settings.checkpoint_root or "", directory)
 

@@ -167,11 +167,11 @@ class Autosave:
         try:
             _core.publish_latest(path)
         except PersiaError as error:
-            _logger.warning("checkpoint %s is written, but not named by LATEST: %s", path, error)
+            _logger.warning("checkpoint %s is written, but LATEST was not updated: %s", path, error)
         try:
             return len(_core.prune(path.parent, self._checkpoints.keep_last))
         except PersiaError as error:
-            _logger.warning("checkpoint %s is written, but older ones are not removed: %s", path, error)
+            _logger.warning("checkpoint %s is written, but older checkpoints were not removed: %s", path, error)
             return 0
 
     def _upload(self, path: Path) -> None:
@@ -198,7 +198,7 @@ class Autosave:
             return
         wait = RETRY_S[self._tries]
         self._tries += 1
-        _logger.warning("checkpoint of step %d failed, the run is saved again in %g s: %s", step, wait, error)
+        _logger.warning("checkpoint of step %d failed, retrying in %g s: %s", step, wait, error)
         self._retry_at = time.monotonic() + wait
 
     def _settled(self) -> bool | None:
@@ -245,7 +245,7 @@ class Autosave:
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
         except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends meanwhile
-            _logger.error("%s: leaving after step %d, which is not saved: %s", why, step, error)
+            _logger.error("%s: leaving after step %d, without a checkpoint of it: %s", why, step, error)
         else:
             _logger.info("%s: leaving after step %d", why, step)
 
@@ -271,7 +271,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> None:
         if store is not None:
             newest = _newer_replica(store, folder, newest)
         if newest is None:
-            _logger.info("no checkpoint in %s: training begins", folder)
+            _logger.info("no checkpoint in %s: training starts from the beginning", folder)
             return
         loaded = snapshot.Load(newest)
     except CheckpointError as error:
@@ -296,7 +296,7 @@ def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str 
             return newest
     elif newer is None:
         return None
-    _logger.warning("%s is newer than what %s has: fetching it", f"{store.url}/{newer.name}", folder)
+    _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
     store.get(newer.name, folder / newer.name)
     return os.fspath(folder / newer.name)
 

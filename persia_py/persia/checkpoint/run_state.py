@@ -161,12 +161,13 @@ class RunState:
                 "optimizer": self._dense_optimizer().state_dict(),
                 "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
                 "embedding_lr": self.optimizer.lr,
-                "cursor": self._cursor,
+                "cursor": self._cursor if self._loaded else None,  # a live position is this rank's alone
                 "more": None if self._user is None else self._user.state_dict(),
                 "saved": 0 if self._user is None else self._user.saved,
                 "random": self._ranks,
             }
         )
+        self._ranks = {}  # shared: a later generation of this context must not restore them again
         if state is None:
             return
         if module is not None:

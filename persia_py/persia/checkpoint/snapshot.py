@@ -139,7 +139,7 @@ class Save:
             self._saver.add_file(name)
         unreported = self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
         if unreported is not None:
-            _logger.warning("the checkpoint is written, but servers with a log do not know: %s", unreported)
+            _logger.warning("the checkpoint is written, but servers with a log were not notified: %s", unreported)
 
 
 class Writing:
@@ -177,7 +177,7 @@ class Writing:
             self._thread.join(min(REMIND_S, left))
             if self._thread.is_alive() and left > REMIND_S:
                 _logger.warning(
-                    "rank %d waits for %s since %.0f s",
+                    "rank %d still waits for %s after %.0f s",
                     settings.rank,
                     self.what,
                     time.monotonic() - self._started,

@@ -113,7 +113,7 @@ class DataCtx:
             sender.close()
             self._leave()
         if stopped is not None:
-            _logger.info("the trainers want no more batches: %s", stopped)
+            _logger.info("the trainers accept no more batches: %s", stopped)
         return isinstance(value, Stopped)
 
     def _leave(self) -> None:

@@ -115,8 +115,8 @@ class TrainCtx(EmbeddingCtx):
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
-                    "TrainCtx beside an EmbeddingCollection, whose rows are on the same servers: it would begin with "
-                    "empty tables; close() the collection first"
+                    "TrainCtx beside an EmbeddingCollection: both keep their rows on the same servers, and TrainCtx "
+                    "starts from empty tables; close() the collection first"
                 )
             from persia.backend.remote import RemoteBackend  # and with it gRPC
 
@@ -161,7 +161,9 @@ class TrainCtx(EmbeddingCtx):
         try:
             super()._leave(error)
         finally:
-            self._loop = self._autosave = self._state = None
+            loop, self._loop, self._autosave, self._state = self._loop, None, None, None
+            if loop is not None:
+                loop.release()
             self._preemption.close()
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
@@ -215,6 +217,8 @@ class TrainCtx(EmbeddingCtx):
         loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._common)
         if self._loop is not None:
             self._loop.trained(batch)
+        else:  # the loop is another context's
+            self._common.trained_step = batch.step
         return loss.detach()
 
     def wait_servers_ready(self) -> None:

@@ -61,15 +61,23 @@ class DataLoader:
             raise UsageError(
                 f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
             )
-        self.dataset = dataset
         self.reproducible = reproducible or settings.reproducible
         if self.reproducible and embedding_staleness not in (None, 1):
             raise UsageError(
                 f"DataLoader(embedding_staleness={embedding_staleness}): reproducible training (the argument, or "
-                "REPRODUCIBLE in the environment) has staleness 1"
+                "REPRODUCIBLE in the environment) needs staleness 1"
             )
         self.staleness = 1 if self.reproducible else settings.staleness(embedding_staleness)
         self._timeout_s = timeout_ms / 1000
+        self._source = Source(dataset)
+
+    @property
+    def dataset(self) -> IterableDataset:
+        """Where batches come from. Another data set is iterated from its start."""
+        return self._source.dataset
+
+    @dataset.setter
+    def dataset(self, dataset: IterableDataset) -> None:
         self._source = Source(dataset)
 
     def __iter__(self) -> Iterator[TrainingBatch]:
@@ -130,4 +138,4 @@ def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> Persi
         except queue.Empty:
             if time.monotonic() - reminded > _REMIND_S:
                 reminded = time.monotonic()
-                _logger.warning("waiting for a batch from the source since %.0f s", reminded - started)
+                _logger.warning("still waiting for a batch from the source after %.0f s", reminded - started)

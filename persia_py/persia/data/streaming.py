@@ -186,7 +186,7 @@ class StreamingDataset(IterableDataset):
         if state_dict["world_size"] != settings.world_size:
             raise DataError(
                 f"cannot continue: the checkpoint's data was split over {state_dict['world_size']} ranks, this run "
-                f"has {settings.world_size}; start as many"
+                f"has {settings.world_size}; start {state_dict['world_size']} ranks"
             )
         taken = [int(count) for count in state_dict["taken"]]
         if self._inbox is None:

@@ -235,7 +235,7 @@ class Peers:
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
-                    _logger.warning("waiting for %s since %.0f s", what(), reminded - started)
+                    _logger.warning("still waiting for %s after %.0f s", what(), reminded - started)
 
     def _lost_error(self) -> RunLostError:
         assert self._lost is not None  # noqa: S101  # every caller has looked

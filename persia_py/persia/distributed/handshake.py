@@ -80,8 +80,8 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
         while missing := [rank for rank in range(1, me.world_size) if rank not in links]:
             if time.monotonic() > deadline:
                 raise UnreachableError(
-                    f"job {me.job!r}: {names(missing)} of {me.world_size} did not come within {timeout_s:g} s "
-                    f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number that was started?"
+                    f"job {me.job!r}: {names(missing)} of {me.world_size} did not connect within {timeout_s:g} s "
+                    f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number of ranks that were started?"
                 )
             if time.monotonic() - reminded > REMIND_S / 3:
                 reminded = time.monotonic()
@@ -199,7 +199,7 @@ def _admit(
 ) -> None:
     taken = links.get(them.rank)
     if taken is not None and taken.over:
-        _logger.warning("%r is gone before the run began; another may take its place", known[them.rank])
+        _logger.warning("%r disconnected before the run began; another may take its place", known[them.rank])
         links.pop(them.rank).close()
         taken = None
     refused = _reason_to_refuse(me, challenge, them, None if taken is None else known[them.rank])
@@ -279,7 +279,7 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
         kind, text = message["refused"] if message is not None and "refused" in message else ("", "")
         if not text:
             raise UnreachableError(
-                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} ended the connection before its welcome"
+                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} closed the connection during the handshake"
             )
         kinds: dict[str, type[PersiaError]] = {"AuthError": AuthError, "IncompatibleError": IncompatibleError}
         raise kinds.get(kind, UsageError)(text)

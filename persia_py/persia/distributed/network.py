@@ -48,7 +48,7 @@ def _check_gpus() -> None:
     given = [part for part in visible.split(",") if part.strip()]
     if len(given) < int(count):
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible} shows {len(given)} GPUs, GPU_NUM={count} ranks each need one of their own"
+            f"CUDA_VISIBLE_DEVICES={visible} lists {len(given)} GPUs, but GPU_NUM={count} ranks need one each"
         )
 
 

@@ -54,7 +54,7 @@ class LRSchedule:
             if self.total_steps is not None:
                 wrong.append(f"total_steps={self.total_steps}: a constant course has no end")
             if self.end != 0:
-                wrong.append(f"end={self.end!r}: a constant course does not come down")
+                wrong.append(f"end={self.end!r}: a constant course does not decrease")
         else:
             total = self.total_steps
             if total is None or not _is_a(Integral, total) or (warms_up and total <= self.warmup_steps):

@@ -270,7 +270,7 @@ class Inbox:
             if queue.sender != sender or self._stopped is not None:
                 return
             if number != queue.received or queue.ended:
-                raise DataError(f"data-compose replica {index} sent its batch {number} where {queue.received} was due")
+                raise DataError(f"data-compose replica {index} sent batch {number}, expected batch {queue.received}")
             if len(queue.waiting) >= (self._buffer or 0):
                 raise DataError(f"data-compose replica {index} sent more than the {self._buffer} batches that may wait")
             queue.received += 1

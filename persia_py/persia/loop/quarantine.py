@@ -121,8 +121,8 @@ class Quarantine:
 
     def _hardly_the_data(self) -> str:
         return (
-            f"where more than one of {APART} steps always fails, the data is hardly the cause; correct what fails, and "
-            f"remove {self._folder}, or from it the records of steps that are to be tried again"
+            f"if more than one of {APART} steps always fails, the data is probably not the cause; correct the error, "
+            f"and remove {self._folder}, or only the records of the steps to retry"
         )
 
     def before_lookup(self, work: Work) -> bool:
@@ -198,7 +198,7 @@ class Quarantine:
 
     def _what_next(self, record: Record) -> str:
         if record.times < TRIES:
-            next_time = f"the batch is tried again when the run is restarted; after {TRIES} failures "
+            next_time = f"the batch is retried when the run is restarted; after {TRIES} failures "
             return next_time + ("its step is skipped" if self._skip else "it counts as one that always fails")
         if not self._skip:
             return "it always fails: look at the batch, or skip its step by Checkpoints(failing_batches='skip')"

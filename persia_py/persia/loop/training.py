@@ -94,25 +94,30 @@ class TrainingLoop:
             return None
         try:
             self._open = None  # the script has finished the previous batch
+            batch = self._advance()
+            if batch is None:
+                self._complete()
+        except BaseException:
+            self._end()
+            raise
+        return batch
+
+    def _advance(self) -> TrainingBatch | None:
+        """Return the next batch that is not skipped; None after the last. A refused look-up opens its batch."""
+        try:
             while True:
                 self._hooks.before_step()
                 if (skip := self._agree()) is None or (batch := self._take()) is None:
-                    break
+                    return None
                 if not skip:
                     self._hooks.after_lookup(batch.step)
                     return batch
                 batch.discard()
                 self.trained(batch)
                 del batch
-            self._complete()
         except DataError:
-            self._open = next(iter(self._feeder.fed), None)  # the next batch was refused
-            self._end()
+            self._open = next(iter(self._feeder.fed), None)
             raise
-        except BaseException:
-            self._end()
-            raise
-        return None
 
     def _agree(self) -> bool | None:
         """Agree with the other ranks on the next step, before any of them takes its batch.
@@ -183,6 +188,11 @@ class TrainingLoop:
         """End the loop before the end of its data, because the script has left it."""
         self._end()
 
+    def release(self) -> None:
+        """End the loop with its context. Hooks and loop refer to each other: without this, a model would outlive it."""
+        self._end()
+        self._hooks = Hooks([])
+
     def _end(self, *, together: bool = False, whole: bool = False) -> None:
         if self._ended:
             return
@@ -209,15 +219,15 @@ class TrainingLoop:
         A refused look-up names its step, which may be ahead of the open batch. Any other error is attributed to the
         open batch, unless it is a system error, or the script has left the loop and used the context for other work.
         """
+        used_since = self._ended and self.backend.activity != self._ended_at
+        open_batch = None if used_since else self._open
         if isinstance(error, PersiaError):
             if not isinstance(error, DataError):
                 return None
             if error.step is not None:
-                known = [*([self._open] if self._open else []), *self._feeder.fed]
+                known = [*([open_batch] if open_batch else []), *self._feeder.fed]
                 return next((work for work in known if work.step == error.step), None)
-        if self._ended and self.backend.activity != self._ended_at:
-            return None
-        return self._open
+        return open_batch
 
 
 class LoopIterator:

@@ -107,7 +107,7 @@ class Session:
         if self._reproducible and staleness not in (None, 1):
             raise UsageError(
                 f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
-                "has staleness 1"
+                "needs staleness 1"
             )
         self._staleness = 1 if self._reproducible else settings.staleness(staleness)
         self._optimizer = optimizer
@@ -310,7 +310,7 @@ class Session:
             raise UsageError("this EmbeddingCollection is closed: make a new one")
         if self._lost:
             raise RunLostError(
-                f"a forward of this EmbeddingCollection has failed, and the other ranks end because of it: {self._lost}"
+                f"a forward of this EmbeddingCollection failed, which ends the run on all ranks: {self._lost}"
             )
 
 

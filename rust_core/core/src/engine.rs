@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use persia_engine::device::Device;
-use persia_engine::{Drained, Engine as RankEngine, EngineOptions};
+use persia_engine::{DrainOutcome, Engine as RankEngine, EngineOptions};
 use persia_store::checkpoint::probe;
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{Mode, Run};
@@ -249,8 +249,8 @@ impl Engine {
     pub(crate) fn drain(&self, py: Python<'_>) -> PyResult<()> {
         let engine = self.rank_engine(py)?;
         wait::until(py, |slice| match engine.drain(slice) {
-            Ok(Drained::Done) => Ok(Some(())),
-            Ok(Drained::Pending(_)) => Ok(None),
+            Ok(DrainOutcome::Done) => Ok(Some(())),
+            Ok(DrainOutcome::Pending(_)) => Ok(None),
             Err(error) => Err(Python::attach(|py| errors::engine(py, &error))),
         })
     }

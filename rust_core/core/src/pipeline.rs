@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use persia_engine::{Error, Fed, Next, Pipeline as EnginePipeline, Wait};
+use persia_engine::{Error, FeedOutcome, Next, Pipeline as EnginePipeline, Wait};
 use pyo3::prelude::*;
 
 use crate::data::Batch;
@@ -81,8 +81,8 @@ impl Pipeline {
         wait::until(py, |slice| {
             let Some(pipeline) = self.open.get() else { return Ok(Some(false)) };
             match pipeline.feed(Arc::clone(&batch), slice) {
-                Ok(Fed::Accepted) => Ok(Some(true)),
-                Ok(Fed::Pending { batch: returned, .. }) => {
+                Ok(FeedOutcome::Accepted) => Ok(Some(true)),
+                Ok(FeedOutcome::Pending { batch: returned, .. }) => {
                     batch = returned;
                     Ok(None)
                 }
@@ -180,7 +180,7 @@ impl Waiting {
         }
         if self.logged.elapsed() > LOG_INTERVAL {
             self.logged = Instant::now();
-            let text = format!("waiting for {what} since {:.0} s", waited.as_secs_f64());
+            let text = format!("still waiting for {what} after {:.0} s", waited.as_secs_f64());
             return Python::attach(|py| log_warning(py, &text));
         }
         Ok(())

@@ -5,7 +5,7 @@
 pub enum CudaError {
     /// The library libcuda is missing.
     #[error(
-        "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and look at: \
+        "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and check with: \
          nvidia-smi; a container is given GPUs by docker-compose.gpu.yaml; or leave device_id out to train on the CPU"
     )]
     NoDriver {
@@ -14,8 +14,8 @@ pub enum CudaError {
     },
     /// The driver cannot read the kernels.
     #[error(
-        "CUDA device {ordinal}: the NVIDIA driver speaks CUDA {}.{}, the kernels need {}.{} (driver 525 or later); \
-         update the driver, then look at: nvidia-smi", .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
+        "CUDA device {ordinal}: the NVIDIA driver supports CUDA {}.{}, the kernels need {}.{} (driver 525 or later); \
+         update the driver, then run: nvidia-smi", .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
     )]
     DriverTooOld {
         /// The requested device.
@@ -27,7 +27,7 @@ pub enum CudaError {
     },
     /// A number without a device.
     #[error(
-        "CUDA device {ordinal} was asked for, but {} (CUDA_VISIBLE_DEVICES={visible}); look at: nvidia-smi -L",
+        "CUDA device {ordinal} is requested, but {} (CUDA_VISIBLE_DEVICES={visible}); run: nvidia-smi -L",
         describe_count(*.count)
     )]
     NoDevice {
@@ -54,7 +54,7 @@ pub enum CudaError {
     /// No memory left on the device.
     #[error(
         "CUDA device {ordinal}: out of memory for {bytes} bytes of {what}, {free} of {total} bytes are free; use smaller \
-         batches or a lower staleness, or see who holds it: nvidia-smi"
+         batches or a lower staleness, or see which processes use it: nvidia-smi"
     )]
     OutOfMemory {
         /// The device.
@@ -71,7 +71,7 @@ pub enum CudaError {
     /// No page-locked memory left.
     #[error(
         "CUDA device {ordinal}: {bytes} bytes of page-locked memory are refused ({code}); use smaller batches or a lower \
-         staleness, and look at: free -m; ulimit -l"
+         staleness, and check: free -m; ulimit -l"
     )]
     NoPinnedMemory {
         /// The device.
@@ -83,7 +83,7 @@ pub enum CudaError {
     },
     /// Any other failure of a call.
     #[error(
-        "CUDA device {ordinal}: {what} failed with {code}; start again, and if it comes back find the kernel with: \
+        "CUDA device {ordinal}: {what} failed with {code}; restart the process; if the error recurs, find the kernel with: \
          CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python SCRIPT"
     )]
     Failed {
@@ -96,7 +96,7 @@ pub enum CudaError {
     },
     /// The library of the driver lacks a function.
     #[error(
-        "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then look at: nvidia-smi"
+        "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then run: nvidia-smi"
     )]
     BrokenDriver {
         /// The requested device.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use persia_engine::device::{DeviceError, DeviceGradients};
 use persia_kernels::half::{Bf16, F16, widen};
-use persia_kernels::simd::{Lanes, Level, Work};
+use persia_kernels::simd::{InstructionSet, Lanes, SimdLoop};
 use persia_types::Dtype;
 
 use crate::driver::Event;
@@ -118,7 +118,7 @@ impl DeviceGradients for Sums {
         let widen = |at: &std::ops::Range<usize>| {
             let from = bytemuck::cast_slice(&bytes[at.clone()]);
             let mut to = vec![0.0; from.len()];
-            Level::detect().run(Widen { from, wire, to: &mut to });
+            InstructionSet::detect().run(Widen { from, wire, to: &mut to });
             to
         };
         self.widened = self.tables.iter().map(widen).collect();
@@ -139,7 +139,7 @@ struct Widen<'a> {
     to: &'a mut [f32],
 }
 
-impl Work for Widen<'_> {
+impl SimdLoop for Widen<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -15,8 +15,8 @@ use host_device::{HostDevice, Step, sum};
 use persia_cuda::kernels::element_bytes;
 use persia_engine::device::Device;
 use persia_engine::{
-    Batch, BatchParts, Drained, Dtype as Element, Engine, EngineOptions, Gradient as Floats, IdFeature, Next,
-    PushOptions, Tensor,
+    Batch, BatchParts, DrainOutcome, Dtype as Element, Engine, EngineOptions, Gradient as Floats, IdFeature,
+    Next, PushOptions, Tensor,
 };
 use persia_kernels::{Pool, pool};
 use persia_store::{Store, StoreOptions};
@@ -256,7 +256,7 @@ fn train(pooled_dim: usize, device: Option<Arc<HostDevice>>, scale: f32) -> Seen
         assert_eq!(flag, 0);
         ticket.push_summed(Box::new(sums), options).unwrap();
     }
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     let probe = Engine::new(tables, schema(), EngineOptions::default()).unwrap();
     let found = probe.lookup_now(&batch(99), persia_types::Mode::Eval).unwrap();
     seen.rows = found.outputs.iter().map(|output| bits(output.as_ref())).collect();

@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use persia_engine::{
-    Batch, BatchParts, Drained, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, PushOptions, StageTime,
+    Batch, BatchParts, DrainOutcome, Engine, EngineOptions, FeedOutcome, Gradient, IdFeature, Next,
+    PushOptions, StageTime,
 };
 use persia_kernels::{Bags, Pool, SegmentSum};
 use persia_store::{Store, StoreOptions};
@@ -209,12 +210,12 @@ fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], r
             let id_features =
                 batch.iter().enumerate().map(|(i, ids)| build(format!("f{i}"), ids, per_sample)).collect();
             let parts = BatchParts { id_features, requires_grad: true, ..Default::default() };
-            assert!(matches!(pipeline.feed(Batch::new(parts).unwrap(), WAIT), Ok(Fed::Accepted)));
+            assert!(matches!(pipeline.feed(Batch::new(parts).unwrap(), WAIT), Ok(FeedOutcome::Accepted)));
             let Next::Ready(looked) = pipeline.next(WAIT).unwrap() else { panic!("no batch in {WAIT:?}") };
             let shared =
                 gradients.iter().map(|gradient| Some(Box::new(Shared(gradient.clone())) as Gradient));
             looked.ticket.unwrap().push(shared.collect(), PushOptions::default()).unwrap();
-            assert_eq!(engine.drain(WAIT).unwrap(), Drained::Done);
+            assert_eq!(engine.drain(WAIT).unwrap(), DrainOutcome::Done);
         };
         batches.iter().for_each(step); // every id has its row, every buffer was used
         let before = engine.stats();

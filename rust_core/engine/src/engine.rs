@@ -22,7 +22,7 @@ use crate::step::{forward, plan};
 
 /// Whether all pushes are acknowledged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Drained {
+pub enum DrainOutcome {
     /// The tables hold every gradient that was pushed.
     Done,
     /// The timeout passed first.
@@ -123,15 +123,15 @@ impl Engine {
     ///
     /// # Errors
     /// The failure that stopped the engine; a failed push is never acknowledged.
-    pub fn drain(&self, timeout: Duration) -> Result<Drained, Error> {
+    pub fn drain(&self, timeout: Duration) -> Result<DrainOutcome, Error> {
         let scheduler = self.scheduler();
         let deadline = deadline(timeout);
         let mut state = scheduler.lock();
         loop {
             state.check()?;
-            let Some(wait) = state.in_flight() else { return Ok(Drained::Done) };
+            let Some(wait) = state.in_flight() else { return Ok(DrainOutcome::Done) };
             if !scheduler.caller_waits(&mut state, deadline) {
-                return Ok(Drained::Pending(wait));
+                return Ok(DrainOutcome::Pending(wait));
             }
         }
     }

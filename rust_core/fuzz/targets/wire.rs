@@ -11,7 +11,7 @@ use persia_wire::csr::{ReceivedCsr, receive_csr};
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_request, push_request};
 use persia_wire::receive::{self, ReceivedLookup, ReceivedPush};
-use persia_wire::samples::Verb;
+use persia_wire::samples::RequestKind;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, id_chunks, pooled_chunks, row_chunks};
 use prost::Message;
@@ -153,7 +153,7 @@ async fn divided_lookup(
         Some(Message::Csr(chunk)) => Some(chunk),
         _ => None,
     };
-    let uses = receive_csr(stream, Verb::Lookup, split.parts(), of_uses).await?;
+    let uses = receive_csr(stream, RequestKind::Lookup, split.parts(), of_uses).await?;
     let head_of = |server| {
         let head = proto::LookupHead { parts: split.parts_of(server), ..head.clone() };
         vec![proto::LookupRequest { part: Some(Message::Head(head)) }]
@@ -286,7 +286,7 @@ async fn divided_push(
         Some(Message::Csr(chunk)) => Some(chunk),
         _ => None,
     };
-    let uses = receive_csr(stream, Verb::Push, split.parts(), of_uses).await?;
+    let uses = receive_csr(stream, RequestKind::Push, split.parts(), of_uses).await?;
     let message = |part| proto::PushRequest { part: Some(part) };
     let head_of = |server| {
         let head = proto::PushHead { parts: split.parts_of(server), only: vec![], ..head.clone() };

@@ -58,10 +58,10 @@ impl<'a> Bags<'a> {
         }
         let other_length = |values: Option<&[f32]>, wanted: usize| values.is_some_and(|v| v.len() != wanted);
         if other_length(self.per_sample_weights, indices) {
-            return bad_shape(format!("{indices} indices have another number of weights"));
+            return bad_shape(format!("the number of weights is not that of the indices, {indices}"));
         }
         if other_length(self.divisors, samples) {
-            return bad_shape(format!("{samples} samples have another number of divisors"));
+            return bad_shape(format!("the number of divisors is not that of the samples, {samples}"));
         }
         let first = |values: Option<&'a [f32]>, good: fn(f32) -> bool| {
             values.and_then(|values| values.iter().position(|value| !good(*value)).map(|at| (at, values[at])))

@@ -3,11 +3,11 @@
 use std::marker::PhantomData;
 
 use super::*;
-use crate::simd::{Level, Portable, Work};
+use crate::simd::{InstructionSet, Portable, SimdLoop};
 
 struct Widen<'a, H>(&'a [u16; LANES], PhantomData<H>);
 
-impl<H: Half> Work for Widen<'_, H> {
+impl<H: Half> SimdLoop for Widen<'_, H> {
     type Output = [f32; LANES];
     #[inline(always)]
     fn run<L: Lanes>(self) -> [f32; LANES] {
@@ -17,7 +17,7 @@ impl<H: Half> Work for Widen<'_, H> {
 
 struct Narrow<'a, H>(&'a [f32; LANES], PhantomData<H>);
 
-impl<H: Half> Work for Narrow<'_, H> {
+impl<H: Half> SimdLoop for Narrow<'_, H> {
     type Output = [u16; LANES];
     #[inline(always)]
     fn run<L: Lanes>(self) -> [u16; LANES] {
@@ -27,7 +27,7 @@ impl<H: Half> Work for Narrow<'_, H> {
 
 /// The nearest bits on every level, which must agree.
 fn narrowed<H: Half>(number: f32) -> u16 {
-    let bits: Vec<u16> = Level::supported()
+    let bits: Vec<u16> = InstructionSet::supported()
         .into_iter()
         .map(|level| {
             let lanes = level.run(Narrow(&[number; LANES], PhantomData::<H>));
@@ -57,7 +57,7 @@ fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
     for bits in 0..=u16::MAX {
         let magnitude = bits & 0x7FFF;
         let number = wide::<H>(bits);
-        for level in Level::supported() {
+        for level in InstructionSet::supported() {
             let lanes = level.run(Widen(&[bits; LANES], PhantomData::<H>));
             assert!(lanes.iter().all(|lane| lane.to_bits() == number.to_bits()), "{bits:x} {level:?}");
         }

@@ -1,7 +1,7 @@
 //! Rows of unique ids pooled into vectors of samples.
 
 use crate::bags::Bags;
-use crate::simd::{LANES, Lanes, Level, Work, prefetch};
+use crate::simd::{InstructionSet, LANES, Lanes, SimdLoop, prefetch};
 
 /// Floats that are prefetched: enough rows to hide the latency of memory, few enough for the nearest cache.
 const AHEAD_FLOATS: usize = 4096;
@@ -25,12 +25,12 @@ pub struct Pool<'a> {
 
 /// Pool rows into `out`, `[samples, dim]`: sums in batch order, then divided. An empty sample is zeros.
 pub fn pool(input: &Pool<'_>, out: &mut [f32]) {
-    Level::detect().run(PoolWork { input, out });
+    InstructionSet::detect().run(PoolWork { input, out });
 }
 
 /// Multiply every float by `factor`.
 pub fn scale(values: &mut [f32], factor: f32) {
-    Level::detect().run(ScaleWork { values, factor });
+    InstructionSet::detect().run(ScaleWork { values, factor });
 }
 
 struct PoolWork<'a> {
@@ -38,7 +38,7 @@ struct PoolWork<'a> {
     out: &'a mut [f32],
 }
 
-impl Work for PoolWork<'_> {
+impl SimdLoop for PoolWork<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -79,7 +79,7 @@ struct ScaleWork<'a> {
     factor: f32,
 }
 
-impl Work for ScaleWork<'_> {
+impl SimdLoop for ScaleWork<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -231,14 +231,14 @@ mod tests {
                     per_sample_weights: weights,
                     scale: 0.3,
                 };
-                let at = |level: Level| {
+                let at = |level: InstructionSet| {
                     let mut outs = [(); 2].map(|()| vec![0.0; 100 * dim]);
                     level.run(PoolWork { input: pooled, out: &mut outs[0] });
                     level.run(SegmentSumWork { input: summed, first: 0, out: &mut outs[1] });
                     outs.map(|out| bits(&out))
                 };
-                for level in Level::supported() {
-                    assert_eq!(at(level), at(Level::PORTABLE), "{level:?}, dim {dim}");
+                for level in InstructionSet::supported() {
+                    assert_eq!(at(level), at(InstructionSet::PORTABLE), "{level:?}, dim {dim}");
                 }
             }
         }

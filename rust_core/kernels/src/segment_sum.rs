@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::pool::{Sum, fetch_ahead};
-use crate::simd::{Lanes, Level, Work};
+use crate::simd::{InstructionSet, Lanes, SimdLoop};
 use crate::{ShapeError, bad_shape};
 
 /// The samples of each unique id, as a compressed sparse matrix of ids and samples.
@@ -84,11 +84,12 @@ impl SegmentSum<'_> {
         }
         let samples = floats / dim;
         if self.factors.is_some_and(|factors| factors.len() != samples) {
-            let what = format!("gradients of {samples} samples have another number of factors");
+            let what = format!("the number of factors is not that of the samples, {samples}");
             return bad_shape(what);
         }
         if self.per_sample_weights.is_some_and(|weights| weights.len() != self.csr.indices.len()) {
-            let what = format!("{} indices have another number of weights", self.csr.indices.len());
+            let what =
+                format!("the number of weights is not that of the indices, {}", self.csr.indices.len());
             return bad_shape(what);
         }
         self.csr.check(ids, samples)
@@ -171,12 +172,12 @@ impl<'a> Gradients<'a> {
 
 /// Sum the gradients of unique ids `first..` into `out`, row after row.
 pub fn segment_sum(input: &SegmentSum<'_>, first: usize, out: &mut [f32]) {
-    Level::detect().run(SegmentSumWork { input, first, out });
+    InstructionSet::detect().run(SegmentSumWork { input, first, out });
 }
 
 /// Add the gradients of each unique id to row `map[unique]` of `out`, unscaled.
 pub fn segment_sum_onto(input: &SegmentSum<'_>, map: &[u32], out: &mut [f32]) {
-    Level::detect().run(SegmentSumOntoWork { input, map, out });
+    InstructionSet::detect().run(SegmentSumOntoWork { input, map, out });
 }
 
 pub(crate) struct SegmentSumWork<'a> {
@@ -185,7 +186,7 @@ pub(crate) struct SegmentSumWork<'a> {
     pub(crate) out: &'a mut [f32],
 }
 
-impl Work for SegmentSumWork<'_> {
+impl SimdLoop for SegmentSumWork<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -203,7 +204,7 @@ struct SegmentSumOntoWork<'a> {
     out: &'a mut [f32],
 }
 
-impl Work for SegmentSumOntoWork<'_> {
+impl SimdLoop for SegmentSumOntoWork<'_> {
     type Output = ();
 
     #[inline(always)]

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use commit_sample::{dense, head, load, names, save, shards, tidy_names};
 use persia_store::checkpoint::{CheckpointError, Manifest, Saver, recover, write_shard};
-use persia_types::tables::FileEntry;
+use persia_types::tables::{FileEntry, Run};
 use serde_json::value::RawValue;
 
 fn staged_dense(dir: &Path) -> Saver {
@@ -192,4 +192,15 @@ fn the_error_for_a_missing_checkpoint_describes_the_directory() {
     missing(parent.path(), "no MANIFEST.json among its 1 entries");
     save(&parent.path().join("step-1"), 1).unwrap();
     missing(parent.path(), "its sub-folders step-1 are checkpoints");
+}
+
+#[test]
+fn every_version_reads_the_generation_of_a_run() {
+    let run = head(1).run;
+    let text = serde_json::to_string(&run).unwrap();
+    assert!(text.contains(r#""epoch":1,"#), "the key of the first version: {text}");
+    let other = text.replace(r#""epoch":"#, r#""generation":"#);
+    for text in [text, other] {
+        assert_eq!(serde_json::from_str::<Run>(&text).unwrap(), run);
+    }
 }

@@ -31,7 +31,7 @@ pub struct Run {
     /// The job's name.
     pub job: String,
     /// 1 + the highest generation known.
-    #[serde(alias = "epoch")]
+    #[serde(rename = "epoch", alias = "generation")]
     pub generation: u64,
     /// Slots and tables; must equal those that the tables were configured with.
     pub schema: Schema,

@@ -51,7 +51,7 @@ struct Window {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
-    #[serde(alias = "epoch")]
+    #[serde(rename = "epoch", alias = "generation")]
     generation: u64,
     ranks: BTreeMap<u32, Window>,
 }

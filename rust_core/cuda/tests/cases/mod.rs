@@ -2,7 +2,7 @@
 
 use persia_cuda::kernels::{Job, Kernel, element};
 use persia_kernels::half::{Bf16, F16, narrow, widen};
-use persia_kernels::simd::{Lanes, Level, Work};
+use persia_kernels::simd::{InstructionSet, Lanes, SimdLoop};
 use persia_kernels::{Bags, Csr, Pool, SegmentSum, pool, segment_sum, segment_sum_onto};
 use persia_types::Dtype;
 use persia_types::id::hash_id;
@@ -71,7 +71,7 @@ fn below(seed: usize, len: usize, end: usize) -> Vec<u32> {
 
 struct Narrow<'a>(&'a [f32], Dtype, &'a mut [u16]);
 
-impl Work for Narrow<'_> {
+impl SimdLoop for Narrow<'_> {
     type Output = ();
     fn run<L: Lanes>(self) {
         match self.1 {
@@ -83,7 +83,7 @@ impl Work for Narrow<'_> {
 
 struct Widen<'a>(&'a [u16], Dtype, &'a mut [f32]);
 
-impl Work for Widen<'_> {
+impl SimdLoop for Widen<'_> {
     type Output = ();
     fn run<L: Lanes>(self) {
         match self.1 {
@@ -99,7 +99,7 @@ pub(crate) fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
         return values.iter().flat_map(|value| value.to_le_bytes()).collect();
     }
     let mut halves = vec![0; values.len()];
-    Level::detect().run(Narrow(values, dtype, &mut halves));
+    InstructionSet::detect().run(Narrow(values, dtype, &mut halves));
     halves.iter().flat_map(|half| half.to_le_bytes()).collect()
 }
 
@@ -110,7 +110,7 @@ pub(crate) fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
     let halves: Vec<u16> = bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
     let mut values = vec![0.0; halves.len()];
-    Level::detect().run(Widen(&halves, dtype, &mut values));
+    InstructionSet::detect().run(Widen(&halves, dtype, &mut values));
     values
 }
 

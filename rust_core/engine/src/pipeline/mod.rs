@@ -25,7 +25,7 @@ use crate::pipeline::worker::{join, spawn};
 
 /// The result of [`Pipeline::feed`].
 #[derive(Debug)]
-pub enum Fed {
+pub enum FeedOutcome {
     /// It is in the queue.
     Accepted,
     /// The queue was full for the whole timeout; the batch is returned.
@@ -79,7 +79,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// [`Error::Closed`] after the end, or what stopped the pipeline or the engine.
-    pub fn feed(&self, batch: impl Into<Arc<Batch>>, timeout: Duration) -> Result<Fed, Error> {
+    pub fn feed(&self, batch: impl Into<Arc<Batch>>, timeout: Duration) -> Result<FeedOutcome, Error> {
         let batch = batch.into();
         let scheduler = self.scheduler();
         let deadline = deadline(timeout);
@@ -91,11 +91,11 @@ impl Pipeline {
                 drop(state);
                 scheduler.wake_workers();
                 scheduler.wake_callers(); // `has_next` may wait for it
-                return Ok(Fed::Accepted);
+                return Ok(FeedOutcome::Accepted);
             }
             if !scheduler.caller_waits(&mut state, deadline) {
                 let wait = self.full_waits_for(&state);
-                return Ok(Fed::Pending { batch, wait });
+                return Ok(FeedOutcome::Pending { batch, wait });
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use persia_engine::{
-    Batch, BatchParts, Drained, Engine, Error, Gradient, IdFeature, Next, Pipeline, PushOptions,
+    Batch, BatchParts, DrainOutcome, Engine, Error, Gradient, IdFeature, Next, Pipeline, PushOptions,
 };
 use persia_types::Mode;
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Tables, TablesError};
@@ -127,7 +127,7 @@ fn a_failing_source_is_reported_after_the_batches_before_it() {
     let again = engine.pipeline().unwrap(); // the engine is whole
     feed(&again, batch(&[3], true));
     push(ready(&again), 1.0);
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn bad_gradients_are_refused_and_their_step_leaves_the_window() {
     assert!(tables.pushed().is_empty());
     feed(&pipeline, batch(&[1], true));
     push(ready(&pipeline), 1.0);
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
 }
 
 #[test]
@@ -180,10 +180,10 @@ fn drain_names_the_push_it_waits_for() {
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&[1], true));
     push(ready(&pipeline), 1.0);
-    let Drained::Pending(wait) = engine.drain(SHORT).unwrap() else { panic!("drained") };
+    let DrainOutcome::Pending(wait) = engine.drain(SHORT).unwrap() else { panic!("drained") };
     assert_eq!(wait.to_string(), "the push of step 1 to be acknowledged");
     tables.open();
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
 }
 
 /// A gradient whose destructor drops the engine's last handle: on the push thread itself.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use persia_engine::{Batch, BatchParts, Drained, Gradient, IdFeature, PushOptions};
+use persia_engine::{Batch, BatchParts, DrainOutcome, Gradient, IdFeature, PushOptions};
 use persia_types::schema::{HashStack, Pooling, Schema, Slot, Table};
 use persia_types::{Id, Tables};
 use proptest::prelude::*;
@@ -166,7 +166,7 @@ proptest! {
         let boxed = gradients.iter().map(|g| Some(Box::new(g.clone()) as Gradient)).collect();
         let before: Vec<_> = (0..5).map(|table| tables.weights(table)).collect();
         looked.ticket.take().unwrap().push(boxed, PushOptions::default()).unwrap();
-        prop_assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+        prop_assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
         let sums = expected_gradients(&schema, &lists, &gradients);
         for (table, before) in before.iter().enumerate() {
             for (id, after) in tables.weights(table) {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use persia_engine::{Batch, BatchParts, Drained, EngineOptions, Gradient, IdFeature, PushOptions};
+use persia_engine::{Batch, BatchParts, DrainOutcome, EngineOptions, Gradient, IdFeature, PushOptions};
 use persia_types::Mode;
 use persia_types::schema::{Pooling, Schema};
 use proptest::prelude::*;
@@ -139,7 +139,7 @@ proptest! {
         let boxed = gradients.iter().map(|g| g.clone().map(|g| Box::new(g) as Gradient)).collect();
         let before: Vec<_> = (0..3).map(|table| tables.weights(table)).collect();
         looked.ticket.take().unwrap().push(boxed, PushOptions { scale, ..Default::default() }).unwrap();
-        prop_assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+        prop_assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
         let sums = summed(&schema, &lists, &gradients, scale * 0.5);
         for table in 0..3 {
             for (id, after) in tables.weights(table) {
@@ -197,7 +197,7 @@ fn pushed_gradients_equal_finite_differences() {
     let mut looked = ready(&pipeline);
     let gradients = looked.outputs.iter().map(|o| Some(Box::new(o.as_ref().to_vec()) as Gradient)).collect();
     looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     for table in 0..3 {
         for (id, after) in tables.weights(table) {
             for (column, after) in after.iter().enumerate() {

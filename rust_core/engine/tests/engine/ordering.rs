@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use persia_engine::{Drained, Engine, EngineOptions, Error, Next, Wait};
+use persia_engine::{DrainOutcome, Engine, EngineOptions, Error, Next, Wait};
 use persia_store::{Store, StoreOptions};
 use persia_types::{Mode, Tables};
 
@@ -25,7 +25,7 @@ fn a_reproducible_look_up_waits_for_next_and_sees_every_push() {
         let looked = ready(&pipeline);
         assert_eq!(looked.outputs[0].as_ref(), [1.0 - step as f32; 2]); // every earlier push, no later one
         push(looked, 1.0);
-        assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+        assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
         // Nothing is looked up ahead, so the tables hold exactly this step.
         assert_eq!(tables.looked_up(), (1..=step).collect::<Vec<_>>());
         assert_eq!(tables.plain.weights(0)[&7], [-(step as f32); 2]);
@@ -65,7 +65,7 @@ fn train(tables: Arc<dyn Tables>, options: EngineOptions, steps: u64) -> (Vec<u6
             push(*looked, value);
         }
     });
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     let rows = engine.lookup_now(&batch(&[0, 1, 2, 3, 4], false), Mode::Eval).unwrap();
     (seen, rows.outputs[0].as_ref().to_vec())
 }
@@ -142,7 +142,7 @@ fn closing_early_empties_the_window_and_the_next_pipeline_works() {
         drop(pipeline); // with batches fed, looked up and not taken
         push(kept.pop().unwrap(), 1.0); // a ticket outlives its pipeline
     }
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     assert_eq!(engine.stats().staleness, 0);
     assert_eq!(engine.stats().pushes, 20);
     let mut steps = tables.looked_up();

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use persia_engine::{Drained, Fed, Next, Wait};
+use persia_engine::{DrainOutcome, FeedOutcome, Next, Wait};
 
 use crate::support::{LONG, Rigged, SHORT, batch, engine, feed, one_slot, push, ready, with_staleness};
 
@@ -52,7 +52,7 @@ fn the_bound_holds_over_many_steps_and_is_reached() {
             }
         });
         assert!(matches!(pipeline.next(LONG).unwrap(), Next::End));
-        assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+        assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
         let most = tables.staleness().into_iter().max().unwrap();
         assert!(most < k as u64, "K={k}: {most} earlier steps were missing");
         let stats = engine.stats();
@@ -93,8 +93,8 @@ fn a_full_queue_gives_the_batch_back_and_says_why() {
     let mut accepted = 0;
     let wait = loop {
         match pipeline.feed(offered, SHORT).unwrap() {
-            Fed::Accepted => accepted += 1,
-            Fed::Pending { batch, wait } => {
+            FeedOutcome::Accepted => accepted += 1,
+            FeedOutcome::Pending { batch, wait } => {
                 assert_eq!(batch.id_features()[0].unique().ids(), [accepted]);
                 break wait;
             }
@@ -105,7 +105,7 @@ fn a_full_queue_gives_the_batch_back_and_says_why() {
     // One looked up, one in the look-up thread's hands, one queued.
     assert!((2..=3).contains(&accepted), "{accepted}");
     assert!(matches!(pipeline.next(LONG).unwrap(), Next::Ready(_)));
-    assert!(matches!(pipeline.feed(batch(&[9], true), LONG).unwrap(), Fed::Accepted));
+    assert!(matches!(pipeline.feed(batch(&[9], true), LONG).unwrap(), FeedOutcome::Accepted));
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn paused_nothing_is_looked_up_and_a_drain_leaves_nothing_in_flight() {
     feed(&pipeline, batch(&[1], true));
     push(ready(&pipeline), 1.0);
     engine.pause();
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     feed(&pipeline, batch(&[2], true));
     assert!(matches!(pipeline.next(SHORT).unwrap(), Next::Pending(_)));
     assert_eq!(tables.looked_up(), [1]);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 use persia_engine::{
-    Batch, BatchParts, Engine, EngineOptions, Fed, Gradient, IdFeature, Next, Pipeline, PooledBatch,
+    Batch, BatchParts, Engine, EngineOptions, FeedOutcome, Gradient, IdFeature, Next, Pipeline, PooledBatch,
     PushOptions,
 };
 use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
@@ -82,7 +82,7 @@ pub(crate) fn batch(ids: &[u64], requires_grad: bool) -> Batch {
 
 pub(crate) fn feed(pipeline: &Pipeline, batch: Batch) {
     let fed = pipeline.feed(batch, LONG).unwrap();
-    assert!(matches!(fed, Fed::Accepted), "{fed:?}");
+    assert!(matches!(fed, FeedOutcome::Accepted), "{fed:?}");
 }
 
 pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {

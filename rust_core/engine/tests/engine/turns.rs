@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use persia_engine::{Drained, EngineOptions};
+use persia_engine::{DrainOutcome, EngineOptions};
 
 use crate::support::{LONG, Rigged, SHORT, batch, engine, feed, one_slot, push, ready};
 
@@ -21,7 +21,7 @@ fn a_ticket_dropped_unused_makes_an_empty_push() {
     push(ready(&pipeline), 1.0);
     drop(ready(&pipeline));
     push(ready(&pipeline), 1.0);
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     assert_eq!(tables.pushed(), [1, 2, 3]);
     assert_eq!(tables.plain.weights(0)[&7], [-2.0; 2]);
 }
@@ -34,7 +34,7 @@ fn a_rank_alone_pushes_only_what_it_was_given() {
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&[7], true));
     drop(ready(&pipeline));
-    assert_eq!(engine.drain(LONG).unwrap(), Drained::Done);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     assert!(tables.pushed().is_empty());
 }
 

@@ -80,7 +80,7 @@ mod x86 {
     /// The largest finite binary16.
     const F16_MAX: f32 = 65_504.0;
 
-    /// Two registers of eight lanes. Only [`crate::simd::Level::run`] may name it.
+    /// Two registers of eight lanes. Only [`crate::simd::InstructionSet::run`] may name it.
     pub(crate) struct Avx2;
 
     impl Lanes for Avx2 {
@@ -176,7 +176,7 @@ mod x86 {
         }
     }
 
-    /// One register of sixteen lanes. Only [`crate::simd::Level::run`] may name it.
+    /// One register of sixteen lanes. Only [`crate::simd::InstructionSet::run`] may name it.
     pub(crate) struct Avx512;
 
     impl Lanes for Avx512 {

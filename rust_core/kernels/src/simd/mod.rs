@@ -15,8 +15,8 @@ pub use lanes::{LANES, Lanes, Portable};
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// A loop to be compiled for every [`Level`]. `run` and what it calls must be `#[inline(always)]`.
-pub trait Work {
+/// A loop to be compiled for every [`InstructionSet`]. `run` and what it calls must be `#[inline(always)]`.
+pub trait SimdLoop {
     /// The result of the loop.
     type Output;
     /// The loop.
@@ -25,7 +25,7 @@ pub trait Work {
 
 /// An instruction set that this processor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Level(Width);
+pub struct InstructionSet(Width);
 
 /// Private, so that a value comes only from asking the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,7 +44,7 @@ macro_rules! has {
     ($($feature:tt),+) => { $(is_x86_feature_detected!($feature))&&+ };
 }
 
-impl Level {
+impl InstructionSet {
     /// The set that every processor of this architecture has.
     pub const PORTABLE: Self = Self(Width::Portable);
 
@@ -73,7 +73,7 @@ impl Level {
 
     /// Run `work` as compiled for this level.
     #[inline(always)]
-    pub fn run<W: Work>(self, work: W) -> W::Output {
+    pub fn run<W: SimdLoop>(self, work: W) -> W::Output {
         match self.0 {
             Width::Portable => portable(work),
             // SAFETY: only `detect` and `supported` make this value, and only where the processor has it.
@@ -87,21 +87,21 @@ impl Level {
 }
 
 #[inline(never)]
-fn portable<W: Work>(work: W) -> W::Output {
+fn portable<W: SimdLoop>(work: W) -> W::Output {
     work.run::<Portable>()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
 #[target_feature(enable = "avx2,f16c,bmi1,bmi2,lzcnt,popcnt")]
-fn avx2<W: Work>(work: W) -> W::Output {
+fn avx2<W: SimdLoop>(work: W) -> W::Output {
     work.run::<Avx2>()
 }
 
 #[cfg(target_arch = "x86_64")]
 #[inline(never)]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,lzcnt,popcnt")]
-fn avx512<W: Work>(work: W) -> W::Output {
+fn avx512<W: SimdLoop>(work: W) -> W::Output {
     work.run::<Avx512>()
 }
 

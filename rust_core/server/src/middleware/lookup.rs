@@ -74,7 +74,7 @@ impl Lookup {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
                 return Err(Status::invalid_argument(
-                    "after the head and the lists of samples of a look-up only ids may come",
+                    "after the head and the lists of samples, a look-up has only ids",
                 ));
             };
             for (server, piece) in self.split.ids(chunk)? {

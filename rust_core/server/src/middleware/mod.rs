@@ -26,7 +26,7 @@ use persia_wire::csr::receive_csr;
 use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
-use persia_wire::samples::Verb;
+use persia_wire::samples::RequestKind;
 use persia_wire::{proto, receive};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -74,8 +74,8 @@ impl MiddlewareService {
                 Some(proto::lookup_request::Part::Csr(chunk)) => Some(chunk),
                 _ => None,
             };
-            let memory = self.memory.take(split.parts(), Verb::Lookup, deadline).await?;
-            let csr = receive_csr(&mut incoming, Verb::Lookup, split.parts(), chunk);
+            let memory = self.memory.take(split.parts(), RequestKind::Lookup, deadline).await?;
+            let csr = receive_csr(&mut incoming, RequestKind::Lookup, split.parts(), chunk);
             let late = |_| Status::deadline_exceeded("the look-up was not complete before its deadline");
             let csr = timeout_at(deadline, csr).await.map_err(late)??;
             Ok((lookup::Lookup { servers, head, split: Arc::new(split), csr, deadline }, incoming, memory))
@@ -117,8 +117,8 @@ impl MiddlewareService {
             Some(proto::push_request::Part::Csr(chunk)) => Some(chunk),
             _ => None,
         };
-        let _memory = self.memory.take(split.parts(), Verb::Push, deadline).await?;
-        let csr = receive_csr(&mut incoming, Verb::Push, split.parts(), chunk);
+        let _memory = self.memory.take(split.parts(), RequestKind::Push, deadline).await?;
+        let csr = receive_csr(&mut incoming, RequestKind::Push, split.parts(), chunk);
         let csr = timeout_at(deadline, csr).await.map_err(push::late_caller)??;
         let push = push::Push { servers, head, split: Arc::new(split), csr, deadline };
         let reply = push.run(incoming).await?;

@@ -11,7 +11,7 @@ use persia_wire::csr::ReceivedCsr;
 use persia_wire::error::to_status;
 use persia_wire::parts::{Part, Split};
 use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
-use persia_wire::samples::Verb;
+use persia_wire::samples::RequestKind;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, pooled_chunks};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -53,13 +53,13 @@ impl MemoryBudget {
     pub(super) async fn take(
         &self,
         parts: &[Part],
-        verb: Verb,
+        kind: RequestKind,
         deadline: Instant,
     ) -> Result<OwnedSemaphorePermit, Status> {
         let words = |part: &Part| {
             part.samples.as_ref().map_or(0, |samples| {
-                let vectors = if verb == Verb::Lookup { part.len() } else { samples.samples };
-                vectors * part.format.dim + samples.words(verb, part.len())
+                let vectors = if kind == RequestKind::Lookup { part.len() } else { samples.samples };
+                vectors * part.format.dim + samples.words(kind, part.len())
             })
         };
         let words: usize = parts.iter().map(words).sum();
@@ -219,7 +219,7 @@ mod tests {
 
     async fn take(room: &MemoryBudget, mib: usize) -> Result<OwnedSemaphorePermit, Status> {
         let deadline = Instant::now() + Duration::from_millis(50);
-        room.take(&[part(mib)], Verb::Push, deadline).await
+        room.take(&[part(mib)], RequestKind::Push, deadline).await
     }
 
     #[tokio::test]
@@ -235,6 +235,6 @@ mod tests {
         drop(take(&room, 9).await.unwrap());
         let rows_of_ids = part(4).with_samples(None);
         let _all = take(&room, 4).await.unwrap();
-        drop(room.take(&[rows_of_ids], Verb::Push, Instant::now()).await.unwrap());
+        drop(room.take(&[rows_of_ids], RequestKind::Push, Instant::now()).await.unwrap());
     }
 }

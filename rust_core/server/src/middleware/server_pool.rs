@@ -68,12 +68,12 @@ impl ServerClient {
 
 /// The known servers: one entry for each index, and why servers are refused.
 #[derive(Debug, Clone, Default)]
-struct Known {
+struct ServerTable {
     servers: Vec<Option<Arc<ServerClient>>>,
     disagreement: Option<(String, String)>,
 }
 
-impl Known {
+impl ServerTable {
     fn complete(&self) -> Option<Vec<Arc<ServerClient>>> {
         if self.servers.is_empty() { None } else { self.servers.iter().cloned().collect() }
     }
@@ -93,7 +93,7 @@ impl Known {
 
 /// The servers of a job.
 pub struct ServerPool {
-    known: watch::Receiver<Known>,
+    known: watch::Receiver<ServerTable>,
     refresh: Arc<Notify>,
     searched: String,
     search: Option<AbortHandle>,
@@ -120,13 +120,13 @@ impl ServerPool {
         });
         let servers = servers.collect::<Result<_, _>>();
         let servers = servers.map_err(|error| Exit::Usage(format!("PERSIA_TLS_CA: {error}")))?;
-        let (_, known) = watch::channel(Known { servers, disagreement: None });
+        let (_, known) = watch::channel(ServerTable { servers, disagreement: None });
         Ok(Self { known, refresh: Arc::default(), searched: "--servers".into(), search: None })
     }
 
     /// The announced servers, kept up to date.
     pub fn discovered(discovery: Discovery, link: Link) -> Self {
-        let (publish, known) = watch::channel(Known::default());
+        let (publish, known) = watch::channel(ServerTable::default());
         let refresh = Arc::new(Notify::new());
         let searched = format!("servers of job {}", discovery.job());
         let search = Search { discovery, link, publish, incumbents: BTreeMap::new() };
@@ -179,7 +179,7 @@ impl ServerPool {
 struct Search {
     discovery: Discovery,
     link: Link,
-    publish: watch::Sender<Known>,
+    publish: watch::Sender<ServerTable>,
     incumbents: BTreeMap<usize, Incumbent>,
 }
 
@@ -259,7 +259,7 @@ impl Search {
         self.publish.send_replace(next);
     }
 
-    fn take(&mut self, peers: &[Peer], known: &mut Known) {
+    fn take(&mut self, peers: &[Peer], known: &mut ServerTable) {
         let Some(servers) = peers.first().map(|peer| peer.replicas as usize) else { return };
         if known.servers.len() != servers {
             known.servers = vec![None; servers];
@@ -353,7 +353,7 @@ mod tests {
 
     #[test]
     fn missing_servers_are_named() {
-        let known = Known { servers: vec![None, None], disagreement: None };
+        let known = ServerTable { servers: vec![None, None], disagreement: None };
         assert_eq!(known.missing(), "server 0 of 2, server 1 of 2 did not announce itself");
     }
 }

@@ -52,17 +52,19 @@ impl GenerationFile {
             )),
             error => unusable(error.into()),
         })?;
+        // An older version may have run here since: the highest of both counts.
+        let mut highest = 0;
         for path in [FILE, FIRST_FILE].map(|name| dir.join(name)) {
             match fs::read_to_string(&path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(unusable(error)),
                 Ok(text) => {
-                    let generation = text.trim().parse().map_err(|_| damaged(&path, &text))?;
-                    return Ok(Self::locked(dir, generation, lock));
+                    let generation: u64 = text.trim().parse().map_err(|_| damaged(&path, &text))?;
+                    highest = highest.max(generation);
                 }
             }
         }
-        Ok(Self::locked(dir, 0, lock))
+        Ok(Self::locked(dir, highest, lock))
     }
 
     fn locked(dir: &Path, generation: u64, lock: File) -> Self {
@@ -120,6 +122,8 @@ mod tests {
         file.set(7).unwrap();
         drop(file);
         assert_eq!(GenerationFile::open(Some(dir.path())).unwrap().get(), 7);
+        fs::write(dir.path().join(FIRST_FILE), "9\n").unwrap(); // by the first version again
+        assert_eq!(GenerationFile::open(Some(dir.path())).unwrap().get(), 9);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before the cut are
 //! removed. A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
 
+use std::io;
 use std::path::PathBuf;
 
 use parking_lot::Mutex;
@@ -83,11 +84,14 @@ impl RequestLog {
     /// Open the log.
     ///
     /// # Errors
-    /// `Usage` if the directory or a thread cannot be created.
+    /// `Usage` if the directory cannot be used, `Again` if a thread cannot be started.
     pub(super) fn open(options: LogOptions, owner: Owner) -> Result<Self, Exit> {
         let LogOptions { dir, sync } = options;
         let failed = format!("log in {}", dir.display());
-        let wal = Wal::open(dir, sync).map_err(|error| Exit::Usage(format!("{failed}: {error}")))?;
+        let wal = Wal::open(dir, sync).map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => Exit::Again(format!("{failed}: {error}")), // no thread now
+            _ => Exit::Usage(format!("{failed}: {error}")),
+        })?;
         Ok(Self { wal, owner, cut: Mutex::default() })
     }
 

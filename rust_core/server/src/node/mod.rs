@@ -154,7 +154,12 @@ impl Node {
             None => self.start(run)?,
             Some(log) if !run.fresh && log.has_base() => log.begin(run, || self.start(run))?,
             // A log without these rows would lose them. It stays closed until a restore or a fresh run.
-            Some(_) if !run.fresh && self.holds_rows()? => self.start(run)?,
+            Some(_) if !run.fresh && self.holds_rows()? => {
+                tracing::warn!(
+                    "the log is closed, because it does not hold the rows: load a checkpoint again"
+                );
+                self.start(run)?;
+            }
             Some(log) => {
                 let restarted = log.restart(|| {
                     self.start(run)?;
@@ -179,7 +184,7 @@ impl Node {
             return differs(format!("it serves job {own:?}, the run is of job {job:?}"));
         }
         if servers != *configured {
-            return differs(format!("the caller counts {servers} servers, it counts {configured}"));
+            return differs(format!("the caller has {servers} servers, it is configured for {configured}"));
         }
         let highest = self.generation.get();
         if *generation <= highest {

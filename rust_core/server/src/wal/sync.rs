@@ -83,7 +83,7 @@ impl SyncState {
             Ok(()) => state.durable = state.durable.max(*written),
             Err(error) => {
                 state.failed = Some(format!(
-                    "the disk failed to keep the log ({error}); a fresh run or a restore starts another log"
+                    "the log could not be written to the disk ({error}); a new run or a restore starts a new log"
                 ));
             }
         }

@@ -98,7 +98,7 @@ fn damage_is_found_and_changes_nothing() {
     };
     let flipped = vec![lookup_request::Part::Head(head(&ids)), lookup_request::Part::Ids(chunk(true))];
     let status = raw_lookup(&stack, 0, flipped).unwrap_err();
-    assert!(status.message().contains("damaged on the way"), "{status}");
+    assert!(status.message().contains("damaged in transit"), "{status}");
 
     let head = proto::PushHead {
         token: Some(token(0, 1).into()),
@@ -114,7 +114,7 @@ fn damage_is_found_and_changes_nothing() {
         push_request::Part::Ids(chunk(false)),
         push_request::Part::Gradients(gradient.clone()),
     ];
-    assert!(raw_push(&stack, messages).unwrap_err().message().contains("damaged on the way"));
+    assert!(raw_push(&stack, messages).unwrap_err().message().contains("damaged in transit"));
     let cut = vec![push_request::Part::Head(head.clone()), push_request::Part::Ids(chunk(false))];
     assert!(raw_push(&stack, cut).unwrap_err().message().contains("cut short"));
     let rows = lookup(&client, token(0, 2), Mode::Eval, &DIMS, &all).unwrap().1;
@@ -197,7 +197,7 @@ fn another_job_generation_count_or_version_is_refused() {
     };
     begin(&|_| {}).unwrap();
     let error = begin(&|request| request.servers = 3).unwrap_err();
-    assert!(error.contains("counts 3 servers, it counts 2"), "{error}");
+    assert!(error.contains("has 3 servers, it is configured for 2"), "{error}");
     let error = begin(&|request| request.protocol = 99).unwrap_err();
     assert!(error.contains(&format!("protocol {PROTOCOL}")) && error.contains("99"), "{error}");
     let error = begin(&|request| request.version = "0.0.1".into()).unwrap_err();

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use persia_engine::{
-    Batch, BatchParts, Drained, Engine, EngineOptions, Gradient, IdFeature, Next, Output, PushOptions,
+    Batch, BatchParts, DrainOutcome, Engine, EngineOptions, Gradient, IdFeature, Next, Output, PushOptions,
 };
 use persia_kernels::{Bags, Gradients};
 use persia_store::{Store, StoreOptions};
@@ -132,7 +132,7 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
         }
         let scale = PushOptions { scale: 0.7, ..PushOptions::default() };
         looked.ticket.unwrap().push(gradients, scale).unwrap();
-        assert!(matches!(engine.drain(LONG).unwrap(), Drained::Done));
+        assert!(matches!(engine.drain(LONG).unwrap(), DrainOutcome::Done));
     }
     let stats = tables.stats().unwrap();
     // Several servers count these differently.

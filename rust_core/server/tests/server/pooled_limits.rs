@@ -154,7 +154,7 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     }
     assert!(raw_lookup(&stack, None, whole[..2].to_vec()).unwrap_err().message().contains("cut short"));
     let twice = [&whole[..], &whole[2..3]].concat();
-    assert!(raw_lookup(&stack, None, twice).unwrap_err().message().contains("only ids may come"));
+    assert!(raw_lookup(&stack, None, twice).unwrap_err().message().contains("a look-up has only ids"));
 
     let status = raw_lookup(&stack, Some(0), whole.clone()).unwrap_err();
     assert!(status.message().contains("pooled by a middleware"), "{status}");

@@ -4,7 +4,7 @@ use persia_types::Optimizer;
 use proptest::prelude::*;
 
 use super::*;
-use crate::simd::{Level, Work};
+use crate::simd::{InstructionSet, SimdLoop};
 
 struct Update<'a, R> {
     rule: R,
@@ -13,7 +13,7 @@ struct Update<'a, R> {
     gradient: &'a [f32],
 }
 
-impl<R: RowRule> Work for Update<'_, R> {
+impl<R: RowRule> SimdLoop for Update<'_, R> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self) {
@@ -21,7 +21,7 @@ impl<R: RowRule> Work for Update<'_, R> {
     }
 }
 
-fn update(level: Level, rule: Rule, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+fn update(level: InstructionSet, rule: Rule, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
     match rule {
         Rule::Sgd(rule) => level.run(Update { rule, weights, state, gradient }),
         Rule::Momentum(rule) => level.run(Update { rule, weights, state, gradient }),
@@ -110,7 +110,13 @@ fn weight_decay_and_momentum_are_applied() {
             let mut state = vec![Rule::initial_state(optimizer); optimizer.state_len(16)];
             for step in 1..=3 {
                 let rule = Rule::new(optimizer, 1.0, 0.0, step);
-                update(Level::PORTABLE, rule, &mut weights, &mut state, &values(16, 1 + u64::from(step)));
+                update(
+                    InstructionSet::PORTABLE,
+                    rule,
+                    &mut weights,
+                    &mut state,
+                    &values(16, 1 + u64::from(step)),
+                );
             }
             weights
         };
@@ -119,7 +125,13 @@ fn weight_decay_and_momentum_are_applied() {
     let [_, momentum, ..] = all(0.0);
     let (mut weights, mut state) = (vec![0.0], vec![0.0]);
     for step in 1..=2 {
-        update(Level::PORTABLE, Rule::new(&momentum, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
+        update(
+            InstructionSet::PORTABLE,
+            Rule::new(&momentum, 1.0, 0.0, step),
+            &mut weights,
+            &mut state,
+            &[1.0],
+        );
     }
     assert_eq!((weights[0], state[0]), (-0.1 - 0.1 * 1.9, 1.9));
 }
@@ -129,7 +141,13 @@ fn a_bound_clamps_and_a_factor_scales() {
     let sgd = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
     let run = |factor, bound, gradient: f32| {
         let mut weights = [0.0; 17];
-        update(Level::detect(), Rule::new(&sgd, factor, bound, 1), &mut weights, &mut [], &[gradient; 17]);
+        update(
+            InstructionSet::detect(),
+            Rule::new(&sgd, factor, bound, 1),
+            &mut weights,
+            &mut [],
+            &[gradient; 17],
+        );
         assert!(weights.iter().all(|w| *w == weights[0]));
         weights[0]
     };
@@ -142,7 +160,7 @@ fn adams_clock_is_the_global_step_not_a_count_of_requests() {
     let [.., adam] = all(0.0);
     let first_update = |step| {
         let (mut weights, mut state) = ([0.0], [0.0, 0.0]);
-        update(Level::PORTABLE, Rule::new(&adam, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
+        update(InstructionSet::PORTABLE, Rule::new(&adam, 1.0, 0.0, step), &mut weights, &mut state, &[1.0]);
         f64::from(weights[0])
     };
     for step in [1u32, 10, 1_000, 1_000_000, u32::MAX] {
@@ -155,7 +173,7 @@ fn adams_clock_is_the_global_step_not_a_count_of_requests() {
 
 #[test]
 fn every_level_gives_the_same_bits_for_every_dim() {
-    let levels = Level::supported();
+    let levels = InstructionSet::supported();
     for optimizer in all(0.0).into_iter().chain(all(0.01)) {
         for dim in (1..=40).chain([64, 100, 128]) {
             let run = |level| {
@@ -178,14 +196,14 @@ fn every_level_gives_the_same_bits_for_every_dim() {
 #[test]
 fn one_bad_value_anywhere_is_seen_on_every_level() {
     struct Check<'a>(&'a [f32]);
-    impl Work for Check<'_> {
+    impl SimdLoop for Check<'_> {
         type Output = bool;
         #[inline(always)]
         fn run<L: Lanes>(self) -> bool {
             all_finite::<L>(self.0)
         }
     }
-    for level in Level::supported() {
+    for level in InstructionSet::supported() {
         for dim in [1, 7, 16, 33, 64] {
             let mut values = vec![f32::MAX; dim];
             assert!(level.run(Check(&values)));
@@ -216,7 +234,7 @@ proptest! {
         let gradient = values(dim, seed ^ 1);
         let (mut want_weights, mut want_state) = (weights.clone(), state.clone());
         reference(&optimizer, step, &mut want_weights, &mut want_state, &gradient);
-        update(Level::detect(), Rule::new(&optimizer, 1.0, 0.0, step), &mut weights, &mut state, &gradient);
+        update(InstructionSet::detect(), Rule::new(&optimizer, 1.0, 0.0, step), &mut weights, &mut state, &gradient);
         for (found, want) in weights.iter().zip(&want_weights).chain(state.iter().zip(&want_state)) {
             prop_assert!(ulps(*found, *want) <= 2, "{} is not {} ({:?})", found, want, optimizer);
         }

@@ -11,11 +11,11 @@ use crate::request::shard_batch::{ShardBatch, for_each_batch};
 use crate::request::slot_cache::{LookupSlots, PartSlots};
 use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_SLOT, Shard, no_memory};
-use crate::simd::{Lanes, Level, Portable, Work};
+use crate::simd::{InstructionSet, Lanes, Portable, SimdLoop};
 
 /// The effects of a look-up at a step, and its results for missing ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Effect {
+pub(crate) enum LookupEffect {
     /// The first training look-up of a token: updates recency and admits missing ids.
     Admit(u32),
     /// A repeated training look-up: changes nothing. An id that is admitted reads as its new row.
@@ -24,7 +24,7 @@ pub(crate) enum Effect {
     Read(u32),
 }
 
-impl Effect {
+impl LookupEffect {
     fn step(self) -> u32 {
         let (Self::Admit(step) | Self::Repeat(step) | Self::Read(step)) = self;
         step
@@ -35,8 +35,8 @@ impl Effect {
 pub(crate) struct CheckedLookup<'a> {
     pub(crate) schema: &'a Schema,
     pub(crate) run: &'a ActiveRun,
-    pub(crate) level: Level,
-    pub(crate) effect: Effect,
+    pub(crate) level: InstructionSet,
+    pub(crate) effect: LookupEffect,
     pub(crate) tables: &'a [TableIds<'a>],
     /// The slots that the first look-up of the token found, if this one repeats it and they are cached.
     pub(crate) first: Option<&'a LookupSlots>,
@@ -51,7 +51,7 @@ impl CheckedLookup<'_> {
         found: &mut LookupSlots,
     ) -> Result<LookupReport, TablesError> {
         found.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
-        let (step, trains) = (self.effect.step(), matches!(self.effect, Effect::Admit(_)));
+        let (step, trains) = (self.effect.step(), matches!(self.effect, LookupEffect::Admit(_)));
         let (mut report, mut asked) = (LookupReport::default(), 0);
         if trains {
             report.expired += self.sweep(shards, step);
@@ -139,13 +139,13 @@ impl CheckedLookup<'_> {
         report: &mut LookupReport,
     ) -> Result<u32, TablesError> {
         let Missing { table, id, .. } = *missing;
-        if let Effect::Read(_) = self.effect {
+        if let LookupEffect::Read(_) = self.effect {
             out.fill(0.0);
             report.missing += 1;
             return Ok(NO_SLOT);
         }
         let (step, run) = (self.effect.step(), self.run.table(table));
-        let trains = matches!(self.effect, Effect::Admit(_));
+        let trains = matches!(self.effect, LookupEffect::Admit(_));
         let slot = shard.tables[table].find::<Portable>(id);
         if slot != NO_SLOT && shard.tables[table].is_alive(slot, run.layout.oldest_alive(step)) {
             // Another request inserted it between the passes, or this one names it twice.
@@ -182,7 +182,7 @@ impl CheckedLookup<'_> {
     fn is_admitted(&self, shard: &mut Shard, missing: &Missing) -> Result<bool, TablesError> {
         let Missing { table, id, admitted } = *missing;
         let step = self.effect.step();
-        if let Effect::Admit(_) = self.effect {
+        if let LookupEffect::Admit(_) = self.effect {
             let enough = shard.count(table, id, self.run.table(table).admission.min_count);
             let enough = enough.map_err(|error| no_memory(&self.schema.tables[table].name, error))?;
             return Ok(enough && self.run.draws_admission(table, id, step));
@@ -279,7 +279,7 @@ struct ReadBatch<'a, 'b, 'm, 's, O> {
     trains: bool,
 }
 
-impl<O: Output> Work for ReadBatch<'_, '_, '_, '_, O> {
+impl<O: Output> SimdLoop for ReadBatch<'_, '_, '_, '_, O> {
     type Output = u64;
 
     #[inline(always)]

@@ -13,11 +13,11 @@ use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch};
 use crate::request::slot_cache::{LookupSlots, PartSlots};
 use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_SLOT, Shard};
-use crate::simd::{Lanes, Level, Work};
+use crate::simd::{InstructionSet, Lanes, SimdLoop};
 
 /// A push whose request was checked.
 pub(crate) struct CheckedPush<'a> {
-    pub(crate) level: Level,
+    pub(crate) level: InstructionSet,
     pub(crate) step: u32,
     pub(crate) tables: &'a [TableGradients<'a>],
     /// One for each of `tables`.
@@ -102,7 +102,7 @@ struct ApplyBatch<'a, 'b, 's, 'p, R> {
     rule: R,
 }
 
-impl<R: RowRule> Work for ApplyBatch<'_, '_, '_, '_, R> {
+impl<R: RowRule> SimdLoop for ApplyBatch<'_, '_, '_, '_, R> {
     type Output = ();
 
     #[inline(always)]

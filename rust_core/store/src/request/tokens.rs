@@ -8,7 +8,7 @@ use persia_types::{JobId, TablesError, Token};
 
 /// The purpose of a claim, because a look-up and its push have the same token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verb {
+pub(crate) enum ClaimKind {
     Lookup,
     Push,
 }
@@ -17,14 +17,14 @@ pub(crate) enum Verb {
 struct State {
     lookups: SeenTokens,
     pushes: SeenTokens,
-    in_flight: Vec<(Verb, Token)>,
+    in_flight: Vec<(ClaimKind, Token)>,
 }
 
 impl State {
-    fn seen(&mut self, verb: Verb) -> &mut SeenTokens {
-        match verb {
-            Verb::Lookup => &mut self.lookups,
-            Verb::Push => &mut self.pushes,
+    fn seen(&mut self, kind: ClaimKind) -> &mut SeenTokens {
+        match kind {
+            ClaimKind::Lookup => &mut self.lookups,
+            ClaimKind::Push => &mut self.pushes,
         }
     }
 }
@@ -46,15 +46,15 @@ impl Claims {
     }
 
     /// The right to apply `token`; None if it was applied before. A duplicate of a request in flight waits for its end.
-    pub(crate) fn claim(&self, verb: Verb, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
+    pub(crate) fn claim(&self, kind: ClaimKind, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
         let mut state = self.state.lock();
         loop {
-            if state.seen(verb).contains(token)? {
+            if state.seen(kind).contains(token)? {
                 return Ok(None);
             }
-            if !state.in_flight.contains(&(verb, token)) {
-                state.in_flight.push((verb, token));
-                return Ok(Some(Claim { claims: self, verb, token, applied: false }));
+            if !state.in_flight.contains(&(kind, token)) {
+                state.in_flight.push((kind, token));
+                return Ok(Some(Claim { claims: self, kind, token, applied: false }));
             }
             self.ended.wait(&mut state);
         }
@@ -81,7 +81,7 @@ impl Claims {
 /// The right to apply one token. Dropped before [`Claim::applied`], it leaves the token unknown, for a retry.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
-    verb: Verb,
+    kind: ClaimKind,
     token: Token,
     applied: bool,
 }
@@ -96,9 +96,9 @@ impl Claim<'_> {
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
         let mut state = self.claims.state.lock();
-        state.in_flight.retain(|claimed| *claimed != (self.verb, self.token));
+        state.in_flight.retain(|claimed| *claimed != (self.kind, self.token));
         if self.applied {
-            let inserted = state.seen(self.verb).insert(self.token);
+            let inserted = state.seen(self.kind).insert(self.token);
             debug_assert!(matches!(inserted, Ok(true)), "claimed tokens are of this generation and new");
         }
         drop(state);
@@ -123,10 +123,10 @@ mod tests {
     #[test]
     fn a_failed_claim_leaves_the_token_unknown_and_an_applied_one_does_not() {
         let claims = claims();
-        drop(claims.claim(Verb::Push, TOKEN).unwrap().unwrap());
-        claims.claim(Verb::Push, TOKEN).unwrap().unwrap().applied();
-        assert!(claims.claim(Verb::Push, TOKEN).unwrap().is_none());
-        assert!(claims.claim(Verb::Lookup, TOKEN).unwrap().is_some());
+        drop(claims.claim(ClaimKind::Push, TOKEN).unwrap().unwrap());
+        claims.claim(ClaimKind::Push, TOKEN).unwrap().unwrap().applied();
+        assert!(claims.claim(ClaimKind::Push, TOKEN).unwrap().is_none());
+        assert!(claims.claim(ClaimKind::Lookup, TOKEN).unwrap().is_some());
         assert_eq!(claims.highest_pushes(), BTreeMap::from([(0, 5)]));
     }
 
@@ -137,7 +137,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    if let Some(claim) = claims.claim(Verb::Push, TOKEN).unwrap() {
+                    if let Some(claim) = claims.claim(ClaimKind::Push, TOKEN).unwrap() {
                         applied.fetch_add(1, Ordering::Relaxed);
                         claim.applied();
                     }

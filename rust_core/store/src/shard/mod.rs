@@ -75,7 +75,7 @@ pub(crate) struct Shard {
 
 /// The numbers of rows that left, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Left {
+pub(crate) struct EvictionCounts {
     pub(crate) evicted: u64,
     pub(crate) expired: u64,
 }
@@ -117,13 +117,13 @@ impl Shard {
         id: u64,
         step: u32,
         fill: impl FnOnce(&mut [f32]),
-    ) -> Result<(u32, Left), OutOfMemory> {
+    ) -> Result<(u32, EvictionCounts), OutOfMemory> {
         let left = if self.rows < self.budget {
-            Left::default()
+            EvictionCounts::default()
         } else {
             let count = (self.budget / EVICTED_PART).max(1);
             let expired = self.sweep(step);
-            Left { evicted: self.evict(count.saturating_sub(expired as usize)), expired }
+            EvictionCounts { evicted: self.evict(count.saturating_sub(expired as usize)), expired }
         };
         let slot = self.tables[table].insert(id, step, fill)?;
         self.rows += 1;

@@ -13,7 +13,7 @@ fn ids(shard: &Shard, table: usize) -> Vec<u64> {
     ids
 }
 
-fn insert(shard: &mut Shard, table: usize, id: u64, step: u32) -> Left {
+fn insert(shard: &mut Shard, table: usize, id: u64, step: u32) -> EvictionCounts {
     shard.insert(table, id, step, |row| row.fill(id as f32)).unwrap().1
 }
 
@@ -21,14 +21,14 @@ fn insert(shard: &mut Shard, table: usize, id: u64, step: u32) -> Left {
 fn rows_leave_by_recency_then_table_then_id() {
     let mut shard = Shard::new(&[PLAIN, PLAIN], 5);
     for (table, id, step) in [(1, 7, 2), (0, 9, 2), (0, 3, 2), (1, 1, 1), (0, 4, 3)] {
-        assert_eq!(insert(&mut shard, table, id, step), Left::default());
+        assert_eq!(insert(&mut shard, table, id, step), EvictionCounts::default());
     }
     for (id, left_0, left_1) in [
         (100, &[3, 4, 9, 100][..], &[7][..]),
         (101, &[4, 9, 100, 101], &[7]),
         (102, &[4, 100, 101, 102], &[7]),
     ] {
-        assert_eq!(insert(&mut shard, 0, id, 9), Left { evicted: 1, expired: 0 });
+        assert_eq!(insert(&mut shard, 0, id, 9), EvictionCounts { evicted: 1, expired: 0 });
         assert_eq!((ids(&shard, 0), ids(&shard, 1)), (left_0.to_vec(), left_1.to_vec()));
     }
 }
@@ -80,11 +80,11 @@ fn a_sweep_removes_expired_rows_and_no_others() {
 fn expired_rows_leave_before_rows_that_do_not_expire() {
     // Rows of the first table are equally old, and stay.
     let mut shard = aged();
-    assert_eq!(insert(&mut shard, 0, 100, 9), Left { evicted: 0, expired: 3 });
+    assert_eq!(insert(&mut shard, 0, 100, 9), EvictionCounts { evicted: 0, expired: 3 });
     assert_eq!((ids(&shard, 0).len(), ids(&shard, 1)), (11, (3..10).collect()));
     // No row is expired, so the least recently used one leaves.
     let mut shard = aged();
-    assert_eq!(insert(&mut shard, 0, 100, 6), Left { evicted: 1, expired: 0 });
+    assert_eq!(insert(&mut shard, 0, 100, 6), EvictionCounts { evicted: 1, expired: 0 });
     assert_eq!(ids(&shard, 0)[0], 1);
 }
 

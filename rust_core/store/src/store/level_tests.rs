@@ -4,7 +4,7 @@ use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::tables::{LookupRequest, PerSample, PushRequest, Run, TableGradients, TableIds};
 use persia_types::{Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Tables, Token};
 
-use crate::simd::Level;
+use crate::simd::InstructionSet;
 use crate::store::{Store, StoreOptions};
 
 const DIMS: [usize; 4] = [3, 16, 19, 64];
@@ -21,7 +21,7 @@ fn adagrad(vectorwise_shared: bool) -> Optimizer {
     }
 }
 
-fn begun(level: Level, optimizer: Optimizer) -> Store {
+fn begun(level: InstructionSet, optimizer: Optimizer) -> Store {
     let tables = DIMS.iter().map(|dim| Table::new(format!("dim {dim}"), *dim));
     let schema = Schema { slots: vec![], tables: tables.collect() };
     let mut store = Store::new(schema.clone(), StoreOptions::default()).unwrap();
@@ -64,7 +64,7 @@ fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
 }
 
 /// Three steps; the bits that each sample got, and at the end those of all rows and their states.
-fn trained(level: Level, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
+fn trained(level: InstructionSet, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
     let store = begun(level, optimizer);
     let mut bits = Vec::new();
     for step in 1..=3 {
@@ -141,8 +141,8 @@ fn rows_and_samples_give_the_same_bits_on_every_level() {
     let adam = Optimizer::Adam { lr: 0.01, beta1: 0.9, beta2: 0.99, weight_decay: 0.0, eps: 1e-8 };
     let sgd = Optimizer::Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.01 };
     for optimizer in [adagrad(false), adagrad(true), adam, sgd] {
-        let expected = trained(Level::PORTABLE, optimizer, false);
-        for level in Level::supported() {
+        let expected = trained(InstructionSet::PORTABLE, optimizer, false);
+        for level in InstructionSet::supported() {
             for by_sample in [false, true] {
                 let found = trained(level, optimizer, by_sample);
                 assert!(found == expected, "{level:?}, by sample: {by_sample}, {optimizer:?}");

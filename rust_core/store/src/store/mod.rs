@@ -29,7 +29,7 @@ use crate::request::slot_cache::SlotCache;
 use crate::request::tokens::Claims;
 use crate::run::{ActiveRun, bad};
 use crate::shard::{CopyBudget, Layout, Shard};
-use crate::simd::Level;
+use crate::simd::InstructionSet;
 use crate::snapshot;
 use prepared::PreparedSnapshot;
 use progress::Counters;
@@ -77,7 +77,7 @@ impl Default for StoreOptions {
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
-    level: Level,
+    level: InstructionSet,
     shards: Vec<Mutex<Shard>>,
     /// Every request holds the read lock for its whole duration, so that none outlives its run.
     run: RwLock<Option<ActiveRun>>,
@@ -117,7 +117,7 @@ impl Store {
         Ok(Self {
             schema,
             options,
-            level: Level::detect(),
+            level: InstructionSet::detect(),
             shards: (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&layouts, budget))).collect(),
             run: RwLock::new(None),
             claims: Claims::default(),

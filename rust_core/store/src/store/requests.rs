@@ -6,10 +6,10 @@ use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest}
 use persia_types::{Mode, ShardedIds, Table, TablesError, VIRTUAL_SHARDS};
 
 use crate::request::check::{check_buffer, check_step, check_tables, malformed, of_table};
-use crate::request::lookup::{CheckedLookup, Effect};
+use crate::request::lookup::{CheckedLookup, LookupEffect};
 use crate::request::push::{CheckedPush, TableUpdate};
 use crate::request::slot_cache::LookupSlots;
-use crate::request::tokens::Verb;
+use crate::request::tokens::ClaimKind;
 use crate::run::ActiveRun;
 use crate::store::Store;
 
@@ -44,7 +44,7 @@ impl Store {
             Mode::Train => self.train_lookup(run, request, rows),
             Mode::Eval | Mode::Infer => {
                 let step = u32::try_from(request.step).unwrap_or(u32::MAX);
-                self.read(run, request, Effect::Read(step), None, rows)
+                self.read(run, request, LookupEffect::Read(step), None, rows)
             }
         }
     }
@@ -53,7 +53,7 @@ impl Store {
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
-        let report = match self.claims.claim(Verb::Push, request.token)? {
+        let report = match self.claims.claim(ClaimKind::Push, request.token)? {
             None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
             Some(claim) => {
                 let push = self.check_push(run, request)?;
@@ -78,14 +78,14 @@ impl Store {
             return Err(TablesError::NoOptimizer);
         }
         let step = check_step(request.step)?;
-        let Some(claim) = self.claims.claim(Verb::Lookup, request.token)? else {
+        let Some(claim) = self.claims.claim(ClaimKind::Lookup, request.token)? else {
             let first = self.slot_cache.take(request.token);
-            let report = self.read(run, request, Effect::Repeat(step), first.as_ref(), rows);
+            let report = self.read(run, request, LookupEffect::Repeat(step), first.as_ref(), rows);
             first.into_iter().for_each(|first| self.slot_cache.insert(request.token, first));
             return report;
         };
         let mut found = self.slot_cache.buffer();
-        let lookup = self.checked_lookup(run, request, Effect::Admit(step), None);
+        let lookup = self.checked_lookup(run, request, LookupEffect::Admit(step), None);
         let report = lookup.run(&self.shards, rows, &mut found)?;
         self.slot_cache.insert(request.token, found);
         claim.applied();
@@ -98,7 +98,7 @@ impl Store {
         &self,
         run: &ActiveRun,
         request: &LookupRequest<'_>,
-        effect: Effect,
+        effect: LookupEffect,
         first: Option<&LookupSlots>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
@@ -112,7 +112,7 @@ impl Store {
         &'a self,
         run: &'a ActiveRun,
         request: &LookupRequest<'a>,
-        effect: Effect,
+        effect: LookupEffect,
         first: Option<&'a LookupSlots>,
     ) -> CheckedLookup<'a> {
         CheckedLookup { schema: &self.schema, run, level: self.level, effect, tables: request.tables, first }

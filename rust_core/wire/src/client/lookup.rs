@@ -16,7 +16,7 @@ use crate::discovery::Service;
 use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::{self, lookup_reply, lookup_request};
-use crate::samples::{Samples, Verb};
+use crate::samples::{RequestKind, Samples};
 use crate::scatter::Scatter;
 use crate::send::{id_chunks, word_chunks};
 
@@ -25,7 +25,7 @@ impl Caller {
     pub(super) fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let format = RowFormat { dim, dtype: self.options.wire_dtype };
         self.options.service == Service::Middleware
-            && Samples::of_bags(bags).is_some_and(|samples| samples.save(Verb::Lookup, ids, format))
+            && Samples::of_bags(bags).is_some_and(|samples| samples.save(RequestKind::Lookup, ids, format))
     }
 
     fn lookup_part(&self, table: &TableIds<'_>, floats: usize) -> Result<Part, TablesError> {

@@ -16,7 +16,7 @@ use crate::discovery::Service;
 use crate::floats::RowFormat;
 use crate::parts::Part;
 use crate::proto::{self, push_request, server_push};
-use crate::samples::{Samples, Verb};
+use crate::samples::{RequestKind, Samples};
 use crate::send::{gradient_chunks, id_chunks, word_chunks};
 
 impl Caller {
@@ -37,7 +37,7 @@ impl Caller {
             }
             _ => None,
         };
-        let samples = samples.filter(|samples| samples.save(Verb::Push, ids.len(), part.format));
+        let samples = samples.filter(|samples| samples.save(RequestKind::Push, ids.len(), part.format));
         Ok(part.with_samples(samples))
     }
 

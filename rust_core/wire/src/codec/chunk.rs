@@ -17,7 +17,7 @@ pub const CHUNK_BYTES: usize = 128 * 1024;
 #[derive(Debug, thiserror::Error)]
 pub enum ChunkError {
     /// Bits changed in transit. A retry helps.
-    #[error("damaged on the way: {what}")]
+    #[error("damaged in transit: {what}")]
     Damaged {
         /// The chunk, and both checksums.
         what: String,

@@ -5,7 +5,7 @@ use persia_types::id::Id;
 use super::chunk::{ChunkError, Width, verify};
 use super::floats::RowFormat;
 use super::parts::Part;
-use super::samples::Verb;
+use super::samples::RequestKind;
 use crate::proto::Chunk;
 
 /// Bytes that are allocated at most for values that were announced and have not arrived.
@@ -78,8 +78,8 @@ impl Collector<f32> {
 
 impl Collector<u32> {
     /// Collect the lists of samples, of the `parts` that have them.
-    pub fn csr(parts: &[Part], verb: Verb) -> Self {
-        let words = |part: &Part| part.samples.map_or(0, |head| head.words(verb, part.len()));
+    pub fn csr(parts: &[Part], kind: RequestKind) -> Self {
+        let words = |part: &Part| part.samples.map_or(0, |head| head.words(kind, part.len()));
         Self::new(parts, |part| (Width::WORD, 1, words(part)))
     }
 }

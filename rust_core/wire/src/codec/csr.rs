@@ -9,7 +9,7 @@ use super::chunk::ChunkError;
 use super::collect::Collector;
 use super::parts::Part;
 use super::receive;
-use super::samples::{Samples, Verb};
+use super::samples::{RequestKind, Samples};
 use crate::proto::Chunk;
 
 /// The lists of a look-up.
@@ -70,10 +70,10 @@ impl ReceivedCsr {
         SegmentSum { gradients, dim, csr, factors, per_sample_weights, scale: self.head.scale }
     }
 
-    fn check(&self, verb: Verb, part: &Part) -> Result<(), TablesError> {
-        let checked = match verb {
-            Verb::Lookup => self.bags().check(part.len()),
-            Verb::Push => self.sum(&[], part.format.dim).csr.check(part.len(), self.head.samples),
+    fn check(&self, kind: RequestKind, part: &Part) -> Result<(), TablesError> {
+        let checked = match kind {
+            RequestKind::Lookup => self.bags().check(part.len()),
+            RequestKind::Push => self.sum(&[], part.format.dim).csr.check(part.len(), self.head.samples),
         };
         checked.map_err(|ShapeError(what)| TablesError::BadShape {
             what: format!("table {}: {what}", part.table),
@@ -87,11 +87,11 @@ impl ReceivedCsr {
 /// A status with the problem.
 pub async fn receive_csr<M>(
     stream: &mut (impl Stream<Item = Result<M, Status>> + Unpin),
-    verb: Verb,
+    kind: RequestKind,
     parts: &[Part],
     chunk: impl Fn(M) -> Option<Chunk>,
 ) -> Result<Vec<Option<ReceivedCsr>>, Status> {
-    let mut words = Collector::csr(parts, verb);
+    let mut words = Collector::csr(parts, kind);
     while !words.is_complete() {
         // At the end of the stream, `finish` reports what is missing.
         let Some(message) = receive::next(stream).await? else { break };
@@ -105,7 +105,7 @@ pub async fn receive_csr<M>(
     for (part, words) in parts.iter().zip(words) {
         let csr = part.samples.map(|head| ReceivedCsr { head, words });
         if let Some(csr) = &csr {
-            csr.check(verb, part).map_err(ChunkError::from)?;
+            csr.check(kind, part).map_err(ChunkError::from)?;
         }
         all.push(csr);
     }

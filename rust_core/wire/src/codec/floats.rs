@@ -3,7 +3,7 @@
 use bytemuck::pod_read_unaligned;
 use bytes::Bytes;
 use persia_kernels::half::{Bf16, F16, Half};
-use persia_kernels::simd::{LANES, Lanes, Level, Work};
+use persia_kernels::simd::{InstructionSet, LANES, Lanes, SimdLoop};
 use persia_types::Dtype;
 
 use super::chunk::Width;
@@ -41,8 +41,8 @@ impl RowFormat {
     pub(crate) fn encode_copy(self, rows: &[f32]) -> Bytes {
         let half = match self.dtype {
             Dtype::F32 => return Bytes::copy_from_slice(bytemuck::cast_slice(rows)),
-            Dtype::F16 => Level::detect().run(Encode::<F16>::new(rows)),
-            Dtype::Bf16 => Level::detect().run(Encode::<Bf16>::new(rows)),
+            Dtype::F16 => InstructionSet::detect().run(Encode::<F16>::new(rows)),
+            Dtype::Bf16 => InstructionSet::detect().run(Encode::<Bf16>::new(rows)),
         };
         Bytes::from_owner(Halves(half))
     }
@@ -51,8 +51,8 @@ impl RowFormat {
     pub(crate) fn decode(self, bytes: &[u8], rows: &mut [f32]) {
         match self.dtype {
             Dtype::F32 => bytemuck::cast_slice_mut(rows).copy_from_slice(bytes),
-            Dtype::F16 => Level::detect().run(Decode::<F16>::new(bytes, rows)),
-            Dtype::Bf16 => Level::detect().run(Decode::<Bf16>::new(bytes, rows)),
+            Dtype::F16 => InstructionSet::detect().run(Decode::<F16>::new(bytes, rows)),
+            Dtype::Bf16 => InstructionSet::detect().run(Decode::<Bf16>::new(bytes, rows)),
         }
     }
 }
@@ -85,7 +85,7 @@ impl<'a, H> Encode<'a, H> {
     }
 }
 
-impl<H: Half> Work for Encode<'_, H> {
+impl<H: Half> SimdLoop for Encode<'_, H> {
     type Output = Vec<u16>;
 
     #[inline(always)]
@@ -123,7 +123,7 @@ impl<'a, H> Decode<'a, H> {
     }
 }
 
-impl<H: Half> Work for Decode<'_, H> {
+impl<H: Half> SimdLoop for Decode<'_, H> {
     type Output = ();
 
     #[inline(always)]

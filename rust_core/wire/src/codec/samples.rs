@@ -25,7 +25,7 @@ pub struct Samples {
 
 /// The direction of the sums: a look-up has indices for each sample, a push for each id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verb {
+pub enum RequestKind {
     /// Rows, for each sample.
     Lookup,
     /// Gradients, for each id.
@@ -56,15 +56,15 @@ impl Samples {
     }
 
     /// Whether vectors of samples with their indices are fewer bytes than the rows of `ids` ids.
-    pub fn save(&self, verb: Verb, ids: usize, format: RowFormat) -> bool {
+    pub fn save(&self, kind: RequestKind, ids: usize, format: RowFormat) -> bool {
         let width = format.width().0;
-        self.samples * width + self.words(verb, ids) * size_of::<u32>() < ids * width
+        self.samples * width + self.words(kind, ids) * size_of::<u32>() < ids * width
     }
 
     /// Words of all lists.
-    pub fn words(&self, verb: Verb, ids: usize) -> usize {
+    pub fn words(&self, kind: RequestKind, ids: usize) -> usize {
         let Self { samples, indices, per_sample_weights, factors, .. } = *self;
-        let lists = if verb == Verb::Lookup { samples } else { ids };
+        let lists = if kind == RequestKind::Lookup { samples } else { ids };
         indices + lists + 1 + if per_sample_weights { indices } else { 0 } + if factors { samples } else { 0 }
     }
 
@@ -94,7 +94,8 @@ impl Samples {
             return Err(format!("{indices} indices of ids, the limit is {MAX_OCCURRENCES}"));
         }
         let checked = Self { samples, indices, per_sample_weights, factors, scale };
-        let words = [Verb::Lookup, Verb::Push].map(|verb| checked.words(verb, ids)).into_iter().max();
+        let words =
+            [RequestKind::Lookup, RequestKind::Push].map(|kind| checked.words(kind, ids)).into_iter().max();
         let values = samples as u64 * dim as u64 + words.unwrap_or(0) as u64;
         Ok((checked, values * 4))
     }

@@ -49,7 +49,7 @@ pub enum DiscoveryError {
         there: Vec<String>,
     },
     /// No route from this host to NATS.
-    #[error("no address of this host towards NATS at {url}: {what}; set PERSIA_ADVERTISE")]
+    #[error("no address of this host can reach NATS at {url}: {what}; set PERSIA_ADVERTISE")]
     NoAddress {
         /// NATS's address.
         url: String,

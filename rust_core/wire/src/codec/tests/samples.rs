@@ -10,7 +10,7 @@ use crate::error::from_status;
 use crate::floats::RowFormat;
 use crate::parts::{Part, check_parts};
 use crate::proto::Chunk;
-use crate::samples::{Samples, Verb};
+use crate::samples::{RequestKind, Samples};
 use crate::send::{gradient_chunks, pooled_chunks, word_chunks};
 
 fn ids(count: u64) -> ShardedIds {
@@ -28,10 +28,14 @@ fn run<T>(future: impl Future<Output = T>) -> T {
 }
 
 /// `None` is a message without words.
-fn receive(verb: Verb, part: &Part, messages: Vec<Option<Chunk>>) -> Result<Option<ReceivedCsr>, Status> {
+fn receive(
+    kind: RequestKind,
+    part: &Part,
+    messages: Vec<Option<Chunk>>,
+) -> Result<Option<ReceivedCsr>, Status> {
     let mut stream = tokio_stream::iter(messages.into_iter().map(Ok));
     let parts = std::slice::from_ref(part);
-    run(receive_csr(&mut stream, verb, parts, |message| message)).map(|mut csr| csr.remove(0))
+    run(receive_csr(&mut stream, kind, parts, |message| message)).map(|mut csr| csr.remove(0))
 }
 
 fn sent(lists: [&[u32]; 4]) -> Vec<Option<Chunk>> {
@@ -60,7 +64,7 @@ fn lists_round_trip() {
         let chunks = sent(bag_words(&bags));
         assert!(chunks.iter().flatten().all(|chunk| chunk.data.len() <= CHUNK_BYTES));
         let part_of_bags = part_of(Samples::of_bags(&bags).unwrap(), &ids);
-        let csr = receive(Verb::Lookup, &part_of_bags, chunks).unwrap().unwrap();
+        let csr = receive(RequestKind::Lookup, &part_of_bags, chunks).unwrap().unwrap();
         let back = csr.bags();
         assert_eq!((back.indices, back.offsets), (bags.indices, bags.offsets));
         assert_eq!((back.per_sample_weights, back.divisors), (bags.per_sample_weights, bags.divisors));
@@ -78,7 +82,7 @@ fn lists_round_trip() {
             scale: 0.3,
         };
         let part_of_sum = part_of(Samples::of_sum(&sum), &ids);
-        let csr = receive(Verb::Push, &part_of_sum, sent(sum_words(&sum))).unwrap().unwrap();
+        let csr = receive(RequestKind::Push, &part_of_sum, sent(sum_words(&sum))).unwrap().unwrap();
         let back = csr.sum(&gradients, 4);
         back.check(60_000).unwrap();
         assert_eq!((back.csr.offsets, back.csr.indices), (&starts[..], &samples[..]));
@@ -100,18 +104,18 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
         [(16, Dtype::F32, 3.6), (128, Dtype::F32, 6.6), (16, Dtype::F16, 1.8), (128, Dtype::Bf16, 5.0)]
     {
         let rows = 33_000 * format(dim, dtype).width().0;
-        for verb in [Verb::Lookup, Verb::Push] {
-            assert!(many.save(verb, 33_000, format(dim, dtype)));
-            let bytes = 4096 * format(dim, dtype).width().0 + many.words(verb, 33_000) * 4;
-            assert!(rows as f64 / bytes as f64 > times, "{verb:?} {dim} {dtype:?}: {rows} and {bytes}");
+        for kind in [RequestKind::Lookup, RequestKind::Push] {
+            assert!(many.save(kind, 33_000, format(dim, dtype)));
+            let bytes = 4096 * format(dim, dtype).width().0 + many.words(kind, 33_000) * 4;
+            assert!(rows as f64 / bytes as f64 > times, "{kind:?} {dim} {dtype:?}: {rows} and {bytes}");
         }
     }
     // One id each; ids that are used often; and rows as small as the words that spare them.
-    for verb in [Verb::Lookup, Verb::Push] {
-        assert!(!samples(4096, 4096).save(verb, 4000, format(128, Dtype::F32)));
-        assert!(!samples(4096, 40_960).save(verb, 2000, format(16, Dtype::F32)));
-        assert!(!many.save(verb, 33_000, format(1, Dtype::F32)));
-        assert!(!samples(0, 0).save(verb, 0, format(16, Dtype::F32)));
+    for kind in [RequestKind::Lookup, RequestKind::Push] {
+        assert!(!samples(4096, 4096).save(kind, 4000, format(128, Dtype::F32)));
+        assert!(!samples(4096, 40_960).save(kind, 2000, format(16, Dtype::F32)));
+        assert!(!many.save(kind, 33_000, format(1, Dtype::F32)));
+        assert!(!samples(0, 0).save(kind, 0, format(16, Dtype::F32)));
     }
     assert!(
         Samples::of_bags(&Bags { indices: PLACES, offsets: None, per_sample_weights: None, divisors: None })
@@ -129,7 +133,7 @@ fn malformed_lists_are_refused_by_name() {
     };
     let part = part_of(Samples::of_bags(&good).unwrap(), &ids(3));
     let said = |messages| {
-        receive(Verb::Lookup, &part, messages).map(drop).map_err(|status| {
+        receive(RequestKind::Lookup, &part, messages).map(drop).map_err(|status| {
             let error = from_status("", &status);
             assert!(matches!(error, TablesError::BadShape { .. }), "{error}");
             error.to_string()
@@ -162,7 +166,7 @@ fn malformed_lists_are_refused_by_name() {
     ] {
         let sum = sum(samples, starts);
         let part = part_of(Samples::of_sum(&sum), &ids(3));
-        let status = receive(Verb::Push, &part, sent(sum_words(&sum))).unwrap_err();
+        let status = receive(RequestKind::Push, &part, sent(sum_words(&sum))).unwrap_err();
         assert!(from_status("", &status).to_string().contains(named), "{status}");
     }
 }
@@ -191,11 +195,11 @@ fn lists_that_are_missing_damaged_or_out_of_place_are_refused() {
         (vec![whole[0].clone(), None], Code::InvalidArgument),
         (sent([&longer, &[], &[], &[]]), Code::InvalidArgument),
     ] {
-        let status = receive(Verb::Lookup, &part, messages).unwrap_err();
+        let status = receive(RequestKind::Lookup, &part, messages).unwrap_err();
         assert_eq!(status.code(), code, "{status}");
     }
     let rows = Part::new(6, RowFormat::f32(4), &ids(3));
-    assert!(receive(Verb::Lookup, &rows, vec![None]).unwrap().is_none());
+    assert!(receive(RequestKind::Lookup, &rows, vec![None]).unwrap().is_none());
 }
 
 /// Any words are refused, or summed without a panic.
@@ -212,24 +216,24 @@ fn no_words_do_harm() {
             scale: f32::NAN,
         };
         let part = part_of(head, &ids);
-        for verb in [Verb::Lookup, Verb::Push] {
-            let words: Vec<u32> = (0..head.words(verb, 3) as u64)
+        for kind in [RequestKind::Lookup, RequestKind::Push] {
+            let words: Vec<u32> = (0..head.words(kind, 3) as u64)
                 .map(|at| match small(at + 9) {
                     3 if seed % 3 == 0 => hash_id(seed + at) as u32,
                     word => (word + at as u32) % 4,
                 })
                 .collect();
-            let Ok(Some(csr)) = receive(verb, &part, sent([&words, &[], &[], &[]])) else { continue };
+            let Ok(Some(csr)) = receive(kind, &part, sent([&words, &[], &[], &[]])) else { continue };
             taken += 1;
             let mut out = [0.0; 3 * 4];
             let gradients = vec![1.0; head.samples * 4];
-            match verb {
-                Verb::Lookup => {
+            match kind {
+                RequestKind::Lookup => {
                     let (rows, bags) = (&[1.0; 3 * 4], csr.bags());
                     persia_kernels::pool(&Pool { rows, dim: 4, bags }, &mut out[..head.samples * 4]);
                     assert_eq!(pooled_chunks(0, part.format, rows, bags).count(), head.samples.min(1));
                 }
-                Verb::Push => {
+                RequestKind::Push => {
                     let sum = csr.sum(&gradients, 4);
                     persia_kernels::segment_sum(&sum, 0, &mut out);
                     let of_ids = part.clone().with_samples(None);
@@ -245,7 +249,7 @@ fn no_words_do_harm() {
 fn an_announcement_of_lists_allocates_little_before_they_arrive() {
     let head =
         Samples { samples: 1, indices: 1 << 27, per_sample_weights: false, factors: false, scale: 1.0 };
-    let words = Collector::csr(&[part_of(head, &ids(3))], Verb::Lookup);
+    let words = Collector::csr(&[part_of(head, &ids(3))], RequestKind::Lookup);
     assert!(!words.is_complete());
     assert!(words.finish().unwrap_err().to_string().contains("0 of 134217730 values"));
 }
