@@ -1,4 +1,4 @@
-# Everything a contributor runs. `make` alone lists it. Set-up happens by itself, in .venv and rust_core/target.
+# Everything a contributor runs. `make` alone lists it. Targets set up what they need, in .venv and rust_core/target.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -6,25 +6,26 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# That run Python tests, most of which wait for processes of their own.
+# Processes that run Python tests. Most tests wait for child processes.
 PROCESSES ?= 3
 VENV := .venv
 DIST ?= dist
 BIN := $(VENV)/bin
-# Without an interpreter pyo3 looks at no PATH, and a change of PATH compiles nothing again.
+# Without an interpreter pyo3 does not search PATH, so a changed PATH causes no rebuild.
 CARGO := PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo
 MANIFEST := rust_core/Cargo.toml
 
-# Where cargo builds: outside of the clone with CARGO_TARGET_DIR, which a fresh clone then finds warm.
+# Where cargo builds. With CARGO_TARGET_DIR it is outside the clone, so that a fresh clone reuses the build.
 TARGET := $(abspath $(or $(CARGO_TARGET_DIR),rust_core/target))
 
-# Of a test run: tests listed in PASSED are skipped, JUNIT is written, SHARD=2/4 is a part, ALL=1 includes the long tests.
+# Options of a test run: skip the tests listed in PASSED, write JUNIT, run one part (SHARD=2/4), include the long tests
+# (ALL=1).
 PYTEST = PATH="$(abspath $(CHECKED)):$(abspath $(BIN)):$$PATH" PYTHONPATH=$(abspath $(CHECKED)) $(BIN)/python -m pytest \
 	$(if $(JUNIT),--junitxml=$(JUNIT) -o junit_duration_report=total) $(if $(SHARD),--shard $(SHARD)) \
 	$(if $(PASSED),--resume-from $(PASSED)) $(if $(ALL),,-m "not nightly")
 RUN_TESTS = $(PYTHON) tools/run_tests.py $(if $(RESUME),--resume) $(if $(LINT),--lint) $(if $(SHARD),--shard $(SHARD))
 
-# A stamp lies in the environment it describes: without the environment there is no stamp.
+# A stamp is stored in the environment that it describes, and is removed with it.
 INSTALLED := $(VENV)/.installed
 CORE := $(VENV)/.persia-core
 BINARIES := $(VENV)/.persia-binaries
@@ -78,7 +79,7 @@ test-build: $(INSTALLED) $(NVRTC) $(PACKAGE)
 	@cp --remove-destination $(TARGET)/debug/libpersia_core.so $(CHECKED)/persia_core/persia_core.abi3.so
 	@cp --remove-destination $(TARGET)/debug/persia-embedding-sharded-server $(TARGET)/debug/persia-embedding-sharded-middleware $(CHECKED)/
 
-# Where no engine answers, the tests in containers say that they are skipped.
+# Without a Docker engine the tests in containers are reported as skipped.
 test-images:
 	@! docker version >/dev/null 2>&1 || $(MAKE) --no-print-directory images
 
@@ -188,7 +189,7 @@ $(PEERS): requirements/peers.txt | $(BIN)/python
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/peers.txt
 	@touch $@
 
-# Dated by its start, so that a file saved during the build is built next time.
+# The stamp has the time at which the build starts, so that a file saved during the build is built next time.
 $(CORE): $(RUST) $(INSTALLED)
 	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
 		(cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked) && \

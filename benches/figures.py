@@ -1,7 +1,7 @@
-"""What a figure is: the record of one case, and when it is no result. Needs nothing but Python.
+"""Figures: the record of one case, and the conditions under which it is not a result. Needs nothing but Python.
 
-A record has a ``ratio``, higher-is-better, or says why it is no result: ``invalid`` where what was measured cannot be
-true, ``failed`` where nothing was measured.
+A record has a ``ratio``, higher-is-better, or the reason why it is not a result: ``invalid`` if the measurement cannot
+be true, ``failed`` if nothing was measured.
 """
 
 import json
@@ -31,7 +31,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def number(record: Record, key: str) -> float:
-    """Return a number of a record, NaN where there is none."""
+    """Return a number of a record, NaN if it is missing."""
     value = record.get(key)
     return float(value) if isinstance(value, int | float) else math.nan
 

@@ -1,8 +1,8 @@
 """B4: B3's step through one middleware and one server on this host, beside the embedded step and plain sockets.
 
-The CPU time is that of all processes concerned. The limit of a step is what the embedded step costs plus what moving
-the ids, and rows and gradients of ids, over the same two hops costs with plain sockets. Where samples have many ids the
-middleware pools them, and fewer bytes than that travel between it and the trainer.
+The CPU time is that of all processes concerned. The limit of a step is the time of the embedded step plus the time of
+moving ids, rows and gradients over the same two hops with plain sockets. Where samples have many ids the middleware
+pools them, and fewer bytes than that travel between it and the trainer.
 """
 
 import argparse

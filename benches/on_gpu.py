@@ -228,7 +228,7 @@ def training(quick: bool) -> Iterator[Record]:
 
 
 def collect(parts: dict[str, Iterator[Record]]) -> list[Record]:
-    """Print the records of all parts and return them; a part that fails gets one that says so, and the others go on."""
+    """Print and return the records of all parts; a part that fails gets a failed record, and the others continue."""
     records: list[Record] = []
 
     def add(record: Record) -> None:

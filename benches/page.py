@@ -1,7 +1,7 @@
 """Write the tables and plots of docs/performance.md from records of a whole run.
 
-A table stands between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine of its figures; what stands around
-it is written by hand. A table of which a part failed, or all cases are invalid, stays as it was.
+A table is between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine of its figures. The rest of the page is
+written by hand. A table of which a part failed, or all cases are invalid, stays as it was.
 """
 
 import re

@@ -10,7 +10,7 @@ PIECE = 1 << 17
 
 
 def _receive(connection: socket.socket, buffer: memoryview) -> bool:
-    """Fill ``buffer``; False when the peer is gone."""
+    """Fill ``buffer``; return False if the peer has closed the connection."""
     filled = 0
     while filled < len(buffer):
         got = connection.recv_into(buffer[filled:])

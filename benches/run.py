@@ -1,6 +1,6 @@
 """Run the benchmarks beside their peers, print the ratios, and write ``runs/bench.json``.
 
-Every ratio is higher-is-better and comes from one run on one machine. What each id means stands in docs/performance.md.
+Every ratio is higher-is-better and comes from one run on one machine. docs/performance.md describes each id.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def lines(command: list[str], *ids: str) -> Iterator[Record]:
     """Run ``command`` from the root and yield the JSON lines it prints; stderr is shown.
 
     Args:
-        command: A program that measures something, alone in a process: if it dies, the others go on.
-        ids: What it measures. If it dies, each gets a record that says so, after those of the cases before.
+        command: A program that measures, in its own process: if it dies, the others continue.
+        ids: The ids that it measures. If it dies, each gets a record that says so, after those of the cases before.
     """
     shown = " ".join(command).replace(f"{ROOT}/", "")
     sys.stderr.write(f"$ {shown}\n")
@@ -196,7 +196,7 @@ def show(records: list[Record]) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """Return what is asked for."""
+    """Return the parsed arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -231,7 +231,7 @@ def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
 
 
 def main() -> int:
-    """Run what is asked for."""
+    """Run the selected measurements."""
     arguments = parse()
     records = [record for name, part in parts(arguments).items() for record in collect(name, part)]
     show(records)

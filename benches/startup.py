@@ -26,7 +26,7 @@ def first_step(command: list[str]) -> float:
     """Start ``command``, return the seconds to its first training step, and stop it.
 
     Raises:
-        SystemExit: It ended, or two minutes passed, without a step; what it wrote is shown.
+        SystemExit: It ended, or two minutes passed, without a step; the message has its output.
     """
     start = time.perf_counter()
     env = {**os.environ, "LOG_LEVEL": "INFO"}

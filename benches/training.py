@@ -2,8 +2,8 @@
 
 The same model and batches in four systems: ``persia`` (rows in this process), ``stack`` (rows behind one middleware and
 one server on this host), ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``, ids numbered beforehand) and ``dense``
-(every embedding a constant: what no embedding system can beat). Adagrad for rows, Adam for the model. Each system is
-measured with one torch thread and with as many as there are cores; its better figure counts.
+(every embedding a constant, the upper bound of any embedding system). Adagrad for rows, Adam for the model. Each system
+is measured with one torch thread and with as many as there are cores; its better figure counts.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Case:
     """A model and its data.
 
     Attributes:
-        name: What the figures say.
+        name: Its name in the figures.
         dim: Of every embedding.
         mlp: The hidden layers of the top MLP.
         dense: ``[batches, batch, columns]``.

@@ -14,7 +14,7 @@ command=${1:-}
 command=${command##*/}
 [ -n "$command" ] || fail 2 "no command was given" "name one, for example launch_server.sh"
 
-# The file behind the command that third_party/ can override.
+# The file of the command, which third_party/ can override.
 case $command in
 launch_server.sh | persia-embedding-sharded-server) runs=persia-embedding-sharded-server ;;
 launch_middleware.sh | persia-embedding-sharded-middleware) runs=persia-embedding-sharded-middleware ;;

@@ -1,5 +1,5 @@
 #!/bin/sh -u
-# Exit with 0 if this job's run is finished. A shell does not know the default name of a job; then the answer is no, and
+# Exit with 0 if this job's run is finished. A shell does not know the default name of a job. It then exits with 1, and
 # the launcher decides.
 summary=${PERSIA_RUN_DIR:-.}/summary.json
 read_name="/^ *job_name: */{s///;s/[ #].*//;s/^\([\"']\)\(.*\)\1\$/\2/;p;q}"

@@ -161,7 +161,7 @@ class Batches(IterableDataset):
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue behind them."""
+        """Continue after them."""
         self.next = state_dict["next"]
 
 

@@ -1,7 +1,7 @@
 """Starting the Python processes of tests as forks of a process that has imported torch: see ``forkserver.py``.
 
-``with forked_children():`` lets ``persia.launch.process.Process`` start them so. What cannot be forked starts as ever:
-other programs, and processes whose environment differs in what is read before a script runs. ``PERSIA_TEST_FORK=0``
+``with forked_children():`` lets ``persia.launch.process.Process`` start them so. Other processes start as usual: other
+programs, and those whose environment differs in variables that are read before a script runs. ``PERSIA_TEST_FORK=0``
 starts all of them as ever.
 """
 

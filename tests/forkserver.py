@@ -2,8 +2,8 @@
 
 A process forked here behaves as one that ``python -m NAME`` or ``python FILE`` started: its session, death signal,
 descriptors, environment, ``sys.path``, standard streams and command line are those of a new process, it runs as
-``__main__``, and it leaves through the interpreter's normal end. It differs in what is decided before the first line
-of a script: the modules in ``PRELOADED`` are loaded, and all forks of one server share the seed of ``hash()``.
+``__main__``, and it leaves through the interpreter's normal end. It differs in its state before the first line of a
+script: the modules in ``PRELOADED`` are loaded, and all forks of one server share the seed of ``hash()``.
 
 A launcher starts its ranks itself. Its spares, forked before its first line ran, become the ranks; they are its own
 children, and they have never seen its modules, threads, locks or signal handlers.
@@ -65,7 +65,7 @@ def fork() -> int:
 
 
 class Server:
-    """Forks what is asked for, and tells how each fork ended."""
+    """Forks the requested processes, and reports how each ended."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -76,7 +76,7 @@ class Server:
         signal.set_wakeup_fd(self._wake)
 
     def serve(self) -> Work:
-        """Return in each child what it is to become. The server itself ends here with its client."""
+        """Return in each child its request. The server itself ends here with its client."""
         while True:
             sources: list[Any] = [self._control, self._woken]
             ready, _, _ = select.select(sources, [], [])
@@ -107,7 +107,7 @@ class Server:
     def _tell(self, reply: dict[str, int]) -> None:
         try:
             self._control.send(json.dumps(reply).encode())
-        except OSError:  # the client is dying, too
+        except OSError:  # the client is ending, too
             os._exit(0)
 
     def _leave(self) -> None:
@@ -215,7 +215,7 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Serve the socket in ``sys.argv[1]``; behind that, be a process that was asked for."""
+    """Serve the socket in ``sys.argv[1]``; in a fork, become the requested process."""
     site = sys.path[1:]
     with contextlib.suppress(KeyError):
         del os.environ[PADDING]

@@ -1,4 +1,4 @@
-"""What a fork of ``forkserver.py`` is asked to be, and how it becomes that."""
+"""The request for a fork of ``forkserver.py``, and its execution."""
 
 import ctypes
 import importlib
@@ -26,10 +26,10 @@ _READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR"}
 
 @dataclass
 class Work:
-    """What a fork becomes.
+    """The process that a fork becomes.
 
     Attributes:
-        argv: The command line behind the interpreter.
+        argv: The command line after the interpreter.
         env: The whole environment.
         cwd: The working directory.
         spares: Processes to fork for the ones it starts itself.
@@ -57,7 +57,7 @@ def send(control: socket.socket, work: Work) -> None:
 
 
 def receive(control: socket.socket) -> Work | None:
-    """Return the next request, or None where the sender has gone."""
+    """Return the next request, or None if the sender has closed the connection."""
     message, fds, flags, _ = socket.recv_fds(control, _REQUEST_BYTES, _STREAMS)
     if not message:
         return None
@@ -131,7 +131,7 @@ def become(work: Work, site: Sequence[str]) -> None:
 
 
 def _open_stream(name: str, fd: int, *, unbuffered: bool) -> None:
-    """Open a standard stream as the interpreter does at its start, without what the server's has of its own."""
+    """Open a standard stream as the interpreter does at its start, without the server's changes to it."""
     writes = name != "stdin"
     before = getattr(sys, name)
     binary: Any = open(fd, "wb" if writes else "rb", 0 if unbuffered and writes else -1, closefd=False)  # noqa: SIM115
@@ -170,7 +170,7 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
 def run(argv: Sequence[str]) -> None:
     """Run a module, a command or a file as ``__main__``."""
     main = types.ModuleType("__main__")
-    if "__annotations__" in sys.modules["__main__"].__dict__:  # the server is a script, too: as this Python has it
+    if "__annotations__" in sys.modules["__main__"].__dict__:  # the server is a script, too, so use this Python's value
         main.__annotations__ = {}
     sys.modules["__main__"] = main
     if argv[0] == "-m":

@@ -1,7 +1,7 @@
-"""Which tests run, and what a run that is interrupted leaves behind.
+"""The selection of tests, and the record of an interrupted run.
 
 ``--shard 2/4`` runs the second quarter. ``--resume-from FILE`` skips the tests that an interrupted run has passed.
-``--repeat 20`` runs each test twenty times. A failing test is named at once.
+``--repeat 20`` runs each test twenty times. A failing test is named immediately.
 """
 
 import re
@@ -80,7 +80,7 @@ class Progress:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Name a failure; note a pass once its fixtures have ended, too."""
+        """Print the name of a failed test; record a passed one after its fixtures have ended."""
         if not self.controller:
             return
         if report.failed:

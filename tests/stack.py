@@ -53,7 +53,7 @@ def missing(*, nats_only: bool = False) -> str | None:
 
 @dataclass
 class Part:
-    """A process of the stack, and what it wrote."""
+    """A process of the stack, and its output."""
 
     process: Process
     lines: list[str] = field(default_factory=list)
@@ -249,7 +249,7 @@ class Stack:
         wait_until(f"{part.process.name} to be ready", healthy, START, evidence=lambda: part.output)
 
     def kill(self, name: str) -> None:
-        """End a part as kill -9 does, and wait until it is gone."""
+        """Kill a part with SIGKILL, and wait until it has ended."""
         self.parts[name].process.signal(signal.SIGKILL)
         self.parts[name].wait()
 

@@ -17,7 +17,7 @@ def wait_until(
     evidence: Callable[[], str] = str,
     interval: float = 0.02,
 ) -> Found:
-    """Return what ``condition`` finds, once that is true; a failure says for what it waited and shows the evidence."""
+    """Wait until ``condition`` returns a true value, and return it; a failure names the wait and shows the evidence."""
     deadline = time.monotonic() + timeout
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}\n{evidence()}"

@@ -27,7 +27,7 @@ trap 'rm -rf "$root" "$root.log"' EXIT
 debootstrap --variant=minbase trixie "$root" >"$root.log" 2>&1 || { tail -n 20 "$root.log" >&2; exit 3; }
 rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* \
     "$root"/usr/share/doc/* "$root"/usr/share/man/* "$root"/usr/share/locale/* "$root"/usr/share/info/*
-# As the public image has it: packages leave nothing behind, and need not reach the disk one by one.
+# As in the public image: no package caches are kept, and packages are not synced to disk one by one.
 cat >"$root/etc/apt/apt.conf.d/docker-clean" <<'EOT'
 DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb || true"; };
 Dir::Cache::pkgcache "";

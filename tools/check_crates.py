@@ -43,7 +43,7 @@ def is_allowed(expression: str, allowed: set[str]) -> bool:
 
 
 def problems(packages: list[dict[str, Any]], allowed: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the packages of ``cargo metadata``."""
+    """Yield the problems of the packages of ``cargo metadata``."""
     for package in packages:
         name, source = f"{package['name']} {package['version']}", package["source"]
         if not package["license"] or not is_allowed(package["license"], allowed):
@@ -57,7 +57,7 @@ def problems(packages: list[dict[str, Any]], allowed: set[str]) -> Iterator[str]
 
 
 def main() -> int:
-    """Return 1 where something is wrong."""
+    """Return 1 if there is a problem."""
     words = ["cargo", "metadata", "--format-version", "1", "--locked", "--all-features"]
     done = subprocess.run(words, cwd=ROOT / "rust_core", check=True, stdout=subprocess.PIPE)
     rules = (ROOT / "rust_core" / "deny.toml").read_text()

@@ -107,7 +107,7 @@ def crate_errors() -> Iterator[str]:
 
 
 def std_errors() -> Iterator[str]:
-    """Yield each use of the disk, the network or threads where it does not belong."""
+    """Yield each use of the disk, the network or threads in a crate that must not use them."""
     for crate, names in FORBIDDEN_STD.items():
         for file in sorted((ROOT / "rust_core" / crate / "src").rglob("*.rs")):
             if TESTS & {*file.parts, file.stem}:
@@ -167,7 +167,7 @@ def imported(file: Path, known: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def package_errors() -> Iterator[str]:
-    """Yield each import inside the package that points up, each circle, and each name that is not used there."""
+    """Yield each upward import inside the package, each circle, and each unused name."""
     files = {module_of(file): file for file in sorted((ROOT / PACKAGE).rglob("*.py"))}
     graph: dict[str, set[str]] = {}
     for name, file in files.items():
@@ -223,7 +223,7 @@ def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Print what is wrong; 1 when something is."""
+    """Print all problems; return 1 if there are any."""
     errors = [*crate_errors(), *std_errors(), *python_errors(), *package_errors()]
     for error in errors:
         print(error, file=sys.stderr)

@@ -24,7 +24,7 @@ OPTIONS = ("--std=c++17", "--fmad=false")
 
 
 class NvrtcError(Exception):
-    """NVRTC is not there, or refuses the source; the message has its log."""
+    """NVRTC is missing, or rejects the source; the message contains its log."""
 
 
 def library(folder: Path) -> Path:
@@ -37,7 +37,7 @@ def library(folder: Path) -> Path:
 
 def compile_ptx(nvrtc: Path, architecture: str = ARCHITECTURE) -> str:
     """Return the kernels as PTX for ``architecture``."""
-    # Its built-in functions lie beside it, where the loader does not look.
+    # NVRTC's built-in functions are in the same folder, which the loader does not search.
     for builtins in sorted(nvrtc.parent.glob("libnvrtc-builtins.so.*")):
         ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
     lib = ctypes.CDLL(str(nvrtc))
@@ -67,7 +67,7 @@ def _text(size_of: Callable[..., int], read: Callable[..., int], program: ctypes
 
 
 def main() -> int:
-    """Return 1 where the committed PTX is not what the source gives."""
+    """Return 1 if the committed PTX differs from the PTX of the source."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the committed PTX")
     parser.add_argument("--print", action="store_true", help="only print it")

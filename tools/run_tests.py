@@ -1,8 +1,8 @@
 """Run the tests: ``make test``, ``make test-all``, ``.ci/run``.
 
-The steps run in turn; images are built beside the first ones. A failing step does not end the run. A step writes its
-output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt`` has the 30 slowest
-tests. The last lines name every failing test with the end of its output.
+The steps run one after another; images are built while the first ones run. A failing step does not end the run. A step
+writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt`` has the
+30 slowest tests. The last lines name every failing test with the end of its output.
 
 ``--resume`` continues a run that was interrupted: what passed on the same sources does not run again.
 ``--shard 2/4`` runs the second quarter of each suite.
@@ -39,10 +39,10 @@ class Step:
     """One command of a run.
 
     Attributes:
-        name: What the report calls it.
-        make: The target that does it.
-        suite: Whether it leaves a JUnit file.
-        needs: The step beside this one whose end it waits for.
+        name: Its name in the report.
+        make: The target that runs it.
+        suite: Whether it writes a JUnit file.
+        needs: The concurrent step that has to end first.
         beside: Whether the next steps start while it runs.
         nightly: Whether only the long run includes it.
         variables: For make.
@@ -72,7 +72,7 @@ STEPS = [
 
 
 class Run:
-    """The steps of one run, and what became of them."""
+    """The steps of one run, and their results."""
 
     def __init__(self, steps: Sequence[Step], *, everything: bool, shard: str, resume: bool) -> None:
         self.steps = steps
@@ -85,7 +85,7 @@ class Run:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
 
     def prepare(self) -> None:
-        """Forget the last run, or make sure that it was of these sources."""
+        """Discard the results of the last run, or check that it had the same sources."""
         tree = fingerprint()
         mark = STATE / "sources"
         said = f"{tree} {'all' if self.everything else 'test'} {self.shard}"
@@ -118,7 +118,7 @@ class Run:
             thread.join()
 
     def one(self, step: Step) -> None:
-        """Do one step, or leave out what has passed before."""
+        """Run one step, or skip it if it has passed before."""
         done = STATE / f"{step.name}.done"
         passed = STATE / f"{step.name}.passed"
         self.before[step.name] = len(passed.read_text().splitlines()) if passed.exists() else 0
@@ -131,7 +131,7 @@ class Run:
         self.codes[step.name] = code
         if code == 0:
             done.touch()
-            if step.suite and not passed.exists():  # a runner that notes nothing as it goes
+            if step.suite and not passed.exists():  # this runner does not record its progress
                 tests = test_report.read({step.name: JUNIT / f"{step.name}.xml"})[step.name]
                 passed.write_text("".join(f"{test.name}\n" for test in tests if test.outcome == "passed"))
         how = "passed" if code == 0 else f"FAILED with exit code {code}"
@@ -233,7 +233,7 @@ def main() -> int:
         part, parts = map(int, arguments.shard.split("/"))
         if part > parts:
             parser.error(f"--shard {arguments.shard}: there is no shard {part} of {parts}")
-        alone = [s.name for s in steps if s.nightly and not s.suite]  # that cannot be divided
+        alone = [s.name for s in steps if s.nightly and not s.suite]  # steps that cannot be divided
         steps = [s for s in steps if s.name not in alone or alone.index(s.name) % parts == part - 1]
         steps = [s for s in steps if s.name != "checklist"]  # no part shows every row
     run = Run(steps, everything=arguments.all, shard=arguments.shard, resume=arguments.resume)

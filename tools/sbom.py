@@ -29,7 +29,7 @@ def component(ecosystem: str, name: str, version: str, licence: str) -> dict[str
 
 
 def crates(package: str, features: str) -> list[dict[str, Any]]:
-    """Return what is linked into a package of this workspace, the compiler's own libraries aside."""
+    """Return the crates that are linked into a package of this workspace, without the compiler's own libraries."""
     tree = ["cargo", "tree", "--locked", "--offline", "--edges", "normal", "--prefix", "none", "--format", "{p}\t{l}\t"]
     words = [*tree, "--package", package, "--features", features]
     done = subprocess.run(words, cwd=ROOT / "rust_core", check=True, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The tests that need a CUDA device: kernels, training, and all kernels once more under compute-sanitizer where that is
-# installed. Run it by: make test-gpu
+# The tests that need a CUDA device: kernels, training, and the kernels under compute-sanitizer if it is installed. Run
+# it by: make test-gpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
@@ -13,7 +13,7 @@ test -- --ignored --test-threads 1
 PERSIA_TEST_GPU=1 "$python" -m pytest tests/gpu
 
 if sanitizer=$(command -v compute-sanitizer); then
-    # The largest case takes hours under it.
+    # The largest case takes hours under compute-sanitizer.
     binary=$(test --no-run --message-format json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
     for tool in memcheck racecheck initcheck; do
         echo "== compute-sanitizer --tool $tool"

@@ -1,4 +1,4 @@
-"""What a run of the tests says at its end, from the JUnit files that nextest and pytest write."""
+"""The report at the end of a test run, from the JUnit files that nextest and pytest write."""
 
 import re
 import textwrap
@@ -21,11 +21,11 @@ class Test:
     """The outcome of one test.
 
     Attributes:
-        suite: The step that ran it.
-        name: What selects it in its suite.
+        suite: The step that ran the test.
+        name: The name by which its suite selects it.
         seconds: How long it took, fixtures included.
         outcome: ``passed``, ``failed`` or ``skipped``.
-        output: Why it failed, and what it wrote.
+        output: The failure and the output of the test.
     """
 
     suite: str
@@ -48,7 +48,7 @@ def _tests(suite: str, path: Path) -> list[Test]:
     found: dict[str, Test] = {}
     for case in cases:
         test = _test(suite, case)
-        # pytest writes a test whose fixture fails at its end twice.
+        # pytest writes a test twice if the teardown of a fixture fails.
         if test.name not in found or test.outcome == "failed":
             found[test.name] = test
     return list(found.values())
@@ -83,9 +83,9 @@ def summary(
 
     Args:
         results: The tests of each suite.
-        codes: The exit code of each step that has ended.
-        logs: What each step wrote; also names the steps that should have run.
-        resumed: How many tests of each suite passed before this part of the run.
+        codes: The exit code of each finished step.
+        logs: The output of each step; its keys are the steps that should have run.
+        resumed: The number of tests of each suite that passed before the run was resumed.
 
     Returns:
         At most :data:`TAIL` lines, the last of which is ``N passed, N failed``, and 0 or 1.

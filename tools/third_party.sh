@@ -11,7 +11,7 @@ cargo build --profile "$profile" --locked --package persia-core --features "$fea
 
 built=${CARGO_TARGET_DIR:-target}/$profile
 [ "$profile" != dev ] || built=${CARGO_TARGET_DIR:-target}/debug
-# Beside its place and renamed: what runs at the moment keeps its file.
+# Copied next to the target and renamed, so that a running process keeps its file.
 put() {
     cp "$built/$1" "$out/.$2"
     mv "$out/.$2" "$out/$2"

@@ -200,13 +200,13 @@ def _hash(text: str) -> int:
 class Batches(IterableDataset):
     """Batches of some samples, for one pass of one or more epochs.
 
-    The order of an epoch is a function of seed and epoch alone, and the position is one number, so that a
-    resumed run continues exactly where its checkpoint stood.
+    The order of an epoch is a function of seed and epoch alone, and the position is one number, so that a resumed run
+    continues exactly after its checkpoint.
 
     Args:
         samples: What to iterate.
-        batch_size: Samples per batch; an epoch's last batch has what is left.
-        epochs: How often each sample comes.
+        batch_size: Samples per batch; the last batch of an epoch has the remaining samples.
+        epochs: The number of passes over the samples.
         seed: Shuffles each epoch; None keeps the order of the samples.
     """
 
@@ -241,7 +241,7 @@ class Batches(IterableDataset):
     def pieces(self, count: int, *, replica: int = 0, replicas: int = 1) -> Iterator[PersiaBatch]:
         """Yield one replica's part of the batches, each in pieces of nearly equal size, one for each rank.
 
-        A batch of fewer samples than ranks, which only an epoch's last can be, is left out.
+        A batch with fewer samples than ranks, which can only be the last of an epoch, is skipped.
 
         Args:
             count: Number of ranks.
@@ -266,7 +266,7 @@ class Batches(IterableDataset):
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.samples))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position behind the last batch, and what it counts from."""
+        """Return the position after the last batch, and the arguments that it depends on."""
         return {"next": self._next, **self._identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

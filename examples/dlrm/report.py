@@ -1,4 +1,4 @@
-"""What a run tells about itself: a progress bar, a table, a picture of its curves, and ``summary.json``."""
+"""The report of a run: a progress bar, a table, a plot of its curves, and ``summary.json``."""
 
 import json
 import os
@@ -39,7 +39,7 @@ class Quality:
 
 
 class Run:
-    """One training run and the folder it leaves behind; a context manager around the training.
+    """One training run and its output folder; a context manager around the training.
 
     ``summary.json`` exists from the start. Its ``status`` is ``running``, and ``finished`` only after
     :meth:`finish`; leaving the block earlier makes it ``failed``, or ``interrupted`` after Ctrl-C or
@@ -47,7 +47,7 @@ class Run:
 
     Args:
         out: Where the run's folder is made.
-        name: What the folder's name ends in.
+        name: The suffix of the folder's name.
         steps: Steps the training will take.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help.
 
 With PERSIA_NATS_URL set, this is one rank of a job: data_compose.py sends the batches, and only rank 0 reports. A
-job that is interrupted resumes after its newest checkpoint when it is started again. With GPU_NUM set, each rank trains
+job that is interrupted resumes after its newest checkpoint when it is restarted. With GPU_NUM set, each rank trains
 on a CUDA device of its own.
 """
 

@@ -1,7 +1,7 @@
-"""A ledger run on the compose stack: what is killed, the container engine starts again.
+"""A ledger run on the compose stack: the container engine restarts killed processes.
 
-Needs root on the engine's host: processes are killed from outside of their containers, because an engine does not start
-again what it was asked to kill itself.
+Needs root on the engine's host: processes are killed from outside their containers, because an engine does not restart
+a container that it was asked to kill.
 """
 
 import json
@@ -38,7 +38,7 @@ _LITTLE = "64m"
 
 @dataclass
 class Log:
-    """What one container has written, in all its lives, as the engine keeps it."""
+    """The output of one container over all its restarts, as kept by the engine."""
 
     path: Path
     read: int = 0
@@ -156,7 +156,7 @@ class Containers(Run):
 
         def struck() -> bool:
             pid = int(self._inspect(name, "{{.State.Pid}}"))
-            with suppress(ProcessLookupError):  # it has just ended by itself, with those that miss another one
+            with suppress(ProcessLookupError):  # it has just ended on its own, as parts do that miss another one
                 if pid:
                     os.kill(pid, signal.SIGKILL)
                     return True

@@ -1,7 +1,7 @@
 """The faults by name: each does one thing to a running ledger job, at a step that a seed chooses.
 
-``run("F3", 7, new_stack)`` starts a job, does it, lets the job come to its end and returns what the ledger says. Steps
-and victims follow from the seed; where in a step the fault falls is up to the machine.
+``run("F3", 7, new_stack)`` starts a job, injects the fault, waits for the job's end and returns the result of the
+ledger. Steps and victims follow from the seed; where in a step the fault falls is up to the machine.
 """
 
 import errno
@@ -54,7 +54,7 @@ NewStack = Callable[..., Stack]
 
 @dataclass(frozen=True)
 class Record:
-    """What a run through a fault came to; ``runs/chaos.json`` is a list of these."""
+    """The result of a run with a fault; ``runs/chaos.json`` is a list of these."""
 
     fault: str
     seed: int
@@ -70,10 +70,10 @@ class Fault:
     """A fault, and the job it is done to.
 
     Attributes:
-        what: What it is, for the table.
+        what: Its description in the table.
         inject: Does it.
-        goes_on: Training must go on: the trainers are not started again, and the generation is the first one.
-        plan: What the ledger's plan has besides :data:`PLAN`.
+        goes_on: Whether training must continue: the trainers are not restarted, and the generation is the first one.
+        plan: Entries of the ledger's plan in addition to :data:`PLAN`.
         job: What :class:`supervisor.Job` gets.
         stack: What its :class:`stack.Stack` gets.
         containers: The job is the compose stack: :class:`containers.Containers`.
@@ -135,7 +135,7 @@ def middleware(job: Job, rng: random.Random) -> None:
 
 
 def no_middleware(job: Job, rng: random.Random) -> None:
-    """None is there for longer than a request may take."""
+    """None runs for longer than a request may take."""
     some_step(job, rng)
     both = ("middleware-0", "middleware-1")
     for name in both:
@@ -147,7 +147,7 @@ def no_middleware(job: Job, rng: random.Random) -> None:
 
 
 def nats(job: Job, rng: random.Random) -> None:
-    """It keeps nothing on disk: what comes back knows nobody."""
+    """It keeps nothing on disk, so a restarted one knows no other process."""
     some_step(job, rng)
     job.take_away("nats")
     further(job, 150)
@@ -174,7 +174,7 @@ def rank(job: Job, rng: random.Random) -> None:
 
 
 def hang(job: Job, rng: random.Random) -> None:
-    """A rank and its launcher stand still, as on a frozen host; another one takes its place; then they wake up."""
+    """A rank and its launcher are stopped, as on a frozen host; another process takes its place; then they resume."""
     some_step(job, rng)
     process = job.rank(1)
     job.note_fault()
@@ -196,9 +196,9 @@ def data(job: Job, rng: random.Random) -> None:
 
 
 def partition(job: Job, rng: random.Random) -> None:
-    """What a middleware or a server is sent, or what it answers, is held up for longer than one try may take.
+    """Messages to or from a middleware or a server are delayed for longer than one attempt may take.
 
-    What was held arrives later, when it was long sent again.
+    The delayed messages arrive after they were sent again.
     """
     for name in (f"middleware-{rng.randrange(2)}", f"server-{rng.randrange(2)}"):
         further(job, rng.randrange(30, 120))
@@ -335,7 +335,7 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
         seconds: How long a storm lasts.
 
     Returns:
-        What it came to, and what is wrong with it: None if nothing is.
+        The result, and its problem: None if there is none.
     """
     fault = FAULTS[name]
     plan = {**PLAN, **fault.plan}
@@ -395,7 +395,7 @@ def check(job: Run, fault: Fault, ledger: Ledger) -> None:
 
 
 def compare_bits(job: Run, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:
-    """Compare the last save with that of a run that nothing was done to: rows, those that differ, what is wrong."""
+    """Compare the last save with that of an undisturbed run; return the rows, those that differ, and the problem."""
     twin = new_job(fault, plan, new_stack)
     try:
         twin.start().finish()

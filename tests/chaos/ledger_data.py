@@ -1,4 +1,4 @@
-"""The data of a ledger run, and what it takes from each row. Run as a script, it is the data-compose that sends it."""
+"""The data of a ledger run, and what it subtracts from each row. As a script, it is the data-compose that sends it."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ POISON = b"poison"
 def batches(count: int, twice: int | None = None, poison: int | None = None) -> Iterator[PersiaBatch]:
     """Yield the batches of a run.
 
-    Batch ``twice`` comes in place of the one behind it as well, which is a mistake; training fails at ``poison``.
+    Batch ``twice`` also replaces the batch after it, which the ledger must detect; training fails at ``poison``.
     """
     dense, label = np.zeros((SAMPLES, 1), np.float32), np.zeros((SAMPLES, 1), np.float32)
     for number in range(count):

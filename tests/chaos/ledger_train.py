@@ -1,18 +1,18 @@
 """One rank of a ledger run: every occurrence of an id in the data takes exactly 1 from its row.
 
 SGD with rate 1, rows that begin at zero, a loss that is the sum of all rows, gradients of ranks added up: whatever
-happens on the way, ``row == -occurrences`` of the id at the end. A lost update leaves it too high, a doubled one too
+happens on the way, ``row == -occurrences`` of the id at the end. A lost update makes it too high, a doubled one too
 low. Rank 0 compares all rows and writes ``ledger.json`` into the folder given; a JSON text in the second argument
 changes the run.
 
 With ``bits`` the run is one whose every bit depends on the order of what happens: random rows, Adam, a loss that is not
 linear. Its rows are not compared here.
 
-With ``evaluate`` the ranks that it names evaluate for ever: once they have done a step, ``in`` its body or ``behind``
-the loop, which all ranks leave there, or ``before`` they do it.
+With ``evaluate`` the ranks that it names evaluate forever: after a step, ``in`` its body or ``behind`` the loop, which
+all ranks leave there, or ``before`` it.
 
-With ``poison``, the number of a batch, training fails each time it comes to that; it is left out in the end, and so are
-the batches of the other ranks at its step.
+With ``poison``, the number of a batch, training always fails at that batch. In the end its step is skipped, on all
+ranks.
 """
 
 import itertools
@@ -105,7 +105,7 @@ def train(ctx: TrainCtx, loader: DataLoader) -> None:
 
 
 def compare(ctx: TrainCtx) -> tuple[int, list[str]]:
-    """Compare every row with what the data says; return how many there are, and what is wrong."""
+    """Compare every row with the data; return the number of rows, and the problem."""
     wrong, checked = [], 0
     ranks, poison = env.get_world_size(), PLAN["poison"]
     left_out = [] if poison is None else [poison // ranks * ranks + rank for rank in range(ranks)]
@@ -155,7 +155,7 @@ def main() -> None:
             raise SystemExit(75)
         if env.get_rank() == 0:
             write(ctx, checkpoints.skipped, *((0, []) if bits else compare(ctx)))
-        distributed.agree(True)  # nobody leaves before
+        distributed.agree(True)  # no rank leaves before
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A TCP proxy between two parts of a job, which a fault can slow down, hold up or reset, and one that knows NATS."""
+"""A TCP proxy between two parts of a job, which a fault can slow down, block or reset, and one that parses NATS."""
 
 import contextlib
 import queue
@@ -39,12 +39,12 @@ class Link:
         threading.Thread(target=self._accept, name=f"link {near[1]}", daemon=True).start()
 
     def hold(self, *ways: Way) -> None:
-        """Pass nothing on in these directions until :meth:`heal`, and tell nobody."""
+        """Silently forward nothing in these directions until :meth:`heal`."""
         with self._changed:
             self._held |= set(ways)
 
     def heal(self) -> None:
-        """Pass on again, first what was held."""
+        """Forward again, held data first."""
         with self._changed:
             self._held.clear()
             self._changed.notify_all()
@@ -53,14 +53,14 @@ class Link:
         """End every connection there is now by RST."""
         with self._changed:
             for each in self._open:
-                with contextlib.suppress(OSError):  # it has ended by itself
+                with contextlib.suppress(OSError):  # it has ended on its own
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     each.shutdown(socket.SHUT_RD)  # wakes its reader, which would keep it open, and sends no FIN
                 each.close()
             self._open.clear()
 
     def close(self) -> None:
-        """Listen no more, and end every connection."""
+        """Close the listener and every connection."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -75,7 +75,7 @@ class Link:
                 return
             try:
                 far = socket.create_connection(self.far)
-            except OSError:  # nobody listens there now
+            except OSError:  # no process listens there now
                 near.close()
                 continue
             for each in (near, far):
@@ -117,12 +117,12 @@ class Link:
 
 
 class NatsLink(Link):
-    """Stands in front of NATS, and may lose what it delivers, deliver it twice, or one message behind the next.
+    """A proxy of NATS that may lose messages, deliver them twice, or swap a message with the next one.
 
     Attributes:
         lost: Messages that were not delivered.
         twice: Messages that were delivered twice.
-        late: Messages that came behind a later one.
+        late: The number of messages that were delivered after a later one.
     """
 
     def __init__(self, near: tuple[str, int], far: tuple[str, int]) -> None:

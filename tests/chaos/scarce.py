@@ -71,7 +71,7 @@ def starved(job: Job, rng: random.Random) -> None:
 
 
 def descriptors(job: Job, rng: random.Random) -> None:
-    """A part may open two more files, all its connections are new, and strangers are there first."""
+    """A part may open two more files, all its connections are new, and unauthenticated peers connect first."""
     for kind in ("server", "middleware"):
         further(job, rng.randrange(20, 60))
         name = f"{kind}-{rng.randrange(2)}"
@@ -90,7 +90,7 @@ def descriptors(job: Job, rng: random.Random) -> None:
 
 
 def clocks(job: Job, rng: random.Random) -> None:
-    """The clocks of all parts are up to two hours apart, and jump, while parts are killed and come back."""
+    """The clocks of all parts are skewed by up to two hours, and jump, while parts are killed and restarted."""
     some_step(job, rng)
     for name in [name for name in job.parts if name != "nats"]:
         job.note_fault()
@@ -98,7 +98,7 @@ def clocks(job: Job, rng: random.Random) -> None:
         further(job, 10)
     for kind in ("server", "middleware"):
         name = f"{kind}-{rng.randrange(2)}"
-        job.set_clock(name, -_HOUR_S)  # what comes back is older, by its clock, than what it replaces
+        job.set_clock(name, -_HOUR_S)  # a restarted part is older, by its clock, than the one it replaces
         job.kill(name)
         job.recover()
         further(job, 10)

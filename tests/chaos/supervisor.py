@@ -1,7 +1,7 @@
 """A ledger run with everything it needs, kept alive: by ``Job`` the way a container engine does it.
 
-``Job`` starts NATS, servers, middlewares, a data-compose and the trainers as processes. What was killed is started
-again, and so is a trainer or a data-compose that ends with 75; any other end fails. Who waits for something waits with
+``Job`` starts NATS, servers, middlewares, a data-compose and the trainers as processes. A killed part is restarted, as
+is a trainer or a data-compose that exits with 75; any other end fails. Who waits for something waits with
 :meth:`Run.wait`, which looks after the parts meanwhile. ``containers.py`` has the same run in containers.
 """
 
@@ -56,7 +56,7 @@ def clock_library() -> Path | None:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the run itself found when it compared its rows."""
+    """The result of the run's own comparison of its rows."""
 
     rows_checked: int
     rows_wrong: int
@@ -75,7 +75,7 @@ class Run(ABC):
         furthest: The highest step of rank 0.
         injected: Faults so far.
         recovered: Those after which training was seen to come further than before.
-        late: Those so close to the end that no step could be seen to come behind them.
+        late: Those so close to the end that no step could be observed after them.
         longest_pause_s: The longest time between two steps of rank 0.
         first_step_s: The time from the start of the trainers to the first step.
     """
@@ -189,9 +189,9 @@ class Run(ABC):
     # --- the end
 
     def finish(self, timeout: float = 90.0) -> Ledger:
-        """Wait for the end of the run and return what it found."""
+        """Wait for the end of the run and return its result."""
         self.wait("the end of the run", lambda: self.finished, timeout)
-        self.look_after()  # the last steps were written behind the last look
+        self.look_after()  # the last steps were written after the last read
         self.late = sum(mark + UNDER_WAY >= self.plan["steps"] for mark in self._marks)
         return Ledger(**json.loads(self.ledger_file.read_text()))
 
@@ -209,7 +209,7 @@ class Job(Run):
         replicas: Trainer replicas that share the ranks.
         links: Put a :class:`Link` in front of every server and middleware.
         disk: Bytes of a file system of its own for the checkpoints; 0 leaves them where they are. Needs root.
-        twice: A batch that data-compose sends in place of the one behind it as well.
+        twice: A batch that data-compose also sends in place of the one after it.
         link_nats: Put a :class:`NatsLink` in front of NATS.
         clocks: Give each part, but NATS, a clock of its own: :meth:`set_clock`.
     """

@@ -57,7 +57,7 @@ def test_a_recovery_is_one_that_was_seen(make_stack: MakeStack, monkeypatch: pyt
     (job.stack.folder / "ledger" / "ledger.json").write_text(
         json.dumps(dataclasses.asdict(Ledger(1, 0, [], 60, -60.0)))
     )
-    for step in (20, 55):  # nothing is seen to come behind the first; nothing can come behind the second
+    for step in (20, 55):  # no step was observed after the first; no step can follow the second
         job.furthest = step
         job.note_fault()
     job.finish()

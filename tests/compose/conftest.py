@@ -1,4 +1,4 @@
-"""Tests on a real Docker engine. Each project has a name of its own, and nothing of it is left behind."""
+"""Tests on a real Docker engine. Each project has a unique name, and is removed completely."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in tests/compose. Its time-out is that of a whole training run; building has one of its own."""
+    """Mark the tests in tests/compose. Its time-out is that of a whole training run; building has one of its own."""
     for item in items:
         if "compose" in item.path.parts:
             item.add_marker("docker")
@@ -136,7 +136,7 @@ class Project:
         return [code for _, code in self.states(service)]
 
     def read(self, volume: str, command: str) -> str:
-        """Return what a shell command prints in a folder, which is one of the project's volumes."""
+        """Return the output of a shell command in a folder, which is one of the project's volumes."""
         mounted = f"{self.name}_{volume}:/{volume}:ro"
         options = ["--rm", "--network", "none", "--volume", mounted, "--workdir", f"/{volume}"]
         return docker("run", *options, BASE, "sh", "-euc", command).stdout

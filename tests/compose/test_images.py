@@ -1,4 +1,4 @@
-"""The images: what is in them, what is not, and what building them is given."""
+"""The images: their content, and the inputs of their build."""
 
 import hashlib
 import json

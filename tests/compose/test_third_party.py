@@ -74,7 +74,7 @@ def test_one_package_gives_both_binaries(clone: Path) -> None:
 
 
 def built() -> set[str]:
-    """Return the names of what the development image's cargo has built for debugging."""
+    """Return the names of the debug builds of the development image's cargo."""
     volume = f"{PROJECT['COMPOSE_PROJECT_NAME']}_target:/opt/target"
     return set(docker("run", "--rm", "--volume", volume, "persia/dev:dev", "ls", "/opt/target/debug").stdout.split())
 

@@ -18,7 +18,7 @@ def missing() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip them, or end at once where they were asked for."""
+    """Skip them, or fail immediately if they were requested."""
     mine = [item for item in items if "gpu" in item.path.parts]
     reason = missing()
     if not mine or not reason:

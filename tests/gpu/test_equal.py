@@ -1,4 +1,4 @@
-"""A CUDA device gives what the CPU gives: vectors, gradients, rows, skipped steps, checkpoints."""
+"""A CUDA device gives the same results as the CPU: vectors, gradients, rows, skipped steps, checkpoints."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a CUDA device costs: memory that does not grow, and one wait in a step."""
+"""The costs of a CUDA device: memory that does not grow, and one wait in a step."""
 
 import pytest
 import torch

@@ -61,7 +61,7 @@ def barrier() -> None:
 
 
 def read(tables: EmbeddingCollection) -> dict[str, torch.Tensor]:
-    """Return the rows of all ids, behind every push of this rank."""
+    """Return the rows of all ids, after every push of this rank."""
     with torch.no_grad():
         found: dict[str, torch.Tensor] = tables({"a": torch.arange(IDS), "b": torch.arange(IDS)})
     return found
@@ -97,7 +97,7 @@ class Loop:
             self.optimizer.zero_grad()
 
     def before(self, number: int) -> None:
-        """Do what the plan wants before a step."""
+        """Execute the plan's actions before a step."""
         if due("refused", number):
             with contextlib.suppress(DataError):
                 self.tables({"a": np.arange(MANY, dtype=np.uint64), "b": np.arange(MANY, dtype=np.uint64)})
@@ -130,7 +130,7 @@ class Loop:
             if RANK == WORLD - 1:
                 del os.environ["PERSIA_CKPT_DIR"]
             self.tables.load(folder)
-        self.train(STEPS + 1, STEPS + 2)  # and they go on in the same loop
+        self.train(STEPS + 1, STEPS + 2)  # and they continue in the same loop
         loaded = self.tables.load(folder)
         self.model.load_state_dict(loaded.state("model.pt"))
         for name, rows in read(self.tables).items():
@@ -141,7 +141,7 @@ class Loop:
         self.apply()
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, first[name]), name
-        with fails(CheckpointError, "nothing"):  # on every rank, and they go on
+        with fails(CheckpointError, "nothing"):  # on every rank, and they continue
             self.tables.load(str(Path(folder) / "nothing"))
 
 

@@ -1,4 +1,4 @@
-"""What a rank runs in the tests of several ranks; a JSON text in its argument says what happens.
+"""The script of a rank in the tests of several ranks; its argument is a plan in JSON.
 
 Every rank trains on its part of the same global batches. At the end rank 0 writes the rows of all ids and the model's
 weights to ``out``.
@@ -69,7 +69,7 @@ class StatefulPart(Part):
         return {"next": self.next}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue behind them."""
+        """Continue after them."""
         self.next = state_dict["next"]
 
 
@@ -117,7 +117,7 @@ def due(event: str, step: int) -> bool:
 
 
 def before(step: int) -> None:
-    """Do what the plan wants before a step."""
+    """Execute the plan's actions before a step."""
     if due("kill", step):
         os.kill(os.getpid(), signal.SIGKILL)
     if due("raise", step):

@@ -46,7 +46,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def start(binary: str, *arguments: object, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a binary that is to end by itself."""
+    """Run a binary that ends on its own."""
     return subprocess.run(
         [resolve_binary_execute_path(binary), *map(str, arguments)],
         env={**os.environ, "LOG_FORMAT": "text", **(env or {})},
@@ -58,7 +58,7 @@ def start(binary: str, *arguments: object, env: Mapping[str, str] | None = None)
 
 
 def train(stack: Stack, script: Path, **env: str) -> "subprocess.CompletedProcess[str]":
-    """Run one rank of a script that is to end by itself."""
+    """Run one rank of a script that ends on its own."""
     words = ["-m", "persia.launch.cli", "nn-worker", str(script)]
     part = stack.python("trainer", *words, env={"PERSIA_START_TIMEOUT": "5", **env})
     code = part.wait()

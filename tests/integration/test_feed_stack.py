@@ -69,7 +69,7 @@ def test_uneven_data_stops_all_ranks_together_and_says_so(pair: Stack) -> None:
 
 @pytest.mark.parametrize("reproducible", [0, 1])
 def test_uneven_data_of_reproducible_runs_too(pair: Stack, reproducible: int) -> None:
-    """Ranks that take turns at the servers agree before a look-up that nobody would answer."""
+    """Ranks that take turns at the servers agree before a look-up that would not be answered."""
     send(pair, 0, 2, BATCHES=31)
     send(pair, 1, 2, BATCHES=8)
     trainer = train(pair, ranks=2, REPRODUCIBLE=reproducible, EMBEDDING_STALENESS=1)
@@ -142,7 +142,7 @@ def test_a_data_script_without_a_context_is_an_error(pair: Stack, tmp_path: Path
 
 
 def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: Stack, tmp_path: Path) -> None:
-    """The script lingers behind its context until the next run waits."""
+    """The script continues after its context until the next run waits."""
     go = tmp_path / "go"
     linger = (
         "if ctx_generation == 1:\n    from waiting import wait_until\n"
@@ -186,7 +186,7 @@ def test_data_compose_outlives_nats(pair: Stack) -> None:
 
 
 def test_a_resumed_job_equals_one_that_was_not_interrupted(pair: Stack) -> None:
-    """Two ranks, two replicas of unequal length: the position of rank 0 is everybody's."""
+    """Two ranks, two replicas of unequal length: all ranks use the position of rank 0."""
     common: dict[str, object] = {"REPRODUCIBLE": 1, "EMBEDDING_STALENESS": 1}
     checkpoint = pair.folder / "checkpoints" / "middle"
     results = []

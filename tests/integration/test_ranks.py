@@ -241,7 +241,7 @@ def test_uneven_data_stops_all_ranks_together(make_stack: MakeStack) -> None:
 
 @pytest.mark.parametrize("everybody", [True, False])
 def test_checkpoints_need_no_other_rank(make_stack: MakeStack, tmp_path: Path, everybody: bool) -> None:
-    """Saved and loaded by rank 0 alone or by all; the run goes on with rows, model and step of the checkpoint."""
+    """Saved and loaded by rank 0 only or by all; the run continues with rows, model and step of the checkpoint."""
     stack = make_stack(servers=2)
     folder = Path(stack.settings["PERSIA_CKPT_DIR"]) / "first"
     dump = {"dir": folder.name, "all": everybody}  # below PERSIA_CKPT_DIR
@@ -309,7 +309,7 @@ def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path
     second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_EMBEDDING_CONFIG": str(other)})
     assert first.wait(180) == 2, first.output
     first.says("the ranks have different slots: those of rank 1 differ from rank 0's")
-    # It finds the same, or that rank 0 is gone, whichever it hears first.
+    # It reports the same, or that rank 0 is lost, whichever it notices first.
     assert second.wait(180) in {2, 75}, second.output
 
 
@@ -429,7 +429,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     assert found is not None and all(int(number) > 0 for number in found.groups()), during.output
     (tmp_path / "until").touch()
     assert trainer.wait() == 0, trainer.output
-    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # also when nobody trains, on any rank
+    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # also when no rank trains
         env = {"RANK": str(number), "WORLD_SIZE": "2"}
         refused = stack.python(change, "-m", "persia.launch.rank_main", observer, change, env=env)
         assert refused.wait() == 2, refused.output

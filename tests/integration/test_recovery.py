@@ -1,4 +1,4 @@
-"""Runs of several ranks that are interrupted and go on from their newest save, judged by the ledger of tests/chaos."""
+"""Runs of several ranks that are interrupted and resume from their newest save, checked by tests/chaos's ledger."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
 def test_sigterm_in_an_evaluation_lets_all_save_what_was_trained(
     ledger: Stack, where: str, evaluating: list[int], victims: list[int]
 ) -> None:
-    """It would take for ever; the ranks leave long before anybody kills them."""
+    """The evaluation never ends; the ranks leave long before they would be killed."""
     parts = nodes(ledger, evaluate={"where": where, "step": 12, "ranks": evaluating})
     for rank in evaluating:
         parts[rank].says(f"evaluating on rank {rank}")
@@ -108,7 +108,7 @@ def test_sigterm_before_the_first_step_ends_all(ledger: Stack) -> None:
 
 
 def test_ranks_agree_on_the_next_save_after_a_load_by_hand(ledger: Stack) -> None:
-    """Rank 0 loads a save that lies behind the newest."""
+    """Rank 0 loads a save that is older than the newest."""
     assert {part.wait() for part in nodes(ledger, every=8, leave_behind_loop=True)} == {75}
     parts = nodes(ledger, every=8, load="step-56")
     assert [part.wait() for part in parts] == [0, 0], parts[0].output

@@ -1,4 +1,4 @@
-"""``persia status``: what it finds, what it misses, and how it ends."""
+"""``persia status``: the processes it finds, those it misses, and its exit code."""
 
 import json
 import os

@@ -49,7 +49,7 @@ distributed.report({"rows": rows})
 
 
 class Up:
-    """A running ``persia up``, and what it wrote."""
+    """A running ``persia up``, and its output."""
 
     def __init__(self, folder: Path, config: str, env: Mapping[str, str]) -> None:
         (folder / "job.yml").write_text(config)

@@ -46,7 +46,7 @@ class Ranks:
         self.begin(generation, job)
 
     def begin(self, generation: int, job: str = JOB) -> None:
-        """Be a new run; the ranks of the last one are gone without a word."""
+        """Act as a new run; the ranks of the last one have ended without a message."""
         self.kill()
         self.servers = [feed_server.serve(job, host="127.0.0.1") for _ in range(self.count)]
         for rank, server in enumerate(self.servers):
@@ -96,7 +96,7 @@ def connect(ranks: Ranks, index: int = 0, size: int = 1, *, job: str = JOB, star
 def sending(
     ranks: Ranks, count: int, index: int = 0, size: int = 1, *, first: int = 0, changed: int | None = None
 ) -> Iterator[tuple[threading.Thread, list[BaseException], list[int]]]:
-    """A replica that sends ``count`` batches from a thread; what ended it early, and what it has sent.
+    """A replica that sends ``count`` batches from a thread; it records the batches sent and an early end.
 
     The batch ``changed`` is another one than otherwise.
     """

@@ -25,7 +25,7 @@ def places(text: str) -> list[tuple[str, Path]]:
 
 
 def missing(named: list[tuple[str, Path]]) -> list[str]:
-    """Return what is not defined in the file that is named."""
+    """Return the names that are not defined in the file given for them."""
     gone = []
     for name, file in named:
         last = re.split(r"::|\.", name)[-1]

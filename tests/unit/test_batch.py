@@ -1,4 +1,4 @@
-"""Batches: what is accepted, and that everything else is refused with its place."""
+"""Batches: valid ones are accepted, all others are refused with the place of the error."""
 
 import numpy as np
 import pytest

@@ -338,7 +338,7 @@ with make() as ctx:
 
 
 def test_kill_9_while_saving_leaves_a_whole_checkpoint(configure: Configure, tmp_path: Path) -> None:
-    """A trainer that saves at every step is killed at random moments; what is there always loads, and is recent."""
+    """A trainer that saves at every step is killed at random moments; its checkpoint always loads, and is recent."""
     configure(SLOTS)
     target = tmp_path / "ckpt"
     here = Path(__file__).parent

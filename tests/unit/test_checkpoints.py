@@ -1,4 +1,4 @@
-"""Runs that save themselves as they go on, and go on from there: here in the embedded mode."""
+"""Runs that save themselves while they train, and resume from their saves, in embedded mode."""
 
 import os
 import shutil
@@ -50,7 +50,7 @@ def test_a_run_goes_on_behind_its_newest_save_with_equal_bits(configure: Configu
     expected = whole(configure, tmp_path / "undisturbed")
     whole(configure, tmp_path / "run", steps=23)
     assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
-    torch.manual_seed(99)  # what the new process begins with does not matter
+    torch.manual_seed(99)  # the initial state of the new process does not matter
     configure(SLOTS)
     with make(seed=5, checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         assert ctx.step == 20
@@ -164,7 +164,7 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
 def test_training_goes_on_while_a_save_is_written(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written is the cut, whatever is trained meanwhile; the next save waits for it."""
+    """The files have the state of the cut, even if training continues; the next save waits for them."""
     expected = whole(configure, tmp_path / "undisturbed")
     write, trained = Save._write, threading.Event()
 
@@ -214,11 +214,11 @@ def test_a_dump_that_does_not_block(configure: Configure, tmp_path: Path, monkey
             with pytest.raises(StorageError, match="no space left"):
                 ask()
         assert everything(ctx) == expected  # nothing was cleared
-        ctx.clear_embeddings()  # it was told
+        ctx.clear_embeddings()  # the error was reported
 
 
 def test_the_save_of_a_step_that_was_passed_over_is_made_up_for(configure: Configure, tmp_path: Path) -> None:
-    """Behind a loop that was left at it, and a batch that was not trained on."""
+    """After a loop that was left at this step, and a batch that was not trained on."""
     configure(SLOTS)
     with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         loader = DataLoader(Batches(STEPS))

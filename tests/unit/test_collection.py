@@ -231,7 +231,7 @@ def test_more_forwards_than_the_staleness_are_refused() -> None:
         tables(features)
     del second
     gc.collect()
-    third = tables(features)  # what is dropped needs no backward
+    third = tables(features)  # a dropped forward needs no backward
     (first["a"].sum() + third["a"].sum()).backward()
     tables(features)
 

@@ -43,7 +43,7 @@ class Server:
         return found[1] if found else None
 
     def empty(self) -> None:
-        """Begin anew, with one bucket."""
+        """Start over with one bucket."""
         with contextlib.closing(http.client.HTTPConnection(self.address.removeprefix("http://"))) as connection:
             for method, path in (("POST", "/moto-api/reset"), ("PUT", "/bucket")):
                 connection.request(method, path)
@@ -78,7 +78,7 @@ def objects(url: str = URL) -> list[str]:
 
 
 def checkpoint(configure: Configure, folder: Path, seed: int = 1) -> Path:
-    whole(configure, folder, steps=11, seed=seed)  # one further: a save is made behind the body of the loop
+    whole(configure, folder, steps=11, seed=seed)  # one more: a save follows the body of the loop
     return folder / "step-10"
 
 
@@ -222,7 +222,7 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
         pytest.raises(StorageError, match=f"{URL}/not listed: Generic S3 error: .*127.0.0.1:1/"),
         make(checkpoints=Checkpoints(tmp_path / "other", upload_to=URL)),
     ):
-        pass  # nobody knows whether there is a save to go on from
+        pass  # whether there is a save to resume from is unknown
 
 
 def test_the_command_copies_there_and_back(configure: Configure, tmp_path: Path) -> None:

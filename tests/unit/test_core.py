@@ -1,4 +1,4 @@
-"""The compiled module: what it says of itself, its stubs, and a stale one."""
+"""The compiled module: its build information, its stubs, and a stale one."""
 
 import os
 import shutil

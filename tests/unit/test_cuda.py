@@ -1,4 +1,4 @@
-"""CUDA devices where there is none are refused with what to do; what a loop does for one is played on the CPU."""
+"""Without a CUDA device one is refused, with instructions; the loop's work for a device is simulated on the CPU."""
 
 import contextlib
 import logging
@@ -173,7 +173,7 @@ def test_the_scale_stops_growing_and_goes_on_from_a_checkpoint(configure: Config
 
 
 class OnDevice:
-    """What the training loop sees of a batch whose vectors are on a device; the device is played by the CPU."""
+    """A batch whose vectors are on a device, as the training loop uses it; the CPU simulates the device."""
 
     device_id, slots, step = 0, ("a", "b"), 7
 
@@ -331,7 +331,7 @@ def test_tensors_are_handed_over_on_their_own_device(monkeypatch: pytest.MonkeyP
 
 
 class Played:
-    """A device for contexts, played by the CPU; notes what is done with it."""
+    """A device for contexts, simulated on the CPU; it records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[object] = []

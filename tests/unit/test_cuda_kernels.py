@@ -1,4 +1,4 @@
-"""The PTX of the CUDA kernels: what is committed is what the source gives, and the source suits newer compilers."""
+"""The PTX of the CUDA kernels: the committed file matches the source, and newer compilers accept the source."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Batches at which training fails each time: written down, and left out where that is wanted. In the embedded mode."""
+"""Batches at which training always fails: recorded, and skipped if that is configured. In the embedded mode."""
 
 import contextlib
 import json
@@ -106,7 +106,7 @@ def record(folder: Path, step: int = BAD + 1) -> dict[str, Any]:
 
 
 def without(batch: int) -> bytes:
-    """Return what a run comes to whose loop passes this batch over."""
+    """Return the result of a run whose loop skips this batch."""
     with make() as ctx:
         for each in DataLoader(Batches(STEPS, ids=20), reproducible=True):
             if each.step != batch + 1:
@@ -280,7 +280,7 @@ def test_the_end_is_behind_a_batch_that_is_left_out(folder: Path) -> None:
 def test_a_batch_is_left_out_with_that_of_another_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not because it has failed itself, less often; where theirs is another one now, nothing is left out."""
+    """And not because it has failed itself, less often; if their batch has changed, nothing is skipped."""
     fail(2, folder, Marked)
     theirs = True
 
@@ -326,7 +326,7 @@ def test_another_batch_of_that_step_is_trained(folder: Path, caplog: pytest.LogC
 
 
 class Repaired(Marked):
-    """The same, but for what is wrong with the batch; its place is the same."""
+    """The same batch without its defect, at the same position."""
 
     def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
         if number != self.bad:

@@ -1,4 +1,4 @@
-"""Saves that fail or take long: what is tried again, what is told, and what is left behind."""
+"""Saves that fail or take long: their retries, their reports, and the files that remain."""
 
 import contextlib
 import itertools
@@ -59,7 +59,7 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
             step(ctx, batch)
         assert everything(ctx) == expected
     assert checkpoints.failed == 1
-    # Of step 10, or of one soon after: a save that failed is made again behind the step that is trained by then.
+    # Of step 10, or of one soon after: a failed save is retried at a later step boundary.
     assert re.search(r"checkpoint of step 1\d given up, training continues: no space left", caplog.text)
     latest, saved, end = names(tmp_path / "run")
     assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
@@ -68,14 +68,14 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
 def test_a_folder_that_takes_no_saves_is_told_before_training(configure: Configure) -> None:
     configure(SLOTS)
     told = rf"Checkpoint storage validation failed: .*/proc: user {os.geteuid()} cannot write here: .*; the directory"
-    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # whoever this test runs as
+    with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # for any user
         pytest.fail("training began")
 
 
 def test_a_dump_that_failed_does_not_end_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged where it fails, and told where somebody asks for it: here, at the end of the context."""
+    """The error is logged when it occurs, and raised at the next wait: here, at the end of the context."""
     write = Save._write
 
     def refuse(self: Save) -> None:

@@ -175,7 +175,7 @@ def test_a_raw_feature_is_its_first_rows_and_a_mask(configure: Configure, caplog
 
 
 def test_a_hash_stack_shares_few_rows_among_many_ids(configure: Configure) -> None:
-    """Equal to torch on the rows of the buckets, told apart by looking each id up alone."""
+    """Equal to torch on the rows of the buckets, which are identified by looking each id up alone."""
     configure("a: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 40}}")
     ids = [np.array([i], np.uint64) for i in range(5000)]
     with context() as ctx:

@@ -136,7 +136,7 @@ def test_a_replica_that_was_killed_comes_back_without_loss_or_repetition(ranks: 
 
 
 def test_a_lost_connection_is_mended(ranks: MakeRanks, replay_warnings: ReplayWarnings) -> None:
-    """Through a proxy that cuts the connection: what was under way is sent again."""
+    """Through a proxy that cuts the connection: batches in flight are sent again."""
     run = ranks(1, buffer=5)
     with Relay(run.servers[0].address) as relay:
         run.find = lambda: [{"index": "0", "replicas": "1", "address": relay.address, "started": ""}]  # type: ignore[method-assign]
@@ -169,7 +169,7 @@ def test_a_new_generation_restarts_the_script(ranks: MakeRanks) -> None:
 def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 ends, because rank 1 is not there, and both are started again: rank 0 gets its batches, too."""
+    """Rank 0 ends, because rank 1 is missing, and both are restarted: rank 0 gets its batches, too."""
     monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
     caplog.set_level(logging.INFO, "persia.feed")
     run = ranks(2)

@@ -1,4 +1,4 @@
-"""The committed Python code of the protocol is what the proto files say."""
+"""The committed Python code of the protocol matches the proto files."""
 
 import subprocess
 import sys

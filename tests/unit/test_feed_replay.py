@@ -1,4 +1,4 @@
-"""What a script that starts again, or a run that is resumed, sends again, leaves out, and tells of."""
+"""The batches that a restarted script or a resumed run sends again or skips, and the warnings."""
 
 import os
 import subprocess

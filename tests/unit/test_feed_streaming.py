@@ -83,7 +83,7 @@ def test_batches_wait_in_the_script_while_training_is_behind(script: Script, tmp
             output, labels = ctx.forward(batch)
             ctx.backward(loss_fn(output, labels[0]))
             sent = len(log.read_text().splitlines())
-            assert sent <= taken + 20  # the buffer, the pipeline's and what is looked up ahead
+            assert sent <= taken + 20  # the buffer, the pipeline's, and the batches looked up ahead
             if taken == 40:
                 break
         assert len(log.read_text().splitlines()) < 70
@@ -157,7 +157,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
     old: bool,
     warnings: int,
 ) -> None:
-    """And goes on, also from an ``old`` checkpoint, which says nothing of the batches."""
+    """And resumes, also from an ``old`` checkpoint, which has no digests of the batches."""
 
     def sends(changed: int | None) -> None:
         script(f"""
@@ -283,7 +283,7 @@ def test_a_generator_around_a_data_context_that_is_closed_ends_its_data(script: 
 
 
 class Sender:
-    """What a ``DataCtx`` sends through, to trainers that want no more."""
+    """The sender of a ``DataCtx``, to trainers that want no more batches."""
 
     rank_0 = ""
     closed = False

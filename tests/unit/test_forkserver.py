@@ -147,7 +147,7 @@ def test_a_fork_ends_as_a_new_process_does(
 
 
 def test_signals_reach_a_fork_and_its_group() -> None:
-    # Two processes share one pipe: each writes its line at once, which `print` without a buffer does not.
+    # Two processes share one pipe: each writes its line in one call, which `print` without a buffer does not.
     part = python("-c", "import os, time\nos.fork()\nos.write(1, b'process: %d\\n' % os.getpid())\ntime.sleep(60)")
     first, second = pids(part, 2)
     part.process.signal(signal.SIGSTOP)

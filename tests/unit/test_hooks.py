@@ -8,7 +8,7 @@ from persia.loop.hooks import Hooks
 
 
 class Recorder:
-    """Notes what it is called for."""
+    """Records its calls."""
 
     def __init__(self, name: str, called: list[str], fails: bool = False) -> None:
         self.name, self.called, self.fails = name, called, fails

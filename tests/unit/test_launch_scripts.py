@@ -30,7 +30,7 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.fixture
 def packaged(tmp_path: Path) -> Path:
-    """A folder of binaries that stand for the packaged ones and say what they see."""
+    """A folder of binaries that replace the packaged ones and print their environment."""
     folder = tmp_path / "packaged"
     for name in (SERVER, MIDDLEWARE):
         script(

@@ -93,7 +93,7 @@ class Numbered(Batches):
 
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_no_batch_is_lost_when_a_loop_is_left_early(configure: Configure, reproducible: bool) -> None:
-    """What was read ahead and not trained on comes again."""
+    """Batches that were read ahead and not trained on are yielded again."""
     configure(SLOTS)
     trained = []
     with make() as ctx:
@@ -154,7 +154,7 @@ def test_nested_contexts_leave_the_outer_ones_settings(configure: Configure) -> 
 
 
 def test_a_loop_is_not_disturbed_from_inside(configure: Configure, tmp_path: Path) -> None:
-    """A second loop, other settings or a load inside a loop are refused, and the loop goes on."""
+    """A second loop, other settings or a load inside a loop are refused, and the loop continues."""
     configure(SLOTS)
     with make() as ctx:
         train(ctx, DataLoader(Batches(2)))
@@ -176,7 +176,7 @@ def test_a_loop_is_not_disturbed_from_inside(configure: Configure, tmp_path: Pat
 
 
 def test_a_generator_around_a_context_may_be_closed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has failed then: what was pushed is waited for, and no rank or data script is told of an error."""
+    """This is not a failure: pushes are awaited, and no error is reported to ranks or data scripts."""
     configure(SLOTS)
     ends: list[BaseException | None] = []
     close = LocalBackend.close

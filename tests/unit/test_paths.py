@@ -1,4 +1,4 @@
-"""PersiaML's import paths, and the lists that stand in one place: exit codes and settings."""
+"""PersiaML's import paths, and the single lists of exit codes and settings."""
 
 import importlib
 import subprocess

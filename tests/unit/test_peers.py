@@ -1,4 +1,4 @@
-"""Ranks in touch with each other: agreement, names of those that are gone, and refusals."""
+"""Connected ranks: agreement, names of lost ranks, and refusals."""
 
 import io
 import json
@@ -306,7 +306,7 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
 
 
 def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while rank 0 waits for ranks nor behind that; of too many, those that came first are closed."""
+    """Neither while rank 0 waits for ranks nor afterwards; of too many, the oldest are closed."""
     monkeypatch.setattr(handshake, "INTRODUCTION_S", 10 * LONG)
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
@@ -370,7 +370,7 @@ def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
 
 
 def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
-    """Neither while it waits for ranks nor behind that."""
+    """Neither while it waits for ranks nor afterwards."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     lines = [b"[" * 10_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
@@ -388,7 +388,7 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
     right = handshake.join(address, me(1), LONG)
     alone = first.result(LONG)
     annoy()
-    with pytest.raises(UsageError, match="pid 101 on here"):  # there is still somebody who says so
+    with pytest.raises(UsageError, match="pid 101 on here"):  # another rank can still report it
         handshake.join(address, me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: their formulas, and that pushes follow them, resumed runs too."""
+"""Learning-rate schedules: their formulas, and the pushes of new and resumed runs."""
 
 import math
 from collections.abc import Callable

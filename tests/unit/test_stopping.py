@@ -128,7 +128,7 @@ def test_sigterm_outside_a_step_saves_what_was_trained(
     assert left.value.code == 75
     assert reached_the_end == (where == "last step")
     assert names(tmp_path / "run") == ["LATEST", f"step-{saved}"]
-    with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:  # nobody asked this one
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:  # this one was not asked to stop
         assert ctx.step == saved
         train(ctx, DataLoader(Batches(5), reproducible=True))
         assert ctx.step == 5

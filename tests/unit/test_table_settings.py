@@ -1,4 +1,4 @@
-"""What a slot says of its table, seen from training: dtype, rounding, optimizer, init, admission, ttl."""
+"""The settings of tables in slots, as training sees them: dtype, rounding, optimizer, init, admission, ttl."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The repository's own tools: what a machine lacks, which way dependencies point."""
+"""The repository's own tools: missing requirements of a machine, the direction of dependencies."""
 
 import importlib.util
 import os
@@ -42,7 +42,7 @@ def test_an_import_that_points_back_is_named(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], list[str]]:
-    """Return what the check of the layers finds in a package of these files."""
+    """Return the findings of the layer check in a package of these files."""
     layers = load("check_layers")
     monkeypatch.setattr(layers, "ROOT", tmp_path)
 

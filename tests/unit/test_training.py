@@ -123,7 +123,7 @@ def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str,
 
 @pytest.mark.stack
 def test_pushed_gradients_equal_finite_differences(configure: Configure) -> None:
-    """Rows set by the test, SGD with lr 1: what a step takes off each row is the loss's derivative."""
+    """Rows set by the test, SGD with lr 1: a step subtracts the loss's derivative from each row."""
     configure("a: {dim: 3}\nb: {dim: 3, sqrt_scaling: true}", groups="shared: [a, b]")
     a = [np.array(x, np.uint64) for x in ([1, 2], [3], [], [2, 2])]
     b = [np.array(x, np.uint64) for x in ([2], [], [4, 4, 1], [3])]

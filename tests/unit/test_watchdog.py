@@ -92,7 +92,7 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
 
 @pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(600)"])
 def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
-    """Where a script has replaced standard error, other ranks cannot be told, or telling them never ends."""
+    """Standard error is replaced by the script, other ranks are unreachable, or the report to them never ends."""
     script = f"""
 import sys
 import time

@@ -1,7 +1,7 @@
-"""Where the rows are: one interface, two ways to reach them.
+"""Access to the rows: one interface, two implementations.
 
 * :mod:`persia.backend.base`: the interface, :class:`~persia.backend.base.Backend`
 * :mod:`persia.backend.local`: the rows in this process (embedded mode)
-* :mod:`persia.backend.remote`: the rows on embedding servers, and several ranks
-* :mod:`persia.backend.agreement`: what those ranks agree on
+* :mod:`persia.backend.remote`: the rows on embedding servers, for one or several ranks
+* :mod:`persia.backend.agreement`: the agreements of these ranks
 """

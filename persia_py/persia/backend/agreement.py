@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on, over their control plane."""
+"""Agreements of the ranks of a run, over their control plane."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
     failed: Exception | None = None
     try:
         yield
-    except Exception as error:  # whatever it is, the others wait for the outcome
+    except Exception as error:  # any error: the other ranks wait for the outcome
         failed = error
     if peers is not None:
         mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT]]
@@ -36,7 +36,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective(peers: Peers | None) -> Iterator[None]:
-    """Around a collective of torch: a failure names the rank that is gone."""
+    """Enclose a collective of torch: the error of a failure names the lost rank."""
     try:
         with watchdog.collective():
             yield
@@ -49,7 +49,7 @@ def collective(peers: Peers | None) -> Iterator[None]:
 def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> str | None:
     """Return the first tensor with NaN or infinity on any rank.
 
-    One rank spoils what DDP averages on all ranks. What only one rank has comes first: it is the cause.
+    NaN on one rank makes DDP's averages NaN on all ranks. A tensor that is not averaged comes first: it is the cause.
     """
     found = peers.all_gather("gradients", None if mine is None else [mine.averaged, mine.text])
     offenders = [
@@ -62,12 +62,12 @@ def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> str | None:
 
 
 def check_same(given: list[dict[str, Any]]) -> None:
-    """Check that all ranks begin a loop with the same; every rank finds the same in what all have ``given``.
+    """Check that all ranks start a loop with equal settings; ``given`` has those of all ranks, so all find the same.
 
-    A value that is None or missing on one rank is compared on none.
+    A value that is None or missing on any rank is not compared.
 
     Raises:
-        UsageError: What differs, and on which ranks.
+        UsageError: Settings differ; the message names them and the ranks.
     """
     for name, first in given[0].items():
         values = [each.get(name) for each in given]

@@ -1,4 +1,4 @@
-"""Where the rows are, and how they are reached: the interface that nested contexts share."""
+"""The interface to the rows, which nested contexts share."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ _logger = get_logger("ctx")
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How rows start and are updated.
+    """The initialisation and the updates of rows.
 
     Attributes:
         optimizer: None while only evaluating.
@@ -39,11 +39,11 @@ class RowSettings:
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA device, and the type of the embedding tensors there.
+    """A CUDA device, and the dtype of the embedding tensors on it.
 
     Attributes:
-        number: As CUDA counts.
-        dtype: Of the embedding tensors: float32, float16 or bfloat16.
+        number: The device number of CUDA.
+        dtype: The dtype of the embedding tensors: float32, float16 or bfloat16.
     """
 
     number: int
@@ -70,8 +70,8 @@ class NonFiniteTensor:
     """The first tensor of a step that has NaN or infinity.
 
     Attributes:
-        text: Which, and where.
-        averaged: It was averaged over all ranks, so that it may come from another rank.
+        text: The tensor and the position.
+        averaged: It was averaged over all ranks, so the cause may be another rank.
     """
 
     text: str
@@ -79,22 +79,22 @@ class NonFiniteTensor:
 
 
 class BackgroundSave(Protocol):
-    """A save that another thread writes.
+    """A checkpoint that another thread writes.
 
     Attributes:
-        what: What messages call it.
-        error: What it failed with, which was logged; None while it has not.
+        what: Its name in messages.
+        error: The error of a failed write, which was logged; None otherwise.
     """
 
     what: str
     error: BaseException | None
 
     def wait(self, seconds: float = ...) -> bool:
-        """Return whether it has ended, after so many seconds at the latest."""
+        """Wait at most so many seconds, and return whether it has ended."""
 
 
 class Backend(ABC):
-    """One engine, shared by all nested contexts, and what differs between the embedded mode and servers.
+    """One engine, shared by all nested contexts. A subclass implements embedded mode or servers.
 
     Attributes:
         engine: The engine.
@@ -102,10 +102,10 @@ class Backend(ABC):
         row_settings: What the run's generation began with.
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
-        feed: What a :class:`persia.data.StreamingDataset` reads; None before one is opened.
-        activity: How many loops and evaluating look-ups have begun.
+        feed: The feed that a :class:`persia.data.StreamingDataset` reads; None before one is opened.
+        activity: The number of loops and look-ups for evaluation that have started.
         closed: The outermost context has ended.
-        gradient_scale: What every summed embedding gradient is multiplied by.
+        gradient_scale: The factor of every summed embedding gradient.
     """
 
     engine: Engine
@@ -133,13 +133,13 @@ class Backend(ABC):
         """Start a new generation of the run.
 
         Args:
-            optimizer: None keeps the one in force.
-            config: None keeps the one in force.
+            optimizer: None keeps the current one.
+            config: None keeps the current one.
             resume: Generation, step and seed of the checkpoint whose rows were just loaded.
 
         Raises:
-            UsageError: Inside the loop over a data loader, or the rows held do not fit the optimizer. Nothing has
-                changed then.
+            UsageError: Called inside a loop over a data loader, or the existing rows do not fit the optimizer. Nothing
+                has changed then.
         """
         self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
@@ -152,7 +152,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
-        """Have the rows' holders begin a generation."""
+        """Make the store or the servers begin a generation."""
 
     def _begin_rows(
         self, rows: RowSettings, after_generation: int, step: int, seed: int, *, fresh: bool = False
@@ -181,10 +181,10 @@ class Backend(ABC):
     def drain_all_ranks_between_loops(self) -> None:
         """Return when all pushes of the last training loop are applied.
 
-        Inside a loop it returns at once.
+        Inside a loop it returns immediately.
 
         Raises:
-            UnreachableError: A rank has not left its loop in time; it is named.
+            UnreachableError: A rank has not left its loop in time; the message names it.
         """
         if not self.engine.iterating:
             self.drain_all_ranks()
@@ -201,7 +201,7 @@ class Backend(ABC):
         """Return when no save is being written in the background any more.
 
         Raises:
-            StorageError: One could not be written, and that was not reported yet.
+            StorageError: A checkpoint could not be written, and this was not reported yet.
         """
         self.join_checkpoint_thread()
         unwritten, self._unwritten = self._unwritten, None
@@ -254,13 +254,13 @@ class Backend(ABC):
 
     @abstractmethod
     def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
-        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments.
+        """Start a training loop, in a new generation. Every rank calls this, with the same arguments.
 
         Args:
             staleness: K: a look-up may miss up to K - 1 updates.
             reproducible: Equal runs give equal bits.
-            buffer: Batches that wait for their look-up.
-            hooks: What ranks compare of the loop's hooks.
+            buffer: The number of batches that may wait for their look-up.
+            hooks: The identities of the loop's hooks, which ranks compare.
         """
 
     def broadcast(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -272,7 +272,7 @@ class Backend(ABC):
         return None
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
-        """End a training loop, whole or left early; ``together`` where all ranks end it in agreement."""
+        """End a training loop, complete or not; ``together`` if all ranks end it in agreement."""
         del together
         pipeline.close()
 
@@ -300,7 +300,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around a collective of torch: a failure names the rank that is gone."""
+        """Enclose a collective of torch: the error of a failure names the lost rank."""
         yield
 
     @property
@@ -322,7 +322,7 @@ class Backend(ABC):
         del what
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
-        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
 
         Raises:
             UsageError: It is a URL.
@@ -335,9 +335,9 @@ class Backend(ABC):
         return Path(settings.checkpoint_root or "", directory)
 
     def wait_ready(self) -> None:
-        """Return when the rows' holders can be used."""
+        """Wait until the store or the servers can be used."""
         del self.engine.stats()["rows"]
 
     @abstractmethod
     def close(self, error: BaseException | None) -> None:
-        """End the engine's threads; ``error`` is what the outermost context was left with."""
+        """End the engine's threads; ``error`` is the exception that left the outermost context, if any."""

@@ -30,14 +30,14 @@ class LocalBackend(Backend):
         self._begin_rows(rows, after_generation, step, seed)
 
     def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
-        """Start a training loop, in a generation of its own."""
+        """Start a training loop, in a new generation."""
         del hooks
         self.activity += 1
         self.engine.renew(reproducible)
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the data script and the engine's threads, and give the rows' memory back."""
+        """End the data script and the engine's threads, and free the rows."""
         del error
         if self.feed is not None:
             self.feed.close()

@@ -42,15 +42,16 @@ class RemoteBackend(Backend):
     Args:
         trains: This process is a rank.
         device: The model's CUDA device, or None.
-        option: How the dense part is trained by several ranks; None is the default for the device.
+        option: How several ranks train the dense part; None means the default of the device.
         gradient_scale: ``mean`` divides embedding gradients by the number of ranks, as DDP does the dense ones;
             ``none`` sums them.
-        configuration: For :class:`Backend`.
+        configuration: As in :class:`Backend`.
         takes_batches: Data-compose may send batches to this rank.
 
     Raises:
-        UnreachableError: NATS, a server or another rank was not there in ``PERSIA_START_TIMEOUT`` seconds; it is named.
-        UsageError: An interface that does not exist, or a rank that is running already.
+        UnreachableError: NATS, a server or another rank did not answer within ``PERSIA_START_TIMEOUT`` seconds; the
+            message names it.
+        UsageError: The interface does not exist, or the rank is running already.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class RemoteBackend(Backend):
             self.feed = feed_server.serve(self._job, host=advertised_host(self._url))
             address = self.feed.address
         self._peers = run.peers()
-        if self._peers is not None:  # a second context of this process: the ranks know each other
+        if self._peers is not None:  # a second context of this process: the ranks are connected already
             self._announcement = self._place.announce(address, run.announced())
-            self._peers.note(self._peers.loops)  # also for a loop that was left open by the context before
+            self._peers.note(self._peers.loops)  # also for a loop that the previous context left open
         elif self.world_size == 1:
             self._announcement = self._place.announce(address, {})
         else:
@@ -125,7 +126,7 @@ class RemoteBackend(Backend):
             self._start_torch(store)
 
     def _start_torch(self, store: "Store") -> None:
-        """Start torch's process group, on the interface that this process is reached by."""
+        """Start torch's process group, on the interface of this process's address."""
         name = network.of_address(advertised_host(self._url))
         if name is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -212,7 +213,7 @@ class RemoteBackend(Backend):
         _logger.info("generation %d of job %s, rank %d of %d", generation, self._job, self.rank, self.world_size)
 
     def _observe(self, step: int) -> None:
-        """Join the generation that is current."""
+        """Join the current generation."""
         generation = self.engine.highest_generation()
         if generation == 0:
             raise UsageError(
@@ -227,7 +228,7 @@ class RemoteBackend(Backend):
         return self._peers is None
 
     def open_loop(self, staleness: int, reproducible: bool, buffer: int, *, hooks: str = "") -> Pipeline:
-        """Start a training loop, in a generation of its own. Every rank calls this, with the same arguments."""
+        """Start a training loop, in a new generation. Every rank calls this, with the same arguments."""
         self.activity += 1
         if self._peers is None:
             self.engine.renew(reproducible)
@@ -238,7 +239,7 @@ class RemoteBackend(Backend):
                 self.engine.drain()  # each rank comes with its pushes acknowledged
             agreement.check_same(self._peers.all_gather("start of a loop", {**own, **self._rate()}))
             generation = self.engine.renew(reproducible) if self.rank == 0 else 0
-            # A loop that was left may have taken a batch that was not trained on.
+            # A loop that was left early may have taken a batch without training on it.
             given = [generation, self.engine.step, self.trained_step, self._restored]
             generation, taken, trained, self._restored = self._peers.all_gather("generation", given)[0]
             if self.rank != 0:
@@ -258,13 +259,13 @@ class RemoteBackend(Backend):
         return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.fingerprint}
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
-        """End a training loop, whole or left early; rank 0 learns when this rank's pushes are applied.
+        """End a training loop, complete or not; rank 0 learns when this rank's pushes are applied.
 
-        Where all ranks end it ``together``, each returns when the pushes of all are applied: what it then evaluates or
-        saves does not depend on which rank was faster.
+        If all ranks end it ``together``, each returns when the pushes of all are applied, so that an evaluation or
+        checkpoint that follows does not depend on the speed of ranks.
 
         Raises:
-            PersiaError: Where all end it ``together``, the pushes of one rank cannot be applied; on all ranks.
+            PersiaError: On all ranks, if all end the loop ``together`` and the pushes of one rank cannot be applied.
         """
         pipeline.close()
         if self._peers is None:
@@ -275,7 +276,7 @@ class RemoteBackend(Backend):
             return
         try:
             self._note_loop(self._peers)
-        except PersiaError as error:  # the next use of the engine raises it again
+        except PersiaError as error:  # the next use of the engine raises this error
             _logger.warning("the training loop ends without its last pushes: %s", error)
 
     def _note_loop(self, others: control_plane.Peers) -> None:
@@ -295,7 +296,7 @@ class RemoteBackend(Backend):
         return None if self.rank == 0 else box[0]
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
-        """Look a batch up for evaluation, in the generation that is current by now."""
+        """Look a batch up for evaluation, in the current generation."""
         self.activity += 1
         try:
             return self.engine.lookup(batch, device_id)
@@ -320,7 +321,7 @@ class RemoteBackend(Backend):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Around a collective of torch: a failure names the rank that is gone."""
+        """Enclose a collective of torch: the error of a failure names the lost rank."""
         with agreement.collective(self._peers):
             yield
 
@@ -330,10 +331,10 @@ class RemoteBackend(Backend):
         return settings.rank == 0
 
     def check_alone(self, what: str) -> None:
-        """Refuse to drop rows under another process that trains.
+        """Refuse to drop rows while another process trains on them.
 
         Raises:
-            UsageError: Trainers of this job are there, and this process is not one of them.
+            UsageError: The job has running trainers, and this process is not one of them.
         """
         if self._trains or run.peers() is not None:
             return
@@ -359,7 +360,7 @@ class RemoteBackend(Backend):
         """Return the directory of a checkpoint, checked to be below ``PERSIA_CKPT_DIR``.
 
         Raises:
-            UsageError: It is not; the servers write there and nowhere else.
+            UsageError: The directory is elsewhere; servers write below ``PERSIA_CKPT_DIR`` only.
         """
         root = settings.checkpoint_root
         path = super().checkpoint_dir(directory).absolute()
@@ -372,14 +373,14 @@ class RemoteBackend(Backend):
         return path
 
     def wait_ready(self) -> None:
-        """Return when every server answers."""
+        """Wait until every server answers."""
         self.engine.wait_ready(settings.start_timeout)
 
     def close(self, error: BaseException | None) -> None:
-        """End the engine's threads, and let the other ranks and data-compose know.
+        """End the engine's threads, and report the end to the other ranks and to data-compose.
 
         Raises:
-            PersiaError: A push is not acknowledged: the run has not reached its end.
+            PersiaError: A push was not acknowledged, so the run is not finished.
         """
         engine: Engine | None = getattr(self, "engine", None)
         if error is None and engine is not None and engine.generation:

@@ -1,7 +1,7 @@
-"""Replicas of checkpoints in an object store: S3, stores that speak its protocol, and others that ``obstore`` knows.
+"""Replicas of checkpoints in an object store: S3 and compatible stores, and others that ``obstore`` supports.
 
 A checkpoint is written to the folder that ranks and servers share, and uploaded from there. The manifest is uploaded
-last, so that a replica with a manifest is whole; nothing is renamed.
+last, so a replica with a manifest is complete. Objects are never renamed.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ RETRY_S = 60
 
 @dataclass(frozen=True)
 class Replica:
-    """A whole checkpoint in an object store, by its manifest.
+    """A complete checkpoint in an object store, as its manifest describes it.
 
     Attributes:
-        name: Below the URL.
-        age: Generation and step it was cut at: the larger, the newer.
-        rows: Of all tables.
+        name: Its name below the URL.
+        age: Generation and step of its cut: the larger, the newer.
+        rows: The number of rows of all tables.
         size: Bytes of all files.
         created_at: When it was saved.
     """
@@ -57,15 +57,15 @@ class Replica:
 
 
 class ObjectStore:
-    """The checkpoints below a URL, each under a name of its own.
+    """The checkpoints below a URL, each under its own name.
 
     Args:
-        url: Such as ``s3://bucket/prefix``. Credentials, region and endpoint are those of the environment, by the names
-            that Amazon's own tools know (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``,
-            ``AWS_ENDPOINT_URL``); an endpoint that begins with ``http://`` is used as it is, without TLS.
+        url: Such as ``s3://bucket/prefix``. Credentials, region and endpoint come from the variables that Amazon's
+            tools read (``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_REGION``, ``AWS_ENDPOINT_URL``); an
+            endpoint that begins with ``http://`` is used without TLS.
 
     Raises:
-        ConfigError: No URL of an object store.
+        ConfigError: It is not the URL of an object store.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,7 +80,7 @@ class ObjectStore:
         from obstore.store import from_url
 
         options: dict[str, Any] = {}
-        if self.url.startswith(("s3://", "s3a://")):  # others take no options of a client
+        if self.url.startswith(("s3://", "s3a://")):  # other stores take no client options
             options["client_options"] = {"allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")}
             options["retry_config"] = {"retry_timeout": timedelta(seconds=RETRY_S)}
         try:
@@ -89,11 +89,11 @@ class ObjectStore:
             raise ConfigError(f"{self.url}: {_message(error)}; want a URL such as s3://bucket/prefix") from error
 
     def put(self, directory: Path, name: str) -> None:
-        """Upload the checkpoint in ``directory``; another one of that name is deleted first.
+        """Upload the checkpoint in ``directory``; an existing one of that name is deleted first.
 
         Raises:
-            CheckpointError: No checkpoint there.
-            StorageError: It cannot be uploaded; the next upload of that name, or :meth:`prune`, deletes the rest.
+            CheckpointError: There is no checkpoint.
+            StorageError: It cannot be uploaded; the next upload of that name, or :meth:`prune`, deletes the remains.
         """
         import obstore
 
@@ -115,10 +115,10 @@ class ObjectStore:
         obstore.put(self._store, key, path, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_A_TIME)
 
     def get(self, name: str, directory: Path) -> None:
-        """Fetch the checkpoint ``name`` into ``directory``, which must not exist, verified; whole or not at all.
+        """Fetch and verify the checkpoint ``name`` into ``directory``, which must not exist; a failure leaves nothing.
 
         Raises:
-            CheckpointError: No checkpoint of that name, or damaged: the file is named.
+            CheckpointError: There is none of that name, or it is damaged; the message names the file.
             StorageError: It cannot be fetched.
         """
         what = f"{name}: not fetched to {directory}"
@@ -126,7 +126,7 @@ class ObjectStore:
             raise StorageError(f"{self.url}/{what}: something is there already")
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # One level deeper: if this process is killed, what is left of it is no checkpoint.
+            # One level deeper: if this process is killed, the remains are not taken for a checkpoint.
             with tempfile.TemporaryDirectory(prefix=".copying-", dir=directory.parent) as unfinished:
                 self._get(name, Path(unfinished, directory.name))
                 Path(unfinished, directory.name).rename(directory)
@@ -154,7 +154,7 @@ class ObjectStore:
         try:
             content = obstore.get(self._store, key)
         except FileNotFoundError:
-            return  # verifying says which are missing
+            return  # the verification reports missing files
         with path.open("wb") as into:
             for piece in content.stream(min_chunk_size=PART_BYTES):
                 into.write(piece)
@@ -187,13 +187,13 @@ class ObjectStore:
         return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
 
     def prune(self, keep_last: int) -> list[str]:
-        """Delete all but the newest replicas, and what is left of uploads of saves before them that broke off.
+        """Delete all but the newest replicas, and the remains of failed uploads of earlier saves.
 
         Returns:
-            The names of the replicas deleted.
+            The names of the deleted replicas.
 
         Raises:
-            CheckpointError: The manifest of one is damaged: which are the newest is not known.
+            CheckpointError: A manifest is damaged, so that the newest replicas are unknown.
             StorageError: They cannot be listed or deleted.
         """
         whole = self.whole()
@@ -208,7 +208,7 @@ class ObjectStore:
         return old
 
     def _delete(self, name: str) -> None:
-        """The manifest first: what has one is whole."""
+        """The manifest first: a folder with a manifest counts as complete."""
         import obstore
 
         obstore.delete(self._store, f"{name}/{MANIFEST}")
@@ -229,7 +229,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Turn an error of the store into one that says where, and what did not happen."""
+        """Turn an error of the store into one that names the place and the failed operation."""
         from obstore import exceptions
 
         try:
@@ -246,11 +246,11 @@ class ObjectStore:
 
 
 def copy(source: str, destination: str) -> None:
-    """Copy a checkpoint from a folder to an object store or back: one of the two is a URL, with the replica's name.
+    """Copy a checkpoint from a folder to an object store or back: one argument is the URL of the replica.
 
     Raises:
-        ConfigError: Neither is one, or both are.
-        CheckpointError: No checkpoint there, or damaged: the file is named.
+        ConfigError: Neither argument is a URL, or both are.
+        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
         StorageError: It cannot be copied.
     """
     if is_url(source) == is_url(destination):
@@ -267,7 +267,7 @@ def copy(source: str, destination: str) -> None:
 
 
 def _all(work: Callable[[Path], None], paths: list[Path]) -> None:
-    """Do it with every file, several at a time; the first error is raised when those in progress have ended."""
+    """Call ``work`` for every file, several at a time; the first error is raised when those in progress have ended."""
     with ThreadPoolExecutor(FILES_AT_A_TIME) as threads:
         waiting = [threads.submit(work, path) for path in paths]
         try:
@@ -283,7 +283,7 @@ def _step(name: str) -> int | None:
 
 
 def _message(error: BaseException) -> str:
-    """Return a library's message without its debug part."""
+    """Return a library's message without its debug output."""
     return str(error).split("\n\nDebug source:", 1)[0].replace("\n", " ").strip()
 
 

@@ -1,4 +1,4 @@
-"""What a script wants of the checkpoints of its run: :class:`persia.ctx.Checkpoints`."""
+"""The options for the checkpoints of a run: :class:`persia.ctx.Checkpoints`."""
 
 import os
 from collections.abc import Mapping
@@ -18,50 +18,52 @@ STATE = "state.pt"
 
 
 class Checkpoints:
-    """Saves a run every so many steps, and resumes it from the newest save when it is started again.
+    """Saves a run every ``every`` steps, and resumes it from the newest save when it is restarted.
 
     For ``TrainCtx(checkpoints=...)``, on every rank. Each save is one consistent cut: all ranks are after the same
-    step, the pushes of all are applied and none is on its way. It holds what :meth:`TrainCtx.dump_checkpoint` saves,
-    and the random state of every rank. Training pauses for the cut alone: files are written while it continues.
+    step, all pushes are applied, and none is in flight. It holds what :meth:`TrainCtx.dump_checkpoint` saves, and the
+    random state of every rank. Training pauses only for the cut; files are written while it continues.
 
-    A save comes between two steps, after the body of the loop over a :class:`persia.data.DataLoader`, so that what the
-    body does after ``backward`` (a scheduler's step) is part of it. The end of the loop is saved too, and written
-    before the loop returns. After SIGTERM to any rank, all ranks save the run after the step they are at and leave with
-    exit code 75, from wherever they are in the context: the loop, an evaluation, or between two loops. Ctrl-C does the
-    same with exit code 130; a second Ctrl-C ends the process at once.
+    A run is saved between two steps, after the body of the loop over a :class:`persia.data.DataLoader`. So a save
+    includes what the body does after ``backward``, such as a scheduler's step. The run is also saved at the end of the
+    loop, and the loop returns when that save is written. After SIGTERM to any rank, all ranks finish the current step,
+    save the run and exit with 75, wherever they are in the context: in the loop, in an evaluation, or between two
+    loops. Ctrl-C does the same with exit code 130; a second Ctrl-C ends the process at once.
 
     Args:
-        folder: Holds a folder ``step-N`` for each save, and ``LATEST``, which names the newest. A relative one is below
-            ``PERSIA_CKPT_DIR``, where that is set. None, in a job, is a folder of the run's own: an interrupted run
-            resumes in it, a run that is started after the end of another has a new one.
-        every: Steps from save to save.
-        keep_last: Saves that are kept; older ones are deleted, but never the newest whole one.
+        folder: The folder of the saves: a folder ``step-N`` for each, and ``LATEST``, which names the newest. A
+            relative one is below ``PERSIA_CKPT_DIR``, if that is set. None, in a job, means a folder of this run: an
+            interrupted run resumes in it; a run that starts after the end of another gets a new one.
+        every: The number of steps between saves.
+        keep_last: The number of saves that are kept; older ones are deleted, but never the newest complete one.
         upload_to: A URL such as ``s3://bucket/prefix``, below which each save is uploaded when it is written, before
-            the next one is. There, too, ``keep_last`` are kept. Where the store has a newer one than the folder (a new
-            disk, say), the run resumes from that. Without a folder given, replicas are below the name of the run.
-            Credentials are those of the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
-        state: What else belongs to the run, by name, each with ``state_dict`` and ``load_state_dict``. All ranks get
-            what rank 0 saved, with tensors on the CPU.
+            the next one is. ``keep_last`` applies there too. If the newest replica is newer than the folder's saves
+            (after a disk was replaced, for example), the run resumes from it. If no folder is given, replicas are below
+            the name of the run. Credentials come from the environment: see
+            :class:`persia.checkpoint.object_store.ObjectStore`.
+        state: Further objects of the run by name, each with ``state_dict`` and ``load_state_dict``. All ranks
+            receive what rank 0 saved, with tensors on the CPU.
         allow_previous: Where the newest save is damaged, resume from the newest whole one; a warning names both.
-        failing_batches: What becomes of a batch at which training has failed 3 times on one rank, each time after a
+        failing_batches: The treatment of a batch at which training has failed 3 times on one rank, each time after a
             restart of the run. ``stop``: it fails again. ``skip``: all ranks skip the step together, without the body
             of the loop; model and rows stay as they are. Steps that always fail and are less than 100 apart, without a
-            save between them, are not skipped: the data is hardly the cause. Failures of a batch, but not of a part of
-            the system, are recorded in the folder ``poison`` beside the saves, with the batch, until the step was
-            trained and saved.
+            save between them, are not skipped, because the data is unlikely to be the cause. Failures of a batch, but
+            not of a part of the system, are recorded with the batch in the folder ``poison`` beside the saves, until
+            the step is trained and saved.
         copy_to: The old name of ``upload_to``.
 
     Attributes:
         saved: The step that was last saved, or resumed from; the same on all ranks.
         written: The step of the newest save that is known to be written, on rank 0.
-        failed: Saves that were given up; other ranks than the first learn of it at the next save.
-        not_uploaded: Saves that were written but could not be uploaded, on rank 0.
-        skipped: Steps that this process has skipped because their batch always fails; the same on all ranks.
+        failed: The number of saves that were given up; ranks above 0 learn of one at the next save.
+        not_uploaded: The number of saves that were written but could not be uploaded, on rank 0.
+        skipped: The number of steps that this process has skipped because their batch always fails; the same on all
+            ranks.
 
     Raises:
-        UsageError: A number below 1, something in ``state`` without the two methods, another ``failing_batches``, or
-            both ``upload_to`` and ``copy_to``.
-        ConfigError: ``upload_to`` is no URL of an object store.
+        UsageError: A number is below 1, an object in ``state`` lacks one of the two methods, ``failing_batches`` has
+            another value, or ``upload_to`` and ``copy_to`` are both given.
+        ConfigError: ``upload_to`` is not the URL of an object store.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Checkpoints:
             raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; give upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
         if self._upload_to is not None:
-            ObjectStore(self._upload_to)  # refuses what is no such URL
+            ObjectStore(self._upload_to)  # refuses other URLs
         self._given = folder
         self.state = dict(state or {})
         self.every = every
@@ -110,11 +112,11 @@ class Checkpoints:
         return self.not_uploaded
 
     def begin(self) -> None:
-        """Forget the saves of an earlier context."""
+        """Reset the counters of an earlier context."""
         self.saved = self.written = 0
 
     def name(self) -> str:
-        """Return the folder as it was given, or the name of the run."""
+        """Return the folder as given, or the name of the run."""
         return job.run_name() if self._given is None else os.fspath(self._given)
 
     def folder(self, backend: Backend) -> Path:
@@ -131,17 +133,17 @@ class Checkpoints:
         return folder
 
     def store(self) -> ObjectStore | None:
-        """Return where saves are uploaded to, if anywhere."""
+        """Return the object store that saves are uploaded to, if any."""
         if self._upload_to is None:
             return None
         whole = self._upload_to if self._given is not None else f"{self._upload_to.rstrip('/')}/{job.run_name()}"
         return ObjectStore(whole)
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
-        """Return the states of what was given as ``state``, as a checkpoint has them; None where it has none.
+        """Return the states of the ``state`` objects in a checkpoint; None if it has none.
 
         Raises:
-            CheckpointError: It has other names.
+            CheckpointError: The checkpoint has other names.
         """
         if STATE not in loaded.names:
             return None
@@ -150,7 +152,7 @@ class Checkpoints:
         return state
 
     def check_has_state(self, loaded: snapshot.Load) -> None:
-        """Check that a save has the states of what was given as ``state``.
+        """Check that a save has the states of the ``state`` objects.
 
         Raises:
             CheckpointError: It has none of them.
@@ -159,7 +161,7 @@ class Checkpoints:
             self._check_state({})
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
-        """Continue after a save of ``step`` with what :meth:`state_dict` returned, if that is known; all ranks do."""
+        """Continue after a save of ``step`` with the result of :meth:`state_dict`, if known; every rank calls this."""
         if state is not None:
             self._check_state(state)
             for name, each in self.state.items():
@@ -167,7 +169,7 @@ class Checkpoints:
         self.saved = self.written = step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of what was given as ``state``, by name."""
+        """Return the states of the ``state`` objects, by name."""
         return {name: each.state_dict() for name, each in self.state.items()}
 
     def _check_state(self, state: dict[str, Any]) -> None:

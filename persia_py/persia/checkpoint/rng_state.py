@@ -13,7 +13,7 @@ from persia.runtime.errors import CheckpointError
 
 
 def rank_state(rank: int) -> str:
-    """Return the name of the file that holds a rank's random state and what its data was."""
+    """Return the name of the file with a rank's random state and the digests of its data."""
     return f"rank-{rank}.state"
 
 
@@ -38,7 +38,7 @@ def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Path) 
     """Check that ``restore_random_state(state, optimizer)`` would succeed.
 
     Raises:
-        CheckpointError: Something is missing or no generator's state, or the optimizer cannot have the learning rate.
+        CheckpointError: A part is missing or is not a generator's state, or the optimizer rejects the learning rate.
     """
     try:
         random.Random().setstate(state["python"])
@@ -58,7 +58,7 @@ def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def restore_random_state(state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Continue with what :func:`random_state` returned."""
+    """Restore the result of :func:`random_state`."""
     random.setstate(state["python"])
     np.random.set_state(_of_numpy(state))
     torch.set_rng_state(state["torch"].cpu())

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run apart from rows: model, optimizers, random state, data position."""
+"""The state of a training run in a checkpoint, apart from rows: model, optimizers, random state, data position."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +20,18 @@ PASSED = "passed"
 
 
 class UserState(Protocol):
-    """What a script adds to each checkpoint: :class:`persia.ctx.Checkpoints`'s ``state``."""
+    """The ``state`` of :class:`persia.ctx.Checkpoints`, which a script adds to each checkpoint."""
 
     saved: int
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
-        """Return what a checkpoint has of it, checked; None where it has nothing."""
+        """Return its checked state from a checkpoint; None if there is none."""
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
-        """Continue after a checkpoint of ``step``."""
+        """Restore the state of a checkpoint of ``step``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
+        """Return the state for a checkpoint."""
 
 
 class RunState:
@@ -39,11 +39,11 @@ class RunState:
 
     Args:
         backend: Where the rows are, and the other ranks.
-        model: Returns the model; None where the context has none.
+        model: Returns the model; None if the context has none.
         dense_optimizer: Returns the optimizer that updates it.
-        embedding_optimizer: Updates the rows, as long as no other one is applied.
-        loss_scale: With mixed precision.
-        user: What the script adds.
+        embedding_optimizer: Updates the rows, until another one is applied.
+        loss_scale: The loss scale; None without mixed precision.
+        user: The state that the script adds.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RunState:
         self._cursor, self._replay_digests = cursor, replay_digests
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the position of a checkpoint that was loaded, and its digests; None for a loop that continues."""
+        """Return the position and the digests of a loaded checkpoint; None for a loop that continues."""
         loaded, self._loaded = self._loaded, False
         return (self._cursor, self._replay_digests) if loaded else (None, None)
 
@@ -115,10 +115,10 @@ class RunState:
         dense_name: str = "dense.pt",
         optimizer_name: str = "opt.pt",
     ) -> None:
-        """Continue the run of a verified checkpoint, on rank 0. Where it does not fit, nothing has changed.
+        """Continue the run of a verified checkpoint, on rank 0. If it does not fit, nothing has changed.
 
         Raises:
-            CheckpointError: It does not fit.
+            CheckpointError: The checkpoint does not fit.
         """
         model = self._model()
         dense = None if model is None else loaded.state(dense_name, map_location)
@@ -143,7 +143,7 @@ class RunState:
             self._user.resume(loaded.step, user)
 
     def share_loaded(self) -> None:
-        """Give the other ranks what rank 0 has loaded, at the start of a loop; every rank calls this."""
+        """Send the other ranks the state that rank 0 has loaded, at the start of a loop; every rank calls this."""
         model = self._model()
         module = None if model is None else unwrap_model(model)
         state = self.backend.broadcast(

@@ -1,7 +1,7 @@
 """A checkpoint: rows with their optimizer state, the model, the dense optimizer, random state, data position.
 
 A directory is a checkpoint if it has a ``MANIFEST.json``, which is published last and names every file with its size
-and hash. Files are staged aside and replace an older checkpoint in the same directory as a whole or not at all.
+and hash. Files are staged and replace an older checkpoint in the same directory atomically.
 """
 
 import contextlib
@@ -34,22 +34,22 @@ _logger = get_logger("checkpoint")
 
 
 class Save:
-    """One save, of the rows as they are when it is made; training may continue before it is written.
+    """One save, of the rows at the time of construction; training may continue before it is written.
 
     ``with Save(...) as save: save.add_state(...)`` writes it at the end of the block.
 
     Args:
-        engine: Its pushes are waited for, so that the cut is of one step.
+        engine: Its pushes are awaited, so that the cut is of one step.
         directory: Made if missing.
         step: The last step that was trained.
         cursor: The position of the data loader.
 
     Attributes:
-        what: What messages call it.
+        what: Its name in messages.
 
     Raises:
         StorageError: The directory cannot be written to.
-        RunLostError: A server does not answer any more.
+        RunLostError: A server no longer answers.
     """
 
     def __init__(
@@ -81,24 +81,24 @@ class Save:
             raise
 
     def abort(self) -> None:
-        """Give it up; what was in the directory before is still there."""
+        """Abort the save; the previous content of the directory remains."""
         self._saver.abort()
         self._files.clear()
 
     def add_state(self, name: str, state: dict[str, Any]) -> None:
-        """Add ``state`` as it is now, as the file ``name``, by ``torch.save``.
+        """Add the current ``state`` as the file ``name``, by ``torch.save``.
 
         Raises:
-            UsageError: The name is taken or none that a file may have, or the state holds what cannot be pickled.
+            UsageError: The name is taken or invalid, or the state cannot be pickled.
         """
         self._add(name, lambda file: torch.save(state, file))
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
-        """Add the scripted ``module`` as it is now, as the file ``name``."""
+        """Add the current scripted ``module`` as the file ``name``."""
         self._add(name, lambda file: _save_scripted(module, file))
 
     def _add(self, name: str, write: Callable[[io.BytesIO], None]) -> None:
-        self._saver.staged(name)  # refuses names that no file may have
+        self._saver.staged(name)  # refuses invalid names
         if name in self._files:
             raise UsageError(f"file name {name!r}: the checkpoint has a file of that name already; give each its own")
         file = io.BytesIO()
@@ -113,11 +113,11 @@ class Save:
         self._files[name] = file
 
     def write(self) -> None:
-        """Write rows, files and, last, the manifest; where that fails, what was in the directory before is still there.
+        """Write rows, files and, last, the manifest; if this fails, the previous content of the directory remains.
 
         Raises:
             StorageError: It cannot be written.
-            RunLostError: A server does not answer any more.
+            RunLostError: A server no longer answers.
         """
         try:
             self._write()
@@ -141,15 +141,15 @@ class Save:
 
 
 class Writing:
-    """A save that is being written by a thread of its own.
+    """A save that a separate thread writes.
 
     Args:
-        save: The save; it is aborted where there can be no thread.
-        work: What the thread does, if that is more than to write it.
+        save: The save; it is aborted if the thread cannot be started.
+        work: The work of the thread, if it does more than write the save.
 
     Attributes:
-        what: What messages call it.
-        error: What it failed with, which was logged; None while it has not.
+        what: Its name in messages.
+        error: The error of a failed write, which was logged; None otherwise.
     """
 
     def __init__(self, save: Save, work: Callable[[], None] | None = None) -> None:
@@ -169,7 +169,7 @@ class Writing:
             _logger.error("%s failed: %s", self.what, error, exc_info=not isinstance(error, PersiaError))
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Return whether it has ended, after so many seconds at the latest; a long wait is logged every 30 s."""
+        """Wait at most so many seconds, and return whether it has ended; a long wait is logged every 30 s."""
         deadline = time.monotonic() + seconds
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             self._thread.join(min(REMIND_S, left))
@@ -184,21 +184,21 @@ class Writing:
 
 
 class Load:
-    """A checkpoint whose every file was verified.
+    """A checkpoint whose files were all verified.
 
     Args:
-        directory: Where it is.
+        directory: The directory of the checkpoint.
 
     Attributes:
         path: The directory.
         names: Its files.
-        generation: The run's generation when it was saved.
+        generation: The generation of the run at the cut.
         seed: The run's seed.
-        step: The step it was cut at.
+        step: The step of the cut.
         cursor: The position of the data loader.
 
     Raises:
-        CheckpointError: No checkpoint there, or damaged; the file is named.
+        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -212,10 +212,10 @@ class Load:
         self.cursor: dict[str, Any] | None = json.loads(self._opened.cursor)
 
     def state(self, name: str, map_location: str | torch.device | None = None) -> dict[str, Any]:
-        """Return what :meth:`Save.add_state` saved as ``name``, on the CPU where no ``map_location`` is given.
+        """Return what :meth:`Save.add_state` saved as ``name``, by default on the CPU.
 
         Raises:
-            CheckpointError: No such file in the checkpoint, or no state dict.
+            CheckpointError: The checkpoint has no such file, or the file has no state dict.
         """
         if name not in self.names:
             others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "only rows"
@@ -228,7 +228,7 @@ class Load:
 
 
 def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
-    with warnings.catch_warnings():  # torch advises against TorchScript; PersiaML's users have it
+    with warnings.catch_warnings():  # torch deprecates TorchScript, but PersiaML's users have scripted modules
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -240,11 +240,11 @@ def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
 
 def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str, Any]:
     try:
-        # The caller moves a state to where it belongs; the device it was saved from may not be here.
+        # The caller moves a state to its device; the device it was saved from may not exist here.
         state = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
-    except Exception as error:  # what damaged pickles raise is not documented
+    except Exception as error:  # the errors of damaged pickles are not documented
         raise CheckpointError(f"{path}: not a state dict that torch can load: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: want a state dict, got {type(state).__name__}")
@@ -255,7 +255,7 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> 
     """Check that ``module.load_state_dict(state)`` would succeed.
 
     Raises:
-        CheckpointError: Keys or shapes differ; all are listed.
+        CheckpointError: Keys or shapes differ; the message lists all.
     """
     own = module.state_dict()
     wrong = [f"{key}: not in the checkpoint" for key in own if key not in state]
@@ -277,7 +277,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
     """Check that ``optimizer.load_state_dict(state)`` would succeed.
 
     Raises:
-        CheckpointError: It is of another class, or the parameter groups differ.
+        CheckpointError: The class or the parameter groups differ.
     """
     groups = state.get("param_groups", [])
     own = [len(group["params"]) for group in optimizer.param_groups]
@@ -298,7 +298,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
 def dump_state(
     instance: torch.nn.Module | torch.optim.Optimizer, directory: Path, file_name: str, is_jit: bool
 ) -> None:
-    """Write a state dict, or with ``is_jit`` the scripted module, durably and whole or not at all."""
+    """Write a state dict, or with ``is_jit`` the scripted module, durably and atomically."""
     if Path(file_name).name != file_name:
         raise UsageError(f"file_name={file_name!r}: want a name without folders")
     temporary = directory / f".{file_name}.tmp"
@@ -322,7 +322,7 @@ def load_state(
     """Load what :func:`dump_state` wrote.
 
     Raises:
-        CheckpointError: No such file, no state dict, or it does not fit.
+        CheckpointError: The file is missing, is not a state dict, or does not fit.
     """
     state = _read_state(path, map_location)
     if isinstance(instance, torch.nn.Module):

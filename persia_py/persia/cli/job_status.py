@@ -1,4 +1,4 @@
-"""The status of a job: its processes, their addresses and health, and what is wrong with them together."""
+"""The status of a job: its processes, their addresses and health, and problems of the job as a whole."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The contexts a training or evaluation script works in.
+"""The contexts of training and evaluation scripts.
 
 A context is entered once; contexts nest, and an inner one shares the outermost one's engine and rows. With
 ``PERSIA_NATS_URL`` unset the rows live in this process and end with the outermost context: save a checkpoint to keep

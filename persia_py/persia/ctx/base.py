@@ -1,4 +1,4 @@
-"""What every context has: entry, exit, nesting, and the engine."""
+"""The base of all contexts: entry, exit, nesting, and the engine."""
 
 from enum import Enum
 from types import TracebackType
@@ -20,7 +20,7 @@ _WRITTEN_S = 15.0
 
 
 class PreprocessMode(Enum):
-    """What look-ups of a context are for."""
+    """The purpose of a context's look-ups."""
 
     TRAIN = 1
     EVAL = 2
@@ -28,21 +28,22 @@ class PreprocessMode(Enum):
 
 
 class BaseCtx:
-    """Holds the engine for everything inside its ``with`` block.
+    """Owns the engine inside its ``with`` block.
 
     Args:
         threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
         device_id: CUDA device of the model, 0 included; None trains on the CPU. Batches arrive on it, and gradients are
-            summed on it. The outermost context makes it PyTorch's current device; contexts inside another use its.
-        embedding_dtype: What the embedding tensors are on that device: float32, float16 or bfloat16.
+            summed on it. The outermost context makes it PyTorch's current device; nested contexts use the outermost
+            one's.
+        embedding_dtype: The dtype of the embedding tensors on that device: float32, float16 or bfloat16.
 
     Attributes:
         device_id: As given.
-        common_context: What nested contexts share; None before entry.
+        common_context: The backend that nested contexts share; None before entry.
 
     Raises:
         DeviceError: This build or machine has no such device.
-        UsageError: An ``embedding_dtype`` that there is not, or none without a device.
+        UsageError: ``embedding_dtype`` is unknown, or is given without a device.
     """
 
     def __init__(

@@ -25,17 +25,17 @@ _logger = get_logger("feed")
 class DataCtx:
     """Sends the batches of one data-compose replica to the trainers that are announced.
 
-    Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block is the end of the replica's
-    data, also by ``sys.exit(0)`` or when a generator around it is closed; an exception that leaves the block is passed
-    on to the trainers, which stop. When the trainers want no more, the block ends early and quietly. With
-    ``PERSIA_NATS_URL`` unset the training script runs this one in a thread, and batches go from hand to hand.
+    Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block ends the replica's data, also by
+    ``sys.exit(0)`` or when a generator around it is closed. An exception that leaves the block is reported to the
+    trainers, which stop. When the trainers want no more batches, the block ends early without an error. Without
+    ``PERSIA_NATS_URL`` the training script runs this one in a thread, and batches stay in the process.
 
-    The same script started again has to send the same batches: a replica that comes back skips what the trainers
-    have received, and warns where that were others.
+    A restarted script has to send the same batches: the replica skips those that the trainers have received, and warns
+    if they differ.
 
     Args:
         *args: PersiaML's; accepted, without effect.
-        **kwargs: Alike.
+        **kwargs: PersiaML's; accepted, without effect.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +45,7 @@ class DataCtx:
         self._announcement: Announcement | None = None
 
     def __enter__(self) -> Self:
-        """Connect to every trainer rank; waits until they are there and ask for data.
+        """Connect to every trainer rank; wait until they run and ask for data.
 
         Raises:
             AuthError: A trainer refuses the token.
@@ -72,7 +72,7 @@ class DataCtx:
         def find() -> list[dict[str, str]]:
             try:
                 return services.trainers(discovery)
-            except UnreachableError:  # NATS is away, which discovery logs; trainers may be there later
+            except UnreachableError:  # NATS is unreachable, which discovery logs; trainers may appear later
                 return []
 
         sender = None
@@ -91,10 +91,10 @@ class DataCtx:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Say how the data ended; with the end of the data, wait until every rank has received it.
+        """Report how the data ended; at the end of the data, wait until every rank has received it.
 
         Returns:
-            True when the block was left because the trainers want no more; not where the script itself ends it.
+            True if the block was left because the trainers want no more batches; False if the script ended it.
         """
         sender = self._sender
         if sender is None:
@@ -124,10 +124,10 @@ class DataCtx:
         self._sender = self._announcement = self._discovery = None
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Send a batch; waits while its rank holds as many as it wants.
+        """Send a batch; wait while the buffer of its rank is full.
 
         Raises:
-            FeatureTypeError: No :class:`~persia.embedding.data.PersiaBatch`.
+            FeatureTypeError: It is not a :class:`~persia.embedding.data.PersiaBatch`.
             DataError: The batch is too large for the wire.
             UsageError: Outside the ``with`` block.
         """

@@ -27,9 +27,10 @@ class EmbeddingCtx(BaseCtx):
     """Looks embeddings up and runs the model on them.
 
     Args:
-        preprocess_mode: Training look-ups insert missing rows; the others change nothing and read them as zeros.
-        model: Called as ``model(non_id_tensors, embedding_tensors)``; needed by :meth:`forward`.
-        embedding_config: How rows start; None keeps the outer context's, else the default.
+        preprocess_mode: Look-ups for training insert missing rows; others change nothing and read missing rows as
+            zeros.
+        model: Called as ``model(non_id_tensors, embedding_tensors)``; :meth:`forward` requires it.
+        embedding_config: The configuration of new rows; None keeps that of the outer context, else the default.
         *args: For :class:`BaseCtx`.
         **kwargs: For :class:`BaseCtx`.
     """
@@ -99,11 +100,11 @@ class EmbeddingCtx(BaseCtx):
 
         Returns:
             Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, in the batch's
-            order, through which gradients flow to the rows in training; labels. All are on the context's device: use
-            them on the stream that is PyTorch's current one in this call. A pooled feature is ``[batch, dim]``. A raw
-            (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, zeros
-            after them, and in the last column 1 where an id is and 0 elsewhere (:func:`persia.utils.split_mask` takes
-            them apart).
+            order, through which gradients flow to the rows in training; labels. All tensors are on the context's
+            device. Use them on the stream that is current in PyTorch during this call. A pooled feature is ``[batch,
+            dim]``. A raw (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first
+            ids, padded with zeros. The last column is 1 for an id and 0 for padding; :func:`persia.utils.split_mask`
+            splits it off.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
@@ -119,7 +120,7 @@ class EmbeddingCtx(BaseCtx):
         return dense, embeddings, labels
 
     def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
-        """Log once for each raw slot that its samples have more ids than places."""
+        """Log once for each raw slot whose samples have more ids than places."""
         for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
             if truncated and slot not in self._truncated_slots:
                 self._truncated_slots.add(slot)
@@ -133,14 +134,14 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> "_forward.TrainingBatch":
-        """Look a batch up now, outside any data loader, without changing a row; ``device_id`` None is the context's."""
+        """Look a batch up outside any data loader, without changing a row; ``device_id`` None means the context's."""
         return self._lookup(persia_batch.data, device_id)
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> "_forward.TrainingBatch":
-        """As :meth:`get_embedding_from_data`, for what :meth:`PersiaBatch.to_bytes` returned.
+        """As :meth:`get_embedding_from_data`, for the result of :meth:`PersiaBatch.to_bytes`.
 
         Raises:
-            DataError: Not such bytes, or damaged.
+            DataError: The bytes are not an encoded batch, or are damaged.
         """
         return self._lookup(Batch.from_bytes(data), device_id)
 
@@ -158,7 +159,7 @@ class EmbeddingCtx(BaseCtx):
         """Drop all rows.
 
         Raises:
-            UsageError: This process only evaluates, and others train on the rows.
+            UsageError: This process only evaluates, and other processes train on the rows.
         """
         self._backend.check_alone("clear_embeddings")
         self._backend.finish_checkpoint()
@@ -172,21 +173,21 @@ class EmbeddingCtx(BaseCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Save rows and model as one checkpoint in ``dst_dir``, which it replaces as a whole or not at all.
+        """Save rows and model as one checkpoint in ``dst_dir``, which is replaced atomically.
 
-        With several ranks, rank 0 saves and the others return; it does not matter whether they call this.
+        With several ranks, rank 0 saves; on the others the call is optional and returns immediately.
 
         Args:
-            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             dense_filename: The model's state dict inside it.
             jit_dense_filename: The scripted model inside it.
-            blocking: False returns as soon as rows and model are as they will be saved; training may continue while
-                files are written. The next dump or load and the end of the context wait for that, and raise its error;
-                a context that is left by an error waits for 15 s.
+            blocking: False returns after the cut; training may continue while files are written. The next dump or load
+                and the end of the context wait for the files and raise the error of writing them. If an exception
+                leaves the context, the wait is at most 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
-            StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            StorageError: It cannot be written; the previous content of ``dst_dir`` remains.
             UsageError: With servers, ``PERSIA_CKPT_DIR`` is not set, ``dst_dir`` is not below it, or this process only
                 evaluates.
         """
@@ -221,16 +222,18 @@ class EmbeddingCtx(BaseCtx):
     ) -> None:
         """Load rows and model; every file is verified before anything changes.
 
-        With several ranks, rank 0 loads the rows, and each rank that calls this its model; none waits for the others.
+        With several ranks, rank 0 loads the rows, and each rank that calls this loads its model; ranks do not wait for
+        each other.
 
         Args:
-            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
-            map_location: As in :func:`torch.load`, but None is the CPU; the model's tensors stay where they are.
+            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
+            map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
             dense_filename: The model's state dict inside it.
-            blocking: PersiaML's; everything is loaded when this returns, either way.
+            blocking: PersiaML's; accepted, without effect: the load is complete when this returns.
 
         Raises:
-            CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+            CheckpointError: There is no checkpoint, it is damaged (the message names the file), or its configuration
+                differs.
             UsageError: With servers, this process only evaluates.
         """
         del blocking
@@ -252,7 +255,7 @@ class EmbeddingCtx(BaseCtx):
         ``blocking`` is that of :meth:`dump_checkpoint`.
 
         Raises:
-            StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            StorageError: It cannot be written; the previous content of ``dst_dir`` remains.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
             UsageError: With servers, this process only evaluates.
         """
@@ -262,10 +265,11 @@ class EmbeddingCtx(BaseCtx):
             self._write(self._begin_save(self._backend.checkpoint_dir(dst_dir)), blocking=blocking)
 
     def load_embedding(self, src_dir: str | os.PathLike[str], blocking: bool = True) -> None:
-        """Replace the rows by those of a checkpoint, whatever dense files it has. With several ranks, rank 0 loads.
+        """Replace the rows by those of a checkpoint; its dense files are ignored. With several ranks, rank 0 loads.
 
         Raises:
-            CheckpointError: No checkpoint there, damaged (the file is named), or of another configuration.
+            CheckpointError: There is no checkpoint, it is damaged (the message names the file), or its configuration
+                differs.
             UsageError: With servers, this process only evaluates.
         """
         del blocking
@@ -274,15 +278,15 @@ class EmbeddingCtx(BaseCtx):
             restore_rows(self._backend, snapshot.Load(self._backend.checkpoint_dir(src_dir)))
 
     def wait_for_dump_embedding(self) -> None:
-        """Return when the last dump is complete, also one with ``blocking=False``.
+        """Wait until the last dump is complete, including one with ``blocking=False``.
 
         Raises:
-            StorageError: It could not be written; what was in its directory before is still there.
+            StorageError: It could not be written; the previous content of its directory remains.
         """
         self._backend.finish_checkpoint()
 
     def wait_for_load_embedding(self) -> None:
-        """Return when the last load is complete: at once, because loads are when they return."""
+        """Do nothing: a load is complete when it returns."""
 
     def dump_torch_state_dict(
         self,
@@ -291,7 +295,7 @@ class EmbeddingCtx(BaseCtx):
         file_name: str,
         is_jit: bool = False,
     ) -> None:
-        """Write the state of a module or optimizer into ``dst_dir/file_name``, whole or not at all."""
+        """Write the state of a module or optimizer to ``dst_dir/file_name``, atomically."""
         snapshot.dump_state(torch_instance, Path(dst_dir), file_name, is_jit)
 
     def load_torch_state_dict(
@@ -303,7 +307,7 @@ class EmbeddingCtx(BaseCtx):
         """Load what :meth:`dump_torch_state_dict` wrote; ``src_dir`` is the file's path.
 
         Raises:
-            CheckpointError: The file is missing, no state dict, or does not fit.
+            CheckpointError: The file is missing, is not a state dict, or does not fit.
         """
         snapshot.load_state(torch_instance, Path(src_dir), map_location)
 
@@ -343,5 +347,5 @@ def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
-    """Return a context for evaluation; the model is in evaluation mode inside it, and as before after it."""
+    """Return a context for evaluation; its exit restores the mode of the model."""
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)

@@ -40,16 +40,16 @@ class TrainCtx(EmbeddingCtx):
         embedding_optimizer: Updates the rows.
         dense_optimizer: Updates the model.
         grad_scalar_update_factor: With mixed precision, the loss scale's growth interval in steps.
-        backward_buffer_size: PersiaML's; the staleness bounds what is in flight.
+        backward_buffer_size: PersiaML's; accepted, the staleness bounds the pushes in flight.
         backward_workers_size: PersiaML's; the engine sizes its own threads.
-        grad_update_buffer_size: PersiaML's; the staleness bounds what is in flight.
-        lookup_emb_directly: PersiaML's; look-ups always start when a batch is there.
+        grad_update_buffer_size: PersiaML's; accepted, the staleness bounds the pushes in flight.
+        lookup_emb_directly: PersiaML's; accepted, a look-up always starts when its batch arrives.
         mixed_precision: Scale the loss for float16, dense and embedding gradients together (``torch.autocast`` is the
-            model's own); without a GPU it means nothing, and a log line says so once.
+            model's own); it has no effect without a GPU, which is logged once.
         distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
-            effect where there is one rank.
-        *args: For :class:`EmbeddingCtx`, after its mode.
-        checkpoints: Saves the run while it trains, and resumes it from the newest save when it is started again. The
+            effect with one rank.
+        *args: As in :class:`EmbeddingCtx`, after its mode.
+        checkpoints: Saves the run while it trains, and resumes it from the newest save when it is restarted. The
             same on every rank.
         embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by their number, as DDP does
             the dense ones; ``none`` sums them, as PersiaML does.
@@ -111,7 +111,7 @@ class TrainCtx(EmbeddingCtx):
         self._backward = Backward(dense_optimizer, scale)
         self._state: RunState | None = None
         self._autosave: Autosave | None = None
-        self._loop: TrainingLoop | None = None  # the last one
+        self._loop: TrainingLoop | None = None  # the most recent loop
         self._preemption = contextlib.ExitStack()
 
     def _open_backend(self) -> Backend:
@@ -185,7 +185,7 @@ class TrainCtx(EmbeddingCtx):
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """What scales the loss, and the dense gradients back; None without mixed precision or a GPU."""
+        """The scaler of the loss, which also unscales the dense gradients; None without mixed precision or a GPU."""
         scale = self._backward.loss_scale
         return None if scale is None else scale.scaler
 
@@ -195,20 +195,20 @@ class TrainCtx(EmbeddingCtx):
         return self._backend.trained_step
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
-        """Back-propagate, update the model, and send the embedding gradients on their way.
+        """Back-propagate, update the model, and push the embedding gradients.
 
-        A step with NaN or infinity in the loss or any gradient changes nothing, neither model nor rows, and is logged
-        with the first tensor that has one.
+        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, and is logged with the
+        first such tensor.
 
         Args:
             loss: A scalar that depends on the last :meth:`forward`.
             embedding_gradient_check_frequency: PersiaML's; every step is checked.
 
         Returns:
-            The loss that was back-propagated, detached: scaled with mixed precision.
+            The back-propagated loss, detached; with mixed precision it is scaled.
 
         Raises:
-            UsageError: No :meth:`forward` of a training batch came before.
+            UsageError: :meth:`forward` was not called with a training batch.
             NonFiniteError: Too many steps in a row were skipped.
         """
         del embedding_gradient_check_frequency
@@ -240,25 +240,25 @@ class TrainCtx(EmbeddingCtx):
         """Save one consistent cut of the run: every push of the steps so far is applied, none is in flight.
 
         Rows with their optimizer state, the model, the dense optimizer, the random state and the data loader's
-        position go into one checkpoint, which replaces what ``dst_dir`` held as a whole or not at all.
+        position go into one checkpoint, which replaces the content of ``dst_dir`` atomically.
 
-        With several ranks, rank 0 saves and the others return; it does not matter whether they call this. Between two
-        training loops rank 0 waits until every rank has left the last one, so that the pushes of all ranks are in it.
+        With several ranks, rank 0 saves; on the others the call is optional and returns immediately. Between two
+        training loops rank 0 waits until every rank has left the last one, so that it includes the pushes of all ranks.
         Inside a loop the cut is after rank 0's own pushes; those of other ranks may be missing.
 
         Args:
-            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set; with
-                servers every one has to be.
+            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set; with
+                servers, an absolute one must also be.
             dense_model_filename: The model's state dict inside it.
             jit_dense_model_filename: The scripted model inside it.
             opt_filename: The dense optimizer's state dict inside it.
-            blocking: False returns as soon as rows and model are as they will be saved; training may continue while
-                files are written. The next dump or load and the end of the context wait for that, and raise its error;
-                a context that is left by an error waits for 15 s.
+            blocking: False returns after the cut; training may continue while files are written. The next dump or load
+                and the end of the context wait for the files and raise the error of writing them. If an exception
+                leaves the context, the wait is at most 15 s.
             with_jit_model: Save the scripted model too.
 
         Raises:
-            StorageError: It cannot be written; what was in ``dst_dir`` before is still there.
+            StorageError: It cannot be written; the previous content of ``dst_dir`` remains.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
         """
         if not self._backend.is_rank_0:
@@ -280,21 +280,21 @@ class TrainCtx(EmbeddingCtx):
         """Continue the run that :meth:`dump_checkpoint` saved; every file is verified before anything changes.
 
         The next data loader starts after the last batch that the checkpoint contains. In a context with
-        ``checkpoints``, what their ``state`` names is loaded too, if the checkpoint is one of theirs.
+        ``checkpoints``, the objects in their ``state`` are also loaded, if the checkpoint is one of theirs.
 
-        With several ranks, rank 0 loads and the others return; it does not matter whether they call this. They get
+        With several ranks, rank 0 loads; on the others the call is optional and returns immediately. They receive
         model, optimizer and data position from rank 0 when the next training loop starts.
 
         Args:
-            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
-            map_location: As in :func:`torch.load`, but None is the CPU; the model's tensors stay where they are.
+            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
+            map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
             dense_model_filename: The model's state dict inside it.
             opt_filename: The dense optimizer's state dict inside it.
-            blocking: PersiaML's; everything is loaded when this returns, either way.
+            blocking: PersiaML's; accepted, without effect: the load is complete when this returns.
 
         Raises:
-            CheckpointError: No checkpoint there, damaged (the file is named), of another configuration, or with a
-                learning rate that the embedding optimizer cannot have.
+            CheckpointError: There is no checkpoint, it is damaged (the message names the file), its configuration
+                differs, or the embedding optimizer rejects its learning rate.
             UsageError: A data loader of this context is being iterated.
         """
         del blocking

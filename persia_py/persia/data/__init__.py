@@ -1,6 +1,6 @@
 """Data loaders, and the data sets that feed them.
 
-* :mod:`persia.data.source`: what a data set is
+* :mod:`persia.data.source`: the interface of a data set
 * :mod:`persia.data.streaming`: the data set that data-compose fills
 * :mod:`persia.data.loader`: the data loader
 """

@@ -26,19 +26,20 @@ class DataLoader:
     """Iterates batches whose embeddings are looked up ahead of time.
 
     Inside a :class:`persia.ctx.TrainCtx` the look-ups of coming batches overlap the dense step and the pushes of past
-    ones; inside :func:`persia.ctx.eval_ctx` nothing is changed by them.
+    ones; inside :func:`persia.ctx.eval_ctx` they change nothing.
 
     Args:
-        dataset: Where batches come from.
-        forward_buffer_size: PersiaML's; the staleness bounds the batches looked up ahead.
-        timeout_ms: How long a look-up may take. Waiting for the data set has no limit, but is logged every 30 s.
-        num_workers: PersiaML's; the engine sizes its own threads.
+        dataset: The source of batches.
+        forward_buffer_size: PersiaML's; accepted, the staleness bounds the batches looked up ahead.
+        timeout_ms: The time limit of a look-up. Waiting for the data set has no limit, but is logged every 30 s.
+        num_workers: PersiaML's; accepted, the engine sizes its own threads.
         reproducible: Bit-equal runs: staleness 1, every look-up after the push before it.
         embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up is served. None means
             ``EMBEDDING_STALENESS``, else 8.
 
     Raises:
-        UsageError: A number out of range, no :class:`IterableDataset`, or ``reproducible`` with a staleness of not 1.
+        UsageError: A number is out of range, ``dataset`` is not an :class:`IterableDataset`, or ``reproducible`` is set
+            and the staleness is not 1.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a data set is."""
+"""The interface of a data set."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

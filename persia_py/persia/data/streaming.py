@@ -24,7 +24,7 @@ _AHEAD = 64
 
 @dataclass
 class _Taken:
-    """A batch that was taken, and the position of the data set after it."""
+    """A taken batch, and the position of the data set after it."""
 
     state: list[int]
     batch: PersiaBatch
@@ -38,11 +38,12 @@ class StreamingDataset(IterableDataset):
     script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` beside the main script) runs in
     a thread of this process.
 
-    One training context has one stream: a loop that was left early is continued by the next one, and after the last
-    batch there are no more.
+    A training context has one stream: a loop continues where the one before it was left early, and after the last batch
+    every loop is empty.
 
     Args:
-        buffer_size: Batches of each replica that wait here; a replica that is ahead waits in ``send_data``.
+        buffer_size: The number of batches of each replica that may wait here; a replica that is ahead waits in
+            ``send_data``.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:
@@ -51,7 +52,7 @@ class StreamingDataset(IterableDataset):
         self._forget(None)
 
     def _forget(self, inbox: Inbox | None) -> None:
-        """Go to the start of a stream that was not opened yet."""
+        """Reset the state of a stream that is not open yet."""
         self._inbox = inbox
         self._taken: list[int] = []  # batches of each replica that were taken from the inbox
         self._trained: list[int] = []  # those that were trained on
@@ -100,10 +101,10 @@ class StreamingDataset(IterableDataset):
         return inbox
 
     def _begin(self, inbox: Inbox) -> None:
-        """Start the stream after what the resumed run has trained on.
+        """Start the stream after the batches that the resumed run has trained on.
 
-        Of each replica, as many batches are skipped by the sender as every rank is sure to have trained on; the rest
-        is received and dropped, because a replica that ended early may have given this rank one batch less.
+        The sender of each replica skips the batches that every rank has certainly trained on. The rest is received and
+        dropped, because a replica that ended early may have sent this rank one batch less.
         """
         self._inbox = inbox
         replicas, rounds = len(self._trained), batches_to_skip(self._trained)
@@ -114,7 +115,7 @@ class StreamingDataset(IterableDataset):
         inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests)
 
     def _context(self) -> Any:
-        """Return the backend of the contexts around us, and forget the stream of others."""
+        """Return the backend of the current context, and drop the stream of another one."""
         context = contexts.current()
         backend = None if context is None else context.common_context
         feed = None if backend is None else backend.feed
@@ -129,17 +130,17 @@ class StreamingDataset(IterableDataset):
             self._inbox.wake()
 
     def waiting(self) -> int:
-        """Return how many batches have arrived and were not yielded, or will be yielded again."""
+        """Return the number of batches that have arrived and are still to be yielded, including those yielded again."""
         return len(self._again) + (self._inbox.queued() if self._inbox is not None else 0)
 
     def trained(self, state: dict[str, Any]) -> None:
-        """Forget the batches up to ``state``, one of :meth:`state_dict`: they were trained on."""
+        """Drop the batches up to ``state``, a result of :meth:`state_dict`: they were trained on."""
         self._trained = state["taken"]
         while self._held and sum(self._held[0].state) <= sum(self._trained):
             self._replay_digests = self._held.popleft().replay_digests
 
     def used(self) -> None:
-        """Forget the batch that was yielded first: it was evaluated."""
+        """Drop the batch that was yielded first: it was evaluated."""
         entry = self._held.popleft()
         self._trained, self._replay_digests = entry.state, entry.replay_digests
 
@@ -178,8 +179,8 @@ class StreamingDataset(IterableDataset):
         """Start after the batches that an earlier run has trained on.
 
         Raises:
-            DataError: That run had another number of ranks.
-            UsageError: This context's stream has begun, and cannot go back.
+            DataError: The earlier run had another number of ranks.
+            UsageError: This context's stream has begun, and cannot be reset.
         """
         self._context()
         if state_dict["world_size"] != settings.world_size:

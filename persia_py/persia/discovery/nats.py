@@ -13,7 +13,7 @@ from persia.runtime.settings import settings
 from persia.runtime.tokens import token
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it imports pkg_resources, which is deprecated
+    warnings.simplefilter("ignore")  # nats imports pkg_resources, which is deprecated
     from pynats import NATSClient
     from pynats.client import NATSMessage
     from pynats.exceptions import NATSError, NATSUnexpectedResponse
@@ -93,7 +93,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     )
     try:
         client.connect()
-        client.ping()  # this reports a refused password
+        client.ping()  # the callback reports a refused password
         inbox = f"_INBOX.persia.{uuid.uuid4().hex}"
         client.subscribe(inbox, callback=note)
         client.publish(subject, reply=inbox)

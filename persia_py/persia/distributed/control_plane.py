@@ -3,7 +3,7 @@
 Over it the ranks agree on flags (:meth:`Peers.all_gather`), and learn at once, and by name, when one of them fails,
 dies or falls silent: torch's collectives do neither.
 
-Messages are lines of JSON. They carry flags and names, never tensors.
+Messages are lines of JSON. The connections carry flags and names, never tensors.
 """
 
 import os
@@ -34,15 +34,15 @@ _NOTICED_S = 3.0
 class Peers:
     """This rank's view of the others.
 
-    Made by :func:`persia.distributed.handshake.host` on rank 0, by ``join`` of the same module on the others.
+    Made by :func:`persia.distributed.handshake.host` on rank 0, and by ``join`` of the same module on the others.
 
     Args:
         rank: This one.
-        world_size: How many there are.
+        world_size: The number of ranks.
         links: A connection to each of the others on rank 0, to rank 0 on the others.
 
     Attributes:
-        loops: Training loops this rank has begun, in all contexts of its process; for :meth:`note`.
+        loops: The number of training loops that this rank has begun, in all contexts of its process; for :meth:`note`.
     """
 
     def __init__(self, rank: int, world_size: int, links: dict[int, Link]) -> None:
@@ -66,8 +66,8 @@ class Peers:
     def all_gather(self, topic: str, value: Any) -> list[Any]:
         """Return the values of all ranks for ``topic``, ordered by rank; blocks until all have called this.
 
-        Every rank calls this in the same order. There is no limit while all of them live, because one may be waiting
-        for data or evaluating; a line every 30 s names the ranks that are missing.
+        Every rank calls this in the same order. There is no time limit while all ranks live, because one may wait for
+        data or evaluate; a log line every 30 s names the missing ranks.
 
         Raises:
             RunLostError: A rank is gone; it is named.
@@ -116,8 +116,8 @@ class Peers:
         A rank that waits in another all-gather gets SystemExit there, and then calls this.
 
         Raises:
-            RunLostError: A rank is gone; it is named.
-            UnreachableError: One did not come in time; it is named.
+            RunLostError: A rank is lost; the message names it.
+            UnreachableError: A rank did not arrive in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
         self._note_at_exit(self.rank, self._count, mine)
@@ -152,7 +152,7 @@ class Peers:
                 link.send(message)
 
     def note(self, value: int) -> None:
-        """Let rank 0 know how far this rank is, for :meth:`wait_for_notes`."""
+        """Report this rank's progress to rank 0, for :meth:`wait_for_notes`."""
         if self.rank != 0:
             self._links[0].send({"note": value})
 
@@ -160,7 +160,7 @@ class Peers:
         """On rank 0: wait until every other rank has noted ``value`` or more.
 
         Raises:
-            UnreachableError: One did not in time; it is named.
+            UnreachableError: A rank has not in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -175,10 +175,10 @@ class Peers:
         self._wait(done, lambda: f"{names(late())} {what}")
 
     def blame(self, error: BaseException) -> None:
-        """After a collective failed: if that is because a rank is gone, say which.
+        """After a collective failed: raise an error that names the lost rank, if there is one.
 
         Raises:
-            RunLostError: A rank is gone.
+            RunLostError: A rank is lost.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, _NOTICED_S)
@@ -186,7 +186,7 @@ class Peers:
                 raise self._lost_error() from error
 
     def leave(self, reason: str | None) -> None:
-        """Let the others know that this rank leaves: cleanly, or with a reason."""
+        """Report to the others that this rank leaves: cleanly, or with a reason."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class Peers:
             link.hang_up()
 
     def hung(self, reason: str) -> None:
-        """Let all ranks end with their stacks shown, because this one makes no progress."""
+        """End all ranks, each with its stacks printed, because this one makes no progress."""
         for link in self._links.values():
             link.send({"hung": reason})
 
@@ -216,17 +216,17 @@ class Peers:
         return self._closed
 
     def holds(self, rank: int) -> bool:
-        """Whether the process that is ``rank`` is still part of the run, as far as is known."""
+        """Whether ``rank`` is still part of the run, as far as this rank knows."""
         with self._changed:
             over = self._closed or self._lost is not None or rank in self._left
         return not over and not self._links[rank].over
 
     def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
-        """Return what ``look`` finds, as soon as it finds something."""
+        """Wait until ``look`` returns a value, and return it."""
         started = reminded = time.monotonic()
         with watchdog.waiting(), self._changed:
             while True:
-                if (found := look()) is not None:  # also where a rank has left after it
+                if (found := look()) is not None:  # even if a rank has left afterwards
                     return found
                 if self._lost is not None:
                     raise self._lost_error()
@@ -249,7 +249,7 @@ class Peers:
                 raise RunLostError(f"rank {rank} is gone: its script has ended, while this one continues")
 
     def _read(self, rank: int, link: Link) -> None:
-        """Take what ``rank`` sends until its connection ends."""
+        """Receive the messages of ``rank`` until its connection ends."""
         while (message := link.receive()) is not None:
             with self._changed:
                 self._take(rank, message)
@@ -271,7 +271,7 @@ class Peers:
         elif "stop" in message:
             self._relay_stop(message["stop"], message)
         elif "hung" in message:
-            watchdog.end(str(message["hung"]), self.hung)  # rank 0 passes it on; the others are connected to it alone
+            watchdog.end(str(message["hung"]), self.hung)  # forwarded by rank 0, the hub of all connections
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "over" in message:
@@ -283,7 +283,7 @@ class Peers:
                 self._lost = self._lost or (rank, message["left"])
 
     def _note_left(self, rank: int) -> None:
-        """Note that a rank has left cleanly; rank 0 passes it on."""
+        """Record that a rank has left cleanly; rank 0 forwards it."""
         self._left.add(rank)
         for other, link in self._links.items():
             if self.rank == 0 and other != rank:
@@ -296,7 +296,7 @@ class Peers:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Send signs of life, and end the process when the loop cannot notice that another rank is lost."""
+        """Send heartbeats, and end the process if its loop cannot notice that another rank is lost."""
         reported, ends = threading.Event(), 0.0
         while True:
             with self._changed:
@@ -321,7 +321,7 @@ class Peers:
                     self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
 
     def _end(self) -> None:
-        """End the process from outside its main thread, which waits in a collective that never returns."""
+        """End the process from a thread, because its main thread waits in a collective that never returns."""
         error = self._lost_error()
         try:
             sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")

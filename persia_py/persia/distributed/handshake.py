@@ -29,16 +29,16 @@ _logger = get_logger("meeting")
 
 @dataclass(frozen=True)
 class Introduction:
-    """Who a rank is; the first thing it sends.
+    """The introduction of a rank, which is its first message.
 
     Attributes:
         job: The job's name.
-        rank: From 0.
-        world_size: Ranks it counts on.
-        version: Of persia.
-        host: Where it runs.
+        rank: The rank, from 0.
+        world_size: The number of ranks in its configuration.
+        version: The version of persia.
+        host: The host it runs on.
         pid: Its process there.
-        token: The token of the trainer's role, or an empty string; on its way, the proof that the rank has it.
+        token: The token of the trainer's role, or an empty string; in a message, the proof that the rank has it.
     """
 
     job: str
@@ -50,7 +50,7 @@ class Introduction:
     token: str
 
     def __repr__(self) -> str:
-        """Name it; the token stays out of every log."""
+        """Return the rank without its token, which must not reach a log."""
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
 
@@ -67,10 +67,10 @@ def listen(address: str) -> socket.socket:
 
 
 def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
-    """On rank 0: wait for every other rank of the run. The listener is closed with the run, or when this fails.
+    """On rank 0: wait for every other rank of the run. The end of the run, or a failure here, closes the listener.
 
     Raises:
-        UnreachableError: Ranks did not come in time; all are named.
+        UnreachableError: Ranks did not connect in time; the message names all of them.
     """
     deadline = time.monotonic() + timeout_s
     links: dict[int, Link] = {}
@@ -113,8 +113,8 @@ class _Lobby:
     """Takes the introductions of several connections at once: an unfinished one does not block other ranks.
 
     Args:
-        listener: Where they connect; closed with the lobby.
-        most: How many may be open before they have introduced themselves; beyond that the oldest is closed.
+        listener: The socket that they connect to; closed with the lobby.
+        most: The number of connections that may be open without an introduction; beyond it the oldest is closed.
     """
 
     def __init__(self, listener: socket.socket, most: int) -> None:
@@ -142,7 +142,7 @@ class _Lobby:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Close the listener and all connections that were not returned."""
+        """Close the listener, and all connections that were not returned."""
         self._selector.close()
         self._listener.close()
         for connection in (*(pending.connection for pending in self._pending), *(ready[0] for ready in self._ready)):
@@ -151,7 +151,7 @@ class _Lobby:
     def _accept(self) -> None:
         try:
             connection = self._listener.accept()[0]
-        except (BlockingIOError, ConnectionError):  # it is gone already
+        except (BlockingIOError, ConnectionError):  # the peer has disconnected already
             return
         pending = _Pending(connection, secrets.token_hex(16), time.monotonic() + INTRODUCTION_S)
         connection.setblocking(False)
@@ -245,12 +245,12 @@ def _reason_to_refuse(
 
 
 def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
-    """Refuse ranks that come when all are there, and name the process that is that rank.
+    """Refuse ranks that connect when all ranks are there, and name the process that holds the rank.
 
     If the process that holds the rank is gone, or the run is ending, close the connection without an answer. The rank
     retries; the next rank 0 admits it.
     """
-    with contextlib.closing(lobby), contextlib.suppress(OSError):  # the listener fails: later ranks get no answer
+    with contextlib.closing(lobby), contextlib.suppress(OSError):  # if the listener fails, later ranks get no answer
         while not peers.closed:
             if (arrived := lobby.next()) is None:
                 continue
@@ -266,8 +266,8 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
     """On the other ranks: connect to rank 0.
 
     Raises:
-        UnreachableError: It cannot be reached; the message says whether its name resolves and its port answers.
-        PersiaError: It refused this rank; the message is rank 0's.
+        UnreachableError: Rank 0 cannot be reached; the message says whether its name resolves and its port answers.
+        PersiaError: Rank 0 refused this rank; the message is that of rank 0.
     """
     try:
         connection = socket.create_connection(address, timeout=timeout_s)
@@ -292,7 +292,7 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
 
 
 def unreachable(address: tuple[str, int], error: OSError) -> str:
-    """Say what is wrong with ``host:port``: its name, or its port."""
+    """Describe the problem of ``host:port``: its name, or its port."""
     name, port = address
     if isinstance(error, socket.gaierror):
         return f"{name}:{port} not reachable (DNS failed: {error.strerror})"

@@ -25,7 +25,7 @@ class Link:
         self.heard = time.monotonic()
 
     def send(self, message: Message) -> bool:
-        """Send; False when the connection is gone (its reader notices too)."""
+        """Send a message; return False if the connection is closed, which its reader notices too."""
         data = line(message)
         try:
             with self._sending:
@@ -35,7 +35,7 @@ class Link:
         return True
 
     def receive(self) -> Message | None:
-        """Return the next message; None at the end of the connection, or for anything that is no message."""
+        """Return the next message; None at the end of the connection, or for an invalid message."""
         try:
             data = self._lines.readline(_LINE)
         except (OSError, ValueError):
@@ -45,7 +45,7 @@ class Link:
 
     @property
     def over(self) -> bool:
-        """Whether the other side is gone, whatever of it is still to be read."""
+        """Whether the peer has closed the connection, even if unread data remains."""
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLRDHUP)
@@ -54,27 +54,27 @@ class Link:
             return True
 
     def hang_up(self) -> None:
-        """End the connection; its reader is woken."""
+        """Close the connection, and wake its reader."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free what it holds; no thread may be reading from it."""
+        """Free the socket; no thread may be reading from it."""
         self.hang_up()
         self._lines.close()
         self._socket.close()
 
 
 def line(message: Message) -> bytes:
-    """Return a message as it travels."""
+    """Return the encoded message."""
     return json.dumps(message).encode() + b"\n"
 
 
 def parsed(data: bytes) -> Message | None:
-    """Return the message of one whole line; None for anything that is no message."""
+    """Return the message in a complete line; None for an invalid one."""
     try:
         message = json.loads(data) if data.endswith(b"\n") else None
-    except (ValueError, RecursionError):  # the last for lists that are nested too deep
+    except (ValueError, RecursionError):  # RecursionError: lists that are nested too deeply
         return None
     return message if isinstance(message, dict) else None
 

@@ -1,4 +1,4 @@
-"""Network interfaces and GPUs that the environment names, checked before anything can hang on them."""
+"""Check the network interfaces and GPUs that the environment names, before a wrong one makes a collective hang."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ def check() -> None:
     """Check every variable of :data:`VARIABLES`, and ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        UsageError: One names what does not exist; what exists is listed.
+        UsageError: One names something that does not exist; the message lists what exists.
     """
     names = sorted(psutil.net_if_addrs())
     for variable in VARIABLES:
@@ -29,7 +29,7 @@ def check() -> None:
 
 
 def _matches(variable: str, value: str, names: list[str]) -> bool:
-    """Whether an interface is left. NCCL takes prefixes, ``=`` before exact names, and ``^`` before what it avoids."""
+    """Whether an interface matches. NCCL takes prefixes, ``=`` for exact names, and ``^`` for names to exclude."""
     nccl = variable == "NCCL_SOCKET_IFNAME"
     avoid, exact = nccl and value.startswith("^"), not nccl or "=" in value[:2]
     wanted = [part.strip() for part in value.lstrip("^=").split(",") if part.strip()]
@@ -53,7 +53,7 @@ def _check_gpus() -> None:
 
 
 def of_address(address: str) -> str | None:
-    """Return the interface that has the IPv4 address of ``address``, a name or a number; None if none has."""
+    """Return the interface with the IPv4 address of ``address``, a name or a number; None if there is none."""
     try:
         number = socket.gethostbyname(address)
     except OSError:

@@ -1,4 +1,4 @@
-"""How the dense part of a model is trained by several ranks."""
+"""How several ranks train the dense part of a model."""
 
 from abc import ABC, abstractmethod
 from datetime import timedelta
@@ -20,7 +20,7 @@ _COLLECTIVE = timedelta(days=1)
 
 
 class DistributedBaseOption(ABC):
-    """How the dense part of a model is trained by several ranks.
+    """How several ranks train the dense part of a model.
 
     A subclass starts a process group and wraps the model. Rank 0's address is found through discovery; no option names
     it.
@@ -40,7 +40,7 @@ class DDPOption(DistributedBaseOption):
 
     Args:
         initialization_method: ``tcp``; PersiaML's ``file`` is not needed, because rank 0 is found through discovery.
-        backend: ``nccl`` with GPUs, ``gloo`` without.
+        backend: ``nccl`` with GPUs, ``gloo`` without them.
         **options: For :class:`torch.nn.parallel.DistributedDataParallel`; ``master_addr``, ``master_port`` and
             ``init_file`` of PersiaML are accepted and have no effect.
 

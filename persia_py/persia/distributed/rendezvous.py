@@ -29,13 +29,13 @@ AFTER_OTHERS_S = 30.0
 
 
 class Rendezvous:
-    """A rank's start, which may take ``PERSIA_START_TIMEOUT`` seconds from here on.
+    """The start of a rank, which may take ``PERSIA_START_TIMEOUT`` seconds from now on.
 
     Args:
-        discovery: Of this job.
+        discovery: The discovery of this job.
         url: NATS's address.
         rank: This process's.
-        world_size: Ranks of the run.
+        world_size: The number of ranks of the run.
     """
 
     def __init__(self, discovery: Discovery, url: str, rank: int, world_size: int) -> None:
@@ -52,7 +52,7 @@ class Rendezvous:
         return max(least, self._deadline - time.monotonic())
 
     def open(self) -> dict[str, str]:
-        """On rank 0: listen for the other ranks. Return what to announce, nothing on the others."""
+        """On rank 0: listen for the other ranks. Return the metadata to announce, which is empty on the others."""
         if self._rank != 0:
             return {}
         self._listener = _listen(self._address)
@@ -66,7 +66,7 @@ class Rendezvous:
         """Announce this rank, which serves its feed at ``address``.
 
         Raises:
-            UsageError: Another live process is this rank; the one that came first stays.
+            UsageError: Another live process is this rank; the first one keeps it.
         """
         announcement = self._discovery.announce(
             services.TRAINER, self._rank, self._world_size, address, {"rank": str(self._rank), **extra}
@@ -82,7 +82,7 @@ class Rendezvous:
         """Get in touch with the other ranks: rank 0 waits for them, each of them for rank 0.
 
         Raises:
-            UnreachableError: A rank was not there in time; it is named.
+            UnreachableError: A rank did not appear in time; the message names it.
         """
         me = handshake.Introduction(
             job=self._job,
@@ -108,16 +108,16 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Stop listening, unless the run listens from now on."""
+        """Close the listener, unless the run has taken it over."""
         for listener in (self._listener, self._store_listener):
             if listener is not None:
                 listener.close()
 
     def _trainers(self) -> list[dict[str, str]]:
-        """Return what the ranks announce. NATS may be away meanwhile.
+        """Return the announcements of the ranks. NATS may be away meanwhile.
 
         Raises:
-            UnreachableError: It is away, and the time is up.
+            UnreachableError: NATS is unreachable, and the time is up.
         """
         while True:
             try:
@@ -159,7 +159,7 @@ class Rendezvous:
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a socket on a free port of ``address``; of every interface when that is not this host's own."""
+    """Return a socket on a free port of ``address``, or of every interface if that is not an address of this host."""
     try:
         return handshake.listen(address)
     except OSError as error:
@@ -184,7 +184,7 @@ def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None
 
 
 def _shown(url: str) -> str:
-    """Return a URL's host and port; what else it has may be a password."""
+    """Return a URL's host and port only, because other parts may include a password."""
     return urlsplit(url).netloc.rpartition("@")[2]
 
 

@@ -1,4 +1,4 @@
-"""Several trainer ranks: their dense parallelism, their agreement, and the end they reach together."""
+"""The run of this process: its other ranks, its progress, and its common end and summary."""
 
 import atexit
 import json
@@ -23,14 +23,14 @@ _logger = get_logger("distributed")
 
 
 class Session(Protocol):
-    """What trains on the servers, and applies its last pushes when it is closed."""
+    """An object that trains on the servers, and applies its last pushes when it is closed."""
 
     def close(self) -> None:
-        """Apply what was pushed, and end."""
+        """Apply all pushes, and end."""
 
 
 class _Process:
-    """What this process has done for its run."""
+    """The part of this process in its run."""
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
@@ -54,22 +54,22 @@ def adopt(others: Peers, store: "Store", announced: dict[str, str]) -> None:
 
 
 def peers() -> Peers | None:
-    """Return the other ranks of this process's run; None while there are none."""
+    """Return the other ranks of this process's run; None if there are none."""
     return _process.peers
 
 
 def announced() -> dict[str, str]:
-    """Return where this process serves the other ranks."""
+    """Return the address at which this process serves the other ranks."""
     return _process.announced
 
 
 def hold(session: Session) -> None:
-    """Note that an EmbeddingCollection of this process trains on the servers; :func:`finish` closes it."""
+    """Register an EmbeddingCollection of this process that trains on the servers; :func:`finish` closes it."""
     _process.sessions.add(session)
 
 
 def release(session: Session) -> None:
-    """Note that it is closed."""
+    """Record that it is closed."""
     _process.sessions.discard(session)
 
 
@@ -93,28 +93,28 @@ def _leave(reason: str | None = None) -> None:
 
 
 def fail(reason: str) -> None:
-    """Let the other ranks know that this one cannot continue; they end too. The run is unfinished until a restart."""
+    """Report to the other ranks that this one cannot continue; they end too. The run is unfinished until a restart."""
     _process.failed = _process.failed or reason
     _leave(reason)
 
 
 def failure() -> str:
-    """Return why the run has failed here; empty while it has not."""
+    """Return why the run has failed in this process; empty if it has not."""
     return _process.failed
 
 
 def agree(flag: bool) -> bool:
-    """Return whether ``flag`` is true on every rank; every rank calls this, and waits for the others.
+    """Return whether ``flag`` is true on every rank; every rank must call this, and waits for the others.
 
     Raises:
-        RunLostError: A rank is gone; it is named.
+        RunLostError: A rank is lost; the message names it.
     """
     others = _process.peers
     return flag if others is None else all(others.all_gather("agree", bool(flag)))
 
 
 def hung(reason: str) -> None:
-    """Let all other ranks end with their stacks shown, because this one makes no progress."""
+    """End all other ranks, each with its stacks printed, because this one makes no progress."""
     if _process.peers is not None:
         _process.peers.hung(reason)
 
@@ -123,7 +123,7 @@ def report(result: dict[str, Any]) -> None:
     """Add ``result`` to the run's summary, which rank 0 writes when all ranks have finished.
 
     Raises:
-        UsageError: It holds something that JSON does not have.
+        UsageError: It contains a value that JSON cannot represent.
     """
     try:
         json.dumps(result, allow_nan=False)
@@ -133,16 +133,16 @@ def report(result: dict[str, Any]) -> None:
 
 
 def finish() -> None:
-    """End the run: once every rank is here, rank 0 writes ``summary.json``; then all leave together.
+    """End the run: once every rank has arrived, rank 0 writes ``summary.json``; then all ranks exit together.
 
     The launcher calls this after the script. A run whose summary is not written did not finish. An EmbeddingCollection
-    that the script left open is closed first, so that what it has pushed is applied.
+    that the script left open is closed first, so that its pushes are applied.
 
     Raises:
-        PersiaError: What an EmbeddingCollection pushed cannot be applied.
-        RunLostError: A rank is gone, or training in this process has failed, even if the script continued; no summary
-            is written then.
-        UsageError: The script ended without a ``TrainCtx`` or an EmbeddingCollection, and there are other ranks.
+        PersiaError: The pushes of an EmbeddingCollection cannot be applied.
+        RunLostError: A rank is lost, or training in this process has failed, even if the script continued. No summary
+            is written.
+        UsageError: There are other ranks, and the script ended without a ``TrainCtx`` or an EmbeddingCollection.
     """
     if _process.failed:
         raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
@@ -166,7 +166,7 @@ def finish() -> None:
 
 
 def _write_summary(folder: Path) -> None:
-    """Write it whole or not at all."""
+    """Write the file atomically."""
     summary = {
         "status": "finished",
         "job": job.job_name(),

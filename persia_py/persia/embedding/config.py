@@ -204,7 +204,7 @@ class Configuration:
         """Read both files, which are found by the environment variables or in a folder ``config/``.
 
         Raises:
-            ConfigError: There is no embedding configuration, or a file has mistakes.
+            ConfigError: The embedding configuration is missing, or a file has mistakes.
         """
         path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
         if path is None:
@@ -219,7 +219,7 @@ class Configuration:
         """Parse the text of an embedding configuration, and read the global one if it exists.
 
         Raises:
-            ConfigError: One of them has mistakes; all are listed.
+            ConfigError: A file has mistakes; the message lists all of them.
         """
         path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
         embedding = _config.parse_embedding_config(text, source)

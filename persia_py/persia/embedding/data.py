@@ -33,7 +33,7 @@ class IDTypeFeature:
             all.
 
     Raises:
-        FeatureTypeError: The data is no list of 1-d uint64 arrays, or the weights are not float32; the message names
+        FeatureTypeError: The data is not a list of 1-d uint64 arrays, or the weights are not float32; the message names
             the sample.
         DataError: The numbers of weights and ids differ.
     """
@@ -109,7 +109,7 @@ class IDTypeFeatureWithSingleID:
         data: A 1-d uint64 array with one id for each sample.
 
     Raises:
-        FeatureTypeError: The data is no 1-d uint64 array.
+        FeatureTypeError: The data is not a 1-d uint64 array.
     """
 
     def __init__(self, name: str, data: npt.NDArray[np.uint64]) -> None:
@@ -155,7 +155,7 @@ class NonIDTypeFeature(_Dense):
         name: A name for messages. The model gets dense inputs by position.
 
     Raises:
-        FeatureTypeError: The data has another dtype, or is no array.
+        FeatureTypeError: The data has another dtype, or is not an array.
     """
 
     def __init__(self, data: npt.NDArray[Any], name: str | None = None) -> None:
@@ -171,7 +171,7 @@ class Label(_Dense):
         binary: Refuse values other than 0 and 1.
 
     Raises:
-        FeatureTypeError: The data has another dtype, or is no array.
+        FeatureTypeError: The data has another dtype, or is not an array.
         DataError: ``binary`` is set, and a value is neither 0 nor 1; the message names the row.
     """
 
@@ -206,7 +206,7 @@ class PersiaBatch:
     Raises:
         MissingLabelError: ``requires_grad`` is set, and there is no label.
         FeatureTypeError: A feature has another class, or is not in a list.
-        BatchSizeError: There is no sample, or parts differ in size; all are named.
+        BatchSizeError: There is no sample, or parts differ in size; the message names all parts.
         DataError: Two features have one name, a weight or a dense input has NaN or infinity (of a dense input, the
             message names row and column), or there are more ids than a batch may hold.
     """

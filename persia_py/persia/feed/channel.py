@@ -43,7 +43,7 @@ def connect(address: str) -> grpc.Channel:
     """Return a channel to ``host:port`` or ``unix:/path``, with TLS when ``PERSIA_TLS_CA`` is set.
 
     Raises:
-        ConfigError: The file of the CA cannot be read.
+        ConfigError: The CA's file cannot be read.
     """
     if address.startswith("unix:"):
         # By default grpc sends the path as the host name, which other HTTP/2 servers refuse.

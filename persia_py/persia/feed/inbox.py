@@ -205,7 +205,7 @@ class Inbox:
             gone: Whether the sender has disconnected meanwhile; call :meth:`wake` when that changes.
 
         Returns:
-            Where it has to resume; None if it is gone.
+            Where it has to resume; None if it has disconnected.
 
         Raises:
             Stopped: Training is over, or the replica has sent all batches of this generation.

@@ -1,4 +1,4 @@
-"""A data-compose replica's stream to one rank: connect, send what fits, resend what was lost."""
+"""A data-compose replica's stream to one rank: connect, send what fits into the rank's buffer, resend what was lost."""
 
 import contextlib
 import random

@@ -235,7 +235,7 @@ class _FeedService(services.TrainerServicer):
         except DataError as error:
             replies.put((grpc.StatusCode.INVALID_ARGUMENT, str(error)))
         except grpc.RpcError:
-            replies.put(None)  # the connection is gone
+            replies.put(None)  # the connection is closed
         else:
             replies.put(None)
 

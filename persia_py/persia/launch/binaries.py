@@ -1,4 +1,4 @@
-"""The programs of embedding servers and middlewares: find them, and become one."""
+"""Find and execute the programs of embedding servers and middlewares."""
 
 import os
 import shutil

@@ -76,7 +76,7 @@ def wait_for_new_trainers(events: Events, *, served: str) -> bool:
         while True:
             try:
                 trainers = services.trainers(discovery)
-            except UnreachableError:  # discovery logs that NATS is away
+            except UnreachableError:  # discovery logs that NATS is unreachable
                 trainers = []
             if any(str(peer["index"]) == "0" and peer["address"] not in {"", served} for peer in trainers):
                 return True

@@ -88,7 +88,7 @@ class LocalJob:
         """Return the command of a NATS server on loopback that requires the job's password.
 
         Args:
-            port: None lets NATS choose a free port; :meth:`nats_url` reads which.
+            port: None lets NATS choose a free port, which :meth:`nats_url` reads.
 
         Raises:
             UsageError: nats-server was not found.

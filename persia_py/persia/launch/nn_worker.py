@@ -88,7 +88,7 @@ def _supervise(ranks: Sequence[Process], events: Events, folder: Path | None) ->
 
 
 def _wait_for_other_failures(left: set[Process], events: Events) -> None:
-    """Let the other ranks end by themselves: one of them may report the cause."""
+    """Let the other ranks end on their own, because one of them may report the cause."""
     deadline = time.monotonic() + _NOTICE
     while left and (seconds := deadline - time.monotonic()) > 0:
         event = events.next(seconds)

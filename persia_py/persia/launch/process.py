@@ -24,7 +24,7 @@ class Process:
         name: Its name in messages.
         command: Program and arguments.
         env: The whole environment.
-        line: Called from a thread with each line of output. With None the output goes where this process's goes.
+        line: Called from a thread with each line of output. None: the output goes to that of this process.
         ended: Called once from a thread, after the process has ended and its output was read.
         cwd: Its working directory.
     """
@@ -62,7 +62,7 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether the process runs, or its last output was not read yet."""
+        """Whether the process runs, or its output was not fully read yet."""
         return not self._done.is_set()
 
     @property
@@ -92,7 +92,7 @@ class Process:
             )
             reader.start()
         self._popen.wait()
-        self.signal(signal.SIGKILL)  # children that it left in its group
+        self.signal(signal.SIGKILL)  # kill child processes that remain in its group
         if reader is not None:
             reader.join(_OUTPUT_DEADLINE)
         self._done.set()
@@ -102,7 +102,7 @@ class Process:
 def _read(stream: IO[bytes], write: Callable[[str], None]) -> None:
     with stream:
         for line in stream:
-            # A full disk or a closed pipe here must neither block nor end the program.
+            # A full disk or a closed pipe of this process must neither block nor end the program.
             with contextlib.suppress(OSError, ValueError):
                 write(line.decode(errors="replace").rstrip("\r\n"))
 

@@ -1,7 +1,7 @@
 """The process of one trainer rank: ``python -m persia.launch.rank_main FILE ARGUMENTS...``.
 
 It runs the script, then ends the run together with the other ranks. SIGTERM before that end exits with 75: restart
-this rank. A context that saves its run saves it first.
+this rank. A context with checkpoints saves the run first.
 """
 
 import os
@@ -46,7 +46,7 @@ def _report_failure(reason: str) -> None:
 
 
 def _handle_sigterm() -> None:
-    """End the rank on SIGTERM; at once on a second one, which counts if it comes later than ``ONE_SIGNAL``."""
+    """End the rank on SIGTERM, and immediately on a second one that arrives more than ``ONE_SIGNAL`` later."""
     first_at: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -95,7 +95,7 @@ class _Run:
                     return code
 
     def stop(self) -> None:
-        """Stop what still runs: trainer and data-compose first, NATS last."""
+        """Stop the running processes: trainer and data-compose first, NATS last."""
         for kind in ("trainer", "data-compose", "middleware", "server", _NATS):
             group = [process for name, process in self._processes.items() if name.startswith(kind)]
             stop(group, self._events, say=self._say)
@@ -126,7 +126,7 @@ class _Run:
             command.name,
             command.words,
             env=command.env,
-            line=self._logs.writer(command.name, shown=command.name != _NATS),  # NATS logs much of little interest
+            line=self._logs.writer(command.name, shown=command.name != _NATS),  # NATS's log is rarely of interest
             ended=self._events.ended,
         )
 

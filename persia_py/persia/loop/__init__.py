@@ -1,7 +1,7 @@
 """A pass over the data.
 
-* :mod:`persia.loop.training`: :class:`~persia.loop.training.TrainingLoop`, which owns it
-* :mod:`persia.loop.hooks`: what it does apart from stepping
+* :mod:`persia.loop.training`: :class:`~persia.loop.training.TrainingLoop`, which owns the pass
+* :mod:`persia.loop.hooks`: its work apart from steps
 * :mod:`persia.loop.source`, :mod:`persia.loop.feeder`: the data set, and the thread that reads it ahead
 * :mod:`persia.loop.backward`, :mod:`persia.loop.loss_scale`: gradients, and their way to model and rows
 * :mod:`persia.loop.autosave`: checkpoints while a run trains

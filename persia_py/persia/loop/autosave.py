@@ -26,15 +26,15 @@ MEET_S = 20.0
 
 
 class Autosave:
-    """Saves a run every so many steps, and at the end of each loop. A hook of the training loop.
+    """Saves a run every ``every`` steps, and at the end of each loop. A hook of the training loop.
 
     A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; then it is given up, and
     training continues. The cut is made by all ranks together; rank 0 writes the files while training continues. Ranks
     learn that a checkpoint is written when they make the next one; ``after_commit`` runs then.
 
     Args:
-        checkpoints: What the script wants, and what it reads.
-        state: What is saved.
+        checkpoints: The options of the script, and the counters that it reads.
+        state: The state of the run, which is saved.
     """
 
     def __init__(self, checkpoints: Checkpoints, state: RunState) -> None:
@@ -43,11 +43,11 @@ class Autosave:
         self._backend: Backend = state.backend
         self._loop: Loop | None = None
         self._tries = 0
-        self._retry_at: float | None = None  # by the clock, where a save failed; on rank 0
+        self._retry_at: float | None = None  # the time of the next retry after a failed save; on rank 0
 
     @property
     def identity(self) -> str:
-        """What has to be equal on all ranks."""
+        """The settings that must be equal on all ranks."""
         return f"Checkpoints(every={self._checkpoints.every})"
 
     def on_start(self, loop: Loop) -> None:
@@ -78,10 +78,10 @@ class Autosave:
             self.save_last()
 
     def save_last(self) -> None:
-        """Save the run if it is further than its last save; return when that is written or given up.
+        """Save the run if steps were trained since the last save; return when the save is written or given up.
 
         Raises:
-            PersiaError: A push of a rank is not applied, or a rank is gone.
+            PersiaError: A push of a rank is not applied, or a rank is lost.
         """
         step = self._backend.trained_step
         if step != self._checkpoints.saved:
@@ -95,10 +95,10 @@ class Autosave:
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Save the run after ``step``. Every rank calls this; all continue as soon as the cut is made.
+        """Save the run after ``step``. Every rank calls this, and continues as soon as the cut is made.
 
         Raises:
-            PersiaError: A push of a rank is not applied, or a rank is gone.
+            PersiaError: A push of a rank is not applied, or a rank is lost.
         """
         self._checkpoints.saved = step
         backend = self._backend
@@ -117,7 +117,7 @@ class Autosave:
             self._loop.committed(step)
 
     def _cut(self, step: int, ranks: list[dict[str, Any]]) -> None:
-        """On rank 0: begin a save when the last one is written; it is written in the background."""
+        """On rank 0: wait for the last save, then start one, which is written in the background."""
         started = time.monotonic()
         self._backend.join_checkpoint_thread()
         if (waited := time.monotonic() - started) > 1.0:
@@ -130,18 +130,18 @@ class Autosave:
         try:
             path = self._checkpoints.folder(self._backend) / f"step-{step}"
             save = self._state.begin_save(path, states)
-        except PersiaError as error:  # training notices by itself where it cannot continue
+        except PersiaError as error:  # training itself fails if it cannot continue
             self._retry(step, error)
             return
         paused = time.monotonic() - cut_at
         self._backend.checkpoint_thread = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
 
     def _write(self, save: snapshot.Save, path: Path, step: int, paused: float) -> None:
-        """Write it, on a thread of its own."""
+        """Write the save, in a separate thread."""
         started = time.monotonic()
         try:
             save.write()
-        except PersiaError as error:  # a middleware may have died during it
+        except PersiaError as error:  # a middleware may have died during the save
             self._retry(step, error)
             return
         self._tries = 0
@@ -156,7 +156,7 @@ class Autosave:
         self._upload(path)
 
     def _tidy(self, path: Path) -> int:
-        """Let ``LATEST`` name a save, and remove older ones; where that fails, the save is still good."""
+        """Make ``LATEST`` name the save, and delete older ones; if this fails, the save is still valid."""
         try:
             _core.publish_latest(path)
         except PersiaError as error:
@@ -168,7 +168,7 @@ class Autosave:
             return 0
 
     def _upload(self, path: Path) -> None:
-        """Upload a save to the object store, and delete older replicas; where that fails, the save is still good."""
+        """Upload a save to the object store, and delete older replicas; if this fails, the save is still valid."""
         store = self._checkpoints.store()
         if store is None:
             return
@@ -210,10 +210,10 @@ class Autosave:
         If the block ended normally, all ranks stop when one was asked to.
 
         Args:
-            left_by: What the context is left by.
+            left_by: The exception that leaves the context, if any.
 
         Raises:
-            SystemExit: The context has reached its end, and this process is to leave.
+            SystemExit: The context has reached its end, and this process was asked to stop.
         """
         ended = left_by is None or (isinstance(left_by, SystemExit) and ends_well(left_by))
         asked = preemption.stop_asked()
@@ -229,7 +229,7 @@ class Autosave:
                 raise SystemExit(preemption.exit_code())
 
     def _save_to_leave(self) -> None:
-        """Save the run if anything was trained, and all ranks come and are after the same step."""
+        """Save the run if anything was trained, and if all ranks arrive here after the same step."""
         step, why = self._backend.trained_step, preemption.reason()
         try:
             if preemption.has_trained():
@@ -237,7 +237,7 @@ class Autosave:
                 if min(steps) < max(steps):
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
-        except (PersiaError, RuntimeError) as error:  # the second of torch, where another rank ends meanwhile
+        except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends meanwhile
             _logger.error("%s: leaving after step %d, without a checkpoint of it: %s", why, step, error)
         else:
             _logger.info("%s: leaving after step %d", why, step)

@@ -18,15 +18,15 @@ MAX_SKIPPED_STEPS = 25
 
 
 class Gradients:
-    """The embedding gradients of one step, on their way from PyTorch to the rows.
+    """The embedding gradients of one step, between PyTorch and the rows.
 
     On a CUDA device the constructor starts the sums and sets :attr:`nonfinite` without a synchronisation. The caller
     combines the flag with its own and synchronises once.
 
     Args:
-        batch: The batch they are of.
-        gradients: One for each feature; None where the loss does not depend on it.
-        scale: What they are multiplied by.
+        batch: The batch of the gradients.
+        gradients: The gradient of each feature; None if the loss does not depend on it.
+        scale: The factor of the gradients.
 
     Attributes:
         nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None where
@@ -41,12 +41,12 @@ class Gradients:
         self._sums: _core.Sums | None = None
         self.nonfinite: torch.Tensor | None = None
         if batch.device_id is not None and len(whole) == len(gradients):
-            # PyTorch hands over tensors of its current device, and no others.
+            # PyTorch exports tensors of its current device only.
             with torch.cuda.device_of(whole[0]):  # type: ignore[no-untyped-call]
                 self._sums = batch.sum(whole, scale)
             self.nonfinite = _any_in(whole) | from_dlpack(self._sums.nonfinite).any()
         elif batch.device_id is not None:
-            # Which rows a step updates depends on which features got a gradient: only the CPU's path knows that.
+            # A feature without a gradient is not updated, which only the CPU path supports.
             self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
 
     def first_nonfinite(self, kind: str) -> str | None:
@@ -86,7 +86,7 @@ class Backward:
 
     Args:
         dense_optimizer: Updates the model.
-        loss_scale: With mixed precision, what the loss is multiplied by.
+        loss_scale: The factor of the loss in mixed precision.
     """
 
     def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
@@ -102,17 +102,17 @@ class Backward:
         embedding_optimizer: Optimizer,
         backend: Backend,
     ) -> torch.Tensor:
-        """Run one step; with several ranks, all of them apply it or none.
+        """Run one step; with several ranks, all apply it or none does.
 
         Args:
             loss: A scalar.
-            batch: The batch the loss was made from.
+            batch: The batch of the loss.
             embeddings: Its embedding tensors, leaves of the loss's graph.
             embedding_optimizer: Gives the learning rate in force.
             backend: Knows the other ranks.
 
         Returns:
-            What was back-propagated: the loss, scaled where it is.
+            The back-propagated loss, including the loss scale.
 
         Raises:
             NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
@@ -166,7 +166,7 @@ class Backward:
 
 
 def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:
-    """Whether anything is not finite: the one place of a step on a device that waits for it."""
+    """Whether anything is not finite. On a device, this is the only wait of a step."""
     wrong = [torch.isfinite(loss.detach()).logical_not().any(), flag]
     if parameters:
         wrong.append(torch.isfinite(_total_norm(parameters)).logical_not())

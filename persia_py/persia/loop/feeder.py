@@ -1,4 +1,4 @@
-"""Reads a data set ahead of training, in a thread of its own."""
+"""Reads a data set ahead of training, in a separate thread."""
 
 import threading
 from collections import deque
@@ -26,7 +26,7 @@ class FedBatch:
     Attributes:
         step: Its step.
         position: The position of the data set after it, as text.
-        batch: As the data set gave it; the engine has this one, or an empty one in its place.
+        batch: The batch of the data set; the engine has this one, or an empty one in its place.
         quarantined: The batch always fails on this rank: the engine has an empty one in its place.
     """
 
@@ -37,17 +37,17 @@ class FedBatch:
 
 
 class Feeder:
-    """Feeds the batches of a source to a pipeline; an error of the data set reaches the loop in its place.
+    """Feeds the batches of a source to a pipeline; an error of the data set follows the batches before it.
 
     Args:
         source: What is read.
-        pipeline: What is fed.
+        pipeline: The pipeline that gets the batches.
         step: The step before the first batch.
         slots: The slots of the run, for an empty batch.
-        quarantined: Whether a batch is not to be looked up.
+        quarantined: Returns whether a batch must not be looked up.
 
     Attributes:
-        fed: The batches that the engine has, in the order of their steps. The loop removes what it takes.
+        fed: The batches that the engine has, in the order of their steps. The loop removes the batches that it takes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Feeder:
                 if not self._pipeline.feed(empty_batch(self._slots) if fed_batch.quarantined else fed_batch.batch):
                     return  # the loop ended early
             self._pipeline.end()
-        except BaseException as error:  # whatever a data set raises belongs to the loop
+        except BaseException as error:  # the loop raises any error of the data set
             self._pipeline.fail(error)
 
     def end(self, *, completed: bool) -> None:
@@ -89,7 +89,7 @@ def stop_reading(thread: threading.Thread, source: Source, *, completed: bool) -
 
 
 def _join(thread: threading.Thread) -> bool:
-    """Wait for a reading thread; return whether it has ended. One that is stuck in the data set is left running."""
+    """Wait for a reading thread; return whether it has ended. A thread that hangs in the data set stays."""
     if thread.ident is not None:
         thread.join(LEAVE_S)
     if thread.is_alive():
@@ -98,6 +98,6 @@ def _join(thread: threading.Thread) -> bool:
 
 
 def empty_batch(slots: list[str]) -> Batch:
-    """Return a batch without an id, to be looked up in place of one that may be refused; it is never trained on."""
+    """Return a batch without ids, which is looked up in place of one that always fails, and never trained on."""
     none = [np.empty(0, np.uint64)]
     return PersiaBatch([IDTypeFeature(slot, none) for slot in slots], labels=[Label(np.zeros((1, 1), np.float32))]).data

@@ -1,4 +1,4 @@
-"""What a training loop does apart from stepping: hooks, in one ordered list.
+"""The work of a training loop apart from steps: hooks, in one ordered list.
 
 A hook is an object with any of the methods below. The loop calls each point on the hooks in their order, and the ends
 in reverse order. All ranks have equal lists, which they compare when a loop starts.
@@ -24,7 +24,7 @@ from persia.loop.feeder import FedBatch
 
 
 class Loop(Protocol):
-    """What hooks see of a training loop."""
+    """The part of a training loop that hooks use."""
 
     @property
     def step(self) -> int:
@@ -32,7 +32,7 @@ class Loop(Protocol):
 
     @property
     def backend(self) -> Backend:
-        """Where the rows are, and the other ranks."""
+        """The backend, with the rows and the other ranks."""
 
     def committed(self, step: int) -> None:
         """Run ``after_commit`` of all hooks."""
@@ -92,11 +92,11 @@ class Hooks:
 
         Args:
             step: The step.
-            ballots: What :meth:`vote` returned on each rank.
+            ballots: The results of :meth:`vote` on each rank.
         """
         skip = False
         for hook, *votes in zip(self._voters, *ballots, strict=True):
-            skip = hook.decide(step, votes) or skip  # each decides, whatever the ones before it want
+            skip = hook.decide(step, votes) or skip  # every hook decides: no short circuit
         return skip
 
     def after_lookup(self, step: int) -> None:

@@ -10,14 +10,14 @@ _MAX_SCALE = 2.0**24
 
 
 class LossScale:
-    """What the loss is multiplied by, so that small gradients are not 0 in float16: torch's GradScaler, and its policy.
+    """The factor of the loss that keeps small gradients above 0 in float16: torch's GradScaler, and its policy.
 
-    The policy is applied here, where it is known anyway whether a step was finite, for model and rows together: asking
-    the scaler would wait for the device again.
+    The policy is applied here, because a step already knows whether it was finite, for model and rows together. The
+    scaler would wait for the device again.
 
     Args:
         growth_interval: Steps without infinity after which the scale is doubled; a step with one halves it.
-        device: Where the loss is.
+        device: The device of the loss.
     """
 
     def __init__(self, growth_interval: int, device: str = "cuda") -> None:
@@ -35,7 +35,7 @@ class LossScale:
         self.scaler.update(self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and for how long it has been good."""
+        """Return the scale, and the number of steps since it changed."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -34,17 +34,17 @@ _KEPT = 4096
 
 @dataclass(frozen=True)
 class Record:
-    """What is recorded of a step that failed on a rank.
+    """The record of a step that failed on a rank.
 
     Attributes:
         step: The step.
         rank: The rank.
-        times: How often this batch has failed there.
+        times: The number of failures of this batch at this step.
         position: The position of the data set after the batch: a data loader's cursor.
         error: The class of the last error.
         text: Its message.
-        meta: The first 200 of the bytes that travel with the batch, as text; None where there are none.
-        checksum: Of the batch; None in a record of an older version.
+        meta: The first 200 bytes of the batch's metadata, as text; None if it has none.
+        checksum: The checksum of the batch; None in a record of an older version.
     """
 
     step: int
@@ -57,15 +57,15 @@ class Record:
     checksum: int | None = None
 
     def is_of(self, position: dict[str, Any], content: bytes) -> bool:
-        """Whether it is this batch that failed; the same place may have another one now."""
+        """Whether this batch failed; its position may have another batch now."""
         return _place(self.position) == _place(position) and self.checksum == zlib.crc32(content)
 
 
 class Quarantine:
-    """Records what fails on this rank, and lets all ranks skip steps together. A hook of the training loop.
+    """Records failing batches of this rank, and makes all ranks skip steps together. A hook of the training loop.
 
     Args:
-        checkpoints: Whether such steps are skipped; the records are beside its saves.
+        checkpoints: Says whether such steps are skipped; the records are beside its saves.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -80,16 +80,16 @@ class Quarantine:
 
     @property
     def identity(self) -> str:
-        """What has to be equal on all ranks."""
+        """The settings that must be equal on all ranks."""
         return f"Quarantine({self._checkpoints.failing_batches})"
 
     def on_start(self, loop: Loop) -> None:
-        """Learn what has failed so far; every rank does."""
+        """Load and share the failures so far; every rank calls this."""
         backend = loop.backend
         name = backend.all_gather("folder of the saves", self._checkpoints.name() if backend.is_rank_0 else None)[0]
         try:
             self._folder = backend.checkpoint_dir(name) / FOLDER
-        except UsageError:  # this rank has no such place: it matters once a batch fails here
+        except UsageError:  # this rank has no folder, which matters only if a batch fails here
             self._folder = None
         self._began = self._saved = backend.engine.step
         self._mine = self._read()
@@ -104,7 +104,7 @@ class Quarantine:
     def _read(self) -> dict[int, Record]:
         """Return the records of this rank, by step."""
         found = {}
-        with contextlib.suppress(OSError):  # nothing is there, or nothing can be read: nothing is skipped
+        with contextlib.suppress(OSError):  # no records, or none that can be read: no step is skipped
             for path in sorted(self._folder.glob(f"step-*.rank-{settings.rank}.json")) if self._folder else []:
                 try:
                     record = Record(**json.loads(path.read_bytes()))
@@ -117,7 +117,7 @@ class Quarantine:
     def _nearby_failures(self, step: int) -> set[int]:
         """Return the other steps close to this one that always fail, and are after the newest save or next to it.
 
-        Steps that were skipped before that save are done with, and steps between them and this one were trained.
+        Steps that were skipped before that save do not count, because steps between them and this one were trained.
         """
         near = {other for other in self._always if other != step and abs(other - step) < MIN_STEP_DISTANCE}
         return {other for other in near if other > self._saved or other == step - 1}
@@ -210,7 +210,7 @@ class Quarantine:
         return "it always fails, and its step is skipped when the run is restarted"
 
     def after_commit(self, step: int) -> None:
-        """Forget the failures of steps that this process has trained, up to that of a save that is written."""
+        """Delete the records of steps that this process has trained, up to the step of a written save."""
         self._saved = max(self._saved, step)
         for each in [each for each in self._mine if self._began < each <= step and each not in self._to_skip]:
             del self._mine[each]

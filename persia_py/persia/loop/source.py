@@ -13,7 +13,7 @@ Cursor = dict[str, Any]
 
 
 class Dataset(Protocol):
-    """What a loop reads.
+    """The data set that a loop reads.
 
     Attributes:
         buffer_size: Batches read ahead of training.
@@ -27,10 +27,10 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """A data set of batches that arrive from elsewhere, and arrive once."""
+    """A data set of batches that are received, and received only once."""
 
     def trained(self, state: dict[str, Any]) -> None:
-        """Forget the batches up to ``state``, which are trained on."""
+        """Drop the batches up to ``state``, which are trained on."""
 
     def replay_digests(self) -> dict[str, Any] | None:
         """Return the digests of the batches that were trained on, for a checkpoint."""
@@ -39,7 +39,7 @@ class Stream(Protocol):
         """Take the digests of the batches that a resumed run skips."""
 
     def waiting(self) -> int:
-        """Return how many batches have arrived and were not yielded."""
+        """Return the number of batches that have arrived and were not yielded."""
 
     def interrupt(self) -> None:
         """End an iteration in another thread."""
@@ -49,10 +49,10 @@ class Stream(Protocol):
 
 
 class Source:
-    """A data set, and the position of the pass that a loop makes over it. A data loader keeps it between its loops.
+    """A data set, and the position of the pass that a loop makes over it. A data loader keeps it between loops.
 
     Args:
-        dataset: Where batches come from.
+        dataset: The source of batches.
 
     Attributes:
         cursor: The position after the last batch that was trained on; None at the start of a pass.
@@ -63,7 +63,7 @@ class Source:
         self.cursor: Cursor | None = None
         self._stateful = dataset if isinstance(dataset, Stateful) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._start: Cursor | None = None  # of the whole pass, also when a loop enters it later
+        self._start: Cursor | None = None  # of the whole pass, even if a loop starts in its middle
         self._end: Cursor | None = None
         self._skip = 0
 
@@ -95,7 +95,7 @@ class Source:
         self._end = None if self._stateful is None else position(0, self._stateful.state_dict())
 
     def trained(self, after: str) -> None:
-        """Record that training is after the batch with this position."""
+        """Record that the batch at this position was trained on."""
         self.cursor = json.loads(after)
         if self._stream is not None and self.cursor is not None:
             self._stream.trained(self.cursor["source"])
@@ -108,7 +108,7 @@ class Source:
         return None if self._stream is None else self._stream.replay_digests()
 
     def waiting(self) -> int:
-        """Return how many batches have arrived and were not read."""
+        """Return the number of batches that have arrived and were not read."""
         return 0 if self._stream is None else self._stream.waiting()
 
     def pass_ended(self) -> None:
@@ -116,12 +116,12 @@ class Source:
         self.cursor = self._start = self._end
 
     def pass_cut_short(self) -> None:
-        """Record that the pass is over because another rank's data has ended; a stream continues instead."""
+        """Record that the pass ends because another rank's data has ended; a stream continues instead."""
         if self._stream is None:
             self.cursor = self._start
 
     def interrupt(self) -> None:
-        """End the iteration in another thread; only a stream can."""
+        """End the iteration in another thread, which only a stream supports."""
         if self._stream is not None:
             self._stream.interrupt()
 
@@ -141,10 +141,10 @@ class Source:
 
 
 def position(batches: int, source: Any) -> Cursor:
-    """Return a cursor that is the same after a checkpoint has written and read it.
+    """Return a cursor that a checkpoint can write and read without a change.
 
     Raises:
-        UsageError: The data set's state is no plain JSON.
+        UsageError: The data set's state is not plain JSON.
     """
     try:
         same = json.loads(json.dumps(source)) == source

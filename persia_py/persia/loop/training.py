@@ -1,4 +1,4 @@
-"""One pass over the data: read it top-down from :meth:`TrainingLoop.start`."""
+"""One pass over the data. Read it top-down from :meth:`TrainingLoop.start`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from persia.loop.feeder import FedBatch, Feeder
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
 from persia.runtime import preemption, watchdog
-from persia.runtime.errors import DataError, PersiaError
+from persia.runtime.errors import DataError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia_core.forward import Pipeline, TrainingBatch
@@ -23,12 +23,12 @@ _first_done = False
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """How a loop looks batches up.
+    """The options of a loop's look-ups.
 
     Attributes:
         staleness: K: a look-up may miss up to K - 1 updates.
         reproducible: Equal runs give equal bits.
-        timeout_s: How long a look-up may take.
+        timeout_s: The time limit of a look-up.
     """
 
     staleness: int
@@ -40,14 +40,14 @@ class TrainingLoop:
     """A pass over the data, on this rank; all ranks make it in lock-step.
 
     Each step: agree with the other ranks, take the next batch, hand it to the script, record the position when it is
-    trained on. What else happens (checkpoints, quarantine, the watchdog, preemption) is done by hooks.
+    trained on. Everything else (checkpoints, quarantine, watchdog, preemption) is a hook.
 
     Args:
         backend: Where the rows are, and the other ranks.
-        state: What checkpoints hold of the run, apart from rows.
+        state: The state of the run in checkpoints, apart from rows.
         source: The data.
         hooks: Equal on all ranks.
-        options: How batches are looked up; equal on all ranks.
+        options: The options of look-ups, equal on all ranks.
     """
 
     def __init__(self, backend: Backend, state: RunState, source: Source, hooks: Hooks, options: LoopOptions) -> None:
@@ -58,6 +58,7 @@ class TrainingLoop:
         self._options = options
         self._open: FedBatch | None = None  # from when a batch is taken until it is trained on
         self._ended = False
+        self._abandoned = False  # it has ended with its context
         self._ended_at = 0
         self._pipeline: Pipeline
         self._feeder: Feeder
@@ -90,10 +91,12 @@ class TrainingLoop:
 
     def next(self) -> TrainingBatch | None:
         """Return the next batch to train on; None at the end of the pass."""
+        if self._abandoned:
+            raise UsageError("this training loop has ended with its context: iterate the data loader in a new one")
         if self._ended:
             return None
         try:
-            self._open = None  # the script is done with the batch before
+            self._open = None  # the script has finished the previous batch
             batch = self._advance()
             if batch is None:
                 self._complete()
@@ -123,7 +126,7 @@ class TrainingLoop:
         """Agree with the other ranks on the next step, before any of them takes its batch.
 
         Returns:
-            Whether the step is skipped; None where a rank has no batch left, so that all end here.
+            Whether the step is skipped; None if a rank has no batch left, so that all ranks end the pass.
         """
         if self.backend.is_alone and not self._hooks.votes:
             return False
@@ -152,7 +155,7 @@ class TrainingLoop:
             )
 
     def _take(self) -> TrainingBatch | None:
-        """Return the next batch, looked up; it is open from here on, and blamed for what it fails with."""
+        """Return the next batch, looked up. It is open from here on, and an error is attributed to it."""
         with watchdog.waiting():
             batch = self._pipeline.next(self._options.timeout_s)
         if batch is None:
@@ -172,7 +175,7 @@ class TrainingLoop:
         _log_first(batch.step)
 
     def committed(self, step: int) -> None:
-        """Tell the hooks that a checkpoint of ``step`` is written."""
+        """Report to the hooks that a checkpoint of ``step`` is written."""
         self._hooks.after_commit(step)
 
     def _complete(self) -> None:
@@ -187,13 +190,15 @@ class TrainingLoop:
         self._end(together=True, completed=completed)
 
     def close(self) -> None:
-        """End the loop before its data: the script has left it."""
+        """End the loop before the end of its data, because the script has left it."""
         self._end()
 
     def release(self) -> None:
         """End the loop with its context. Hooks and loop refer to each other: without this, a model would outlive it."""
+        self._abandoned = not self._ended
         self._end()
         self._hooks = Hooks([])
+        del self._feeder
 
     def _end(self, *, together: bool = False, completed: bool = False) -> None:
         if self._ended:
@@ -204,7 +209,7 @@ class TrainingLoop:
             self._hooks.end(complete=False)
         finally:
             try:
-                if self.backend.closed:  # the context has ended: there are no other ranks to agree with
+                if self.backend.closed:  # the context has ended, so no agreement with other ranks is possible
                     self._pipeline.close()
                 else:
                     self.backend.close_loop(self._pipeline, together=together)
@@ -212,14 +217,14 @@ class TrainingLoop:
                 self._feeder.end(completed=completed)
 
     def failed(self, error: Exception) -> None:
-        """Tell the hooks that ``error`` leaves the context, and which batch is to blame."""
+        """Report to the hooks that ``error`` leaves the context, and the batch that caused it."""
         self._hooks.error(error, self._blamed(error))
 
     def _blamed(self, error: Exception) -> FedBatch | None:
         """Return the batch that an error is blamed on.
 
-        A refused look-up names its step, which may be ahead of the open batch. Any other error is that of the open
-        batch, unless it is one of the system, or the script has left the loop and used the context for something else.
+        A refused look-up names its step, which may be ahead of the open batch. Any other error is attributed to the
+        open batch, unless it is a system error, or the script has left the loop and used the context for other work.
         """
         used_since = self._ended and self.backend.activity != self._ended_at
         open_batch = None if used_since else self._open
@@ -233,7 +238,7 @@ class TrainingLoop:
 
 
 class LoopIterator:
-    """What a script iterates. It starts the loop at the first batch, and closes it when the script drops it.
+    """The iterator of a script's loop. It starts the loop at the first batch, and closes it when the script drops it.
 
     Args:
         start: Starts the loop.

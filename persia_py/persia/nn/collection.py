@@ -35,8 +35,8 @@ class TableConfig:
     """One table, and the features that look into it; the names are those of torchrec's ``EmbeddingBagConfig``.
 
     Attributes:
-        name: The table's.
-        embedding_dim: Weights in a row.
+        name: The name of the table.
+        embedding_dim: The number of weights of a row.
         feature_names: Features that share the table.
         pooling: How a sample's rows become one vector: ``sum``, or ``mean`` (which divides by their number).
         num_embeddings: torchrec's; accepted, without effect: ids are any 64 bits, and a row exists from its first use.
@@ -56,7 +56,7 @@ class EmbeddingCollection(torch.nn.Module):
     what it returned pushes one gradient for each row, once, and the rows are updated by ``optimizer`` there and then
     (as those of torchrec's fused tables: accumulating gradients over several backwards updates the rows in each). A
     forward sees everything that backwards before it have pushed. In evaluation (``eval()``, or under
-    ``torch.no_grad()``) nothing changes, and rows that are missing are zeros.
+    ``torch.no_grad()``) nothing changes, and missing rows are zeros.
 
     The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the rest of
     it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on ``device``. The factor of a
@@ -65,16 +65,16 @@ class EmbeddingCollection(torch.nn.Module):
     Gradients are pushed once: a second backward through the same forward is a :class:`~persia.errors.UsageError`.
     With NaN or infinity in one of them the backward pushes none of this rank's: no row changes, a warning names the
     feature and sample, and :attr:`skipped` is above 0 until the next push; 25 such backwards in a row are a
-    :class:`~persia.errors.NonFiniteError`. Other ranks push what they have. The dense optimizer is the script's own:
+    :class:`~persia.errors.NonFiniteError`. Other ranks push their gradients. The dense optimizer is the script's own:
     make its step only if the norm that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite,
     which under DDP it is on all ranks or on none.
 
     With ``PERSIA_NATS_URL`` set the rows are on the job's servers, which are started with the slots that
     :meth:`embedding_config` gives; a process has one collection then, no TrainCtx beside it, and every rank makes it.
-    Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Making, saving, loading and the
-    first forward of training are done by all ranks together. Several ranks need a process group of torch: one that is
-    to have another backend than gloo is started *before* the collection, which starts one of gloo where there is none
-    (and torch refuses a second)::
+    Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Construction, saving, loading
+    and the first forward of training are collective: all ranks call them. Several ranks need a process group of torch:
+    one that is to have another backend than gloo is started *before* the collection, which starts one of gloo where
+    there is none (and torch refuses a second)::
 
         torch.cuda.set_device(env.get_local_rank())
         torch.distributed.init_process_group(
@@ -106,9 +106,9 @@ class EmbeddingCollection(torch.nn.Module):
 
     Raises:
         DeviceError: This build or machine has no such device.
-        ConfigError: Tables that contradict themselves or each other; every mistake is named.
-        UsageError: Inside a context of :mod:`persia.ctx`, the second collection over servers in this process, or a
-            staleness that ``REPRODUCIBLE`` contradicts.
+        ConfigError: Tables contradict themselves or each other; the message lists every mistake.
+        UsageError: The call is inside a context of :mod:`persia.ctx`, this process has a collection over servers
+            already, or the staleness contradicts ``REPRODUCIBLE``.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.tables = tuple(tables)
         self.optimizer = optimizer
         self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
-        self._anchor = torch.zeros((), requires_grad=True)  # what makes autograd record a forward
+        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd record a forward
         self._session = Session(self.embedding_config(), optimizer, config, staleness, _device(device, dtype))
 
     def embedding_config(self) -> str:
@@ -165,8 +165,8 @@ class EmbeddingCollection(torch.nn.Module):
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
             UsageError: As many forwards as the staleness allows wait for their backward.
-            RunLostError: With several ranks, a forward has failed before for another reason than its features: the
-                other ranks end then, too.
+            RunLostError: With several ranks, an earlier forward failed for another reason than its features. The other
+                ranks end too.
         """
         training = self.training and torch.is_grad_enabled()
         batch = self._batch(features, requires_grad=training)
@@ -199,36 +199,36 @@ class EmbeddingCollection(torch.nn.Module):
         return builder.build()
 
     def save(self, directory: str | os.PathLike[str], **states: dict[str, Any]) -> None:
-        """Save the rows as a checkpoint in ``directory``, which it replaces as a whole or not at all.
+        """Save the rows as a checkpoint in ``directory``, which is replaced atomically.
 
-        Every push of every rank so far is in it. Every rank calls this, and returns when the checkpoint is there. Rank
-        0 writes it; the ``states`` of the others are not looked at.
+        It includes every push of every rank so far. Every rank calls this, and returns when the checkpoint is complete.
+        Rank 0 writes it; the ``states`` of other ranks are ignored.
 
         Args:
-            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, where that is set;
-                with servers every one has to be.
-            **states: State dicts that go into the same checkpoint: ``model=model.state_dict()`` as ``model.pt``.
+            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set;
+                with servers, an absolute one must also be.
+            **states: State dicts for the same checkpoint: ``model=model.state_dict()`` becomes ``model.pt``.
 
         Raises:
-            StorageError: It cannot be written, on any rank; what was there before still is.
+            StorageError: On all ranks, if it cannot be written; the previous content remains.
         """
         self._session.save(directory, {f"{name}.pt": state for name, state in states.items()})
 
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
         """Continue with the rows, the step and the learning rate of a checkpoint.
 
-        Every file is verified before anything changes. Every rank calls this, and returns when the rows are there. If
-        one rank cannot load, none does, so that all may catch the error and continue together.
+        Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
+        one rank cannot load, none does, so that all ranks can catch the error and continue together.
 
         Args:
-            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, where that is set.
+            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
 
         Returns:
-            The checkpoint: its ``state("model.pt")`` is what :meth:`save` got as ``model``.
+            The checkpoint: its ``state("model.pt")`` is the ``model`` of :meth:`save`.
 
         Raises:
-            CheckpointError: No checkpoint there, damaged (the file is named), of other tables, or with a learning rate
-                that this optimizer cannot have.
+            CheckpointError: There is no checkpoint, it is damaged (the message names the file), its tables differ, or
+                this optimizer rejects its learning rate.
             UsageError: A forward waits for its backward.
         """
         return self._session.load(directory)
@@ -240,7 +240,7 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def skipped(self) -> int:
-        """How many of this rank's backwards, up to the last one, changed no row for NaN or infinity; 0 after a push."""
+        """The number of this rank's backwards since the last push that changed no row because of NaN or infinity."""
         return self._session.skipped
 
     def stats(self) -> dict[str, Any]:
@@ -248,10 +248,10 @@ class EmbeddingCollection(torch.nn.Module):
         return self._session.engine.stats()
 
     def close(self) -> None:
-        """Apply what was pushed and end the engine, and with it rows of this process.
+        """Apply all pushes and end the engine. Rows of this process are lost.
 
-        It happens by itself when the module is forgotten or the process ends. Under the launcher it is part of the run:
-        one whose last pushes cannot be applied is not finished.
+        This happens automatically when the module is garbage collected or the process ends. Under the launcher it is
+        part of the run: a run whose last pushes cannot be applied is not finished.
         """
         self._session.close()
 

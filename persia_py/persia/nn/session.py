@@ -1,4 +1,4 @@
-"""The engine of a :class:`persia.nn.EmbeddingCollection`, and a step between its forward and its backward."""
+"""The engine of a :class:`persia.nn.EmbeddingCollection`, and its steps between forward and backward."""
 
 import os
 import weakref
@@ -56,7 +56,7 @@ class PendingBackward:
         return self._batch.embeddings()
 
     def push(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send the gradients of the vectors on their way."""
+        """Push the gradients of the vectors."""
         self._session.push(self, self._batch, gradients)
 
     def discard(self) -> None:
@@ -68,13 +68,13 @@ class PendingBackward:
 
 
 class _GivenGroup(DDPOption):
-    """The process group that the user's own script has started before, or else one of persia's.
+    """The process group that the script has started, or else one of persia's.
 
-    A script that starts its own afterwards is refused by torch: a process has one.
+    torch refuses a script that starts another one afterwards, because a process has one.
     """
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
-        """Start it, if there is none."""
+        """Start a process group, if there is none."""
         if not torch.distributed.is_initialized():
             super().initialize(store, rank, world_size, device_id)
 
@@ -85,9 +85,9 @@ class Session:
     Args:
         slots: The text of its embedding configuration.
         optimizer: Updates the rows.
-        config: How rows start; None is the default.
-        staleness: Steps that may wait for their push.
-        device: Where vectors are made; None is the CPU.
+        config: The configuration of new rows; None means the default.
+        staleness: The number of steps that may wait for their push.
+        device: The device that pools vectors; None means the CPU.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Session:
         return loaded
 
     def _saved_lr(self, loaded: snapshot.Load) -> float | None:
-        """Return the learning rate of a checkpoint; None where a context has saved it."""
+        """Return the learning rate of a checkpoint; None if a context has saved it."""
         if _STATE not in loaded.names:
             return None
         lr = loaded.state(_STATE).get("lr")
@@ -260,7 +260,7 @@ class Session:
             self._backend.broadcast(dict)
         elif self._refused:
             for step in list(self._waiting):
-                step.discard()  # the engine it belongs to ends here
+                step.discard()  # the engine of this forward ends here
             self._waiting.clear()
             self._pipeline.close()
             self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._backend.gradient_scale)
@@ -268,11 +268,11 @@ class Session:
         return self._pipeline
 
     def _fail(self, error: BaseException) -> None:
-        """Decide what a failed forward means for those that come after it.
+        """Decide how the collection continues after a failed forward.
 
         A batch that was refused before its look-up has no step: the next forward continues in the same generation.
-        After anything else the next loop has a generation of its own, which all ranks begin together. The others do not
-        know of it, so that the run ends where there are others.
+        After any other failure the next loop has a new generation, which all ranks begin together. Other ranks do not
+        know of the failure, so with several ranks the run ends.
         """
         if isinstance(error, DataError) and self._pipeline is not None and self._is_sound():
             self._refused = True
@@ -295,7 +295,7 @@ class Session:
             self._backend.close_loop(pipeline, together=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Apply what was pushed and end the engine; with an ``error``, other ranks learn that the run has failed."""
+        """Apply all pushes and end the engine; an ``error`` is reported to the other ranks, whose run fails too."""
         if self._finalizer.detach() is None:
             return
         run.release(self)

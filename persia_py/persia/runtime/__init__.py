@@ -1,1 +1,1 @@
-"""What every part of a process uses: settings, errors, logging, exit codes, signals, the stack of contexts."""
+"""Basics of every process: settings, errors, logging, exit codes, signals, the stack of contexts."""

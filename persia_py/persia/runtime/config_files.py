@@ -1,4 +1,4 @@
-"""The two YAML files: where they are."""
+"""The paths of the two YAML files."""
 
 import sys
 from pathlib import Path
@@ -8,10 +8,10 @@ from persia.runtime.errors import ConfigError
 
 
 def find_config(variable: str, name: str) -> Path | None:
-    """Return the configuration file: the variable's, else ``config/NAME`` beside the script or below the cwd.
+    """Return the configuration file: that of the variable, else ``config/NAME`` beside the script or below the cwd.
 
     Raises:
-        ConfigError: The variable names a file that is not there.
+        ConfigError: The variable names a file that does not exist.
     """
     given = settings.variable(variable)
     if given is not None:

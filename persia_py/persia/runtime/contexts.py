@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 
 class Context(Protocol):
-    """What this module knows of a context.
+    """The part of a context that this module uses.
 
     Attributes:
         common_context: The backend that nested contexts share; None before entry.
@@ -23,7 +23,7 @@ def current() -> Context | None:
 
 
 def ends_well(left_by: BaseException) -> bool:
-    """Whether a block that is left by this exception has reached its end, and not failed.
+    """Whether a block that this exception leaves has reached its end, rather than failed.
 
     GeneratorExit counts as an end: the caller of the generator around the block stopped iterating.
     """

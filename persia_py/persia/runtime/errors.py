@@ -1,4 +1,4 @@
-"""Everything persia raises on purpose, with exit codes and hints. The classes live in ``persia_core``."""
+"""All exceptions that persia raises, with exit codes and hints. The classes live in ``persia_core``."""
 
 from persia_core.errors import (
     AuthError,

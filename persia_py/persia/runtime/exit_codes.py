@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """How a process of a job ends. Launchers and containers restart what ends with :attr:`AGAIN` or :attr:`HUNG`."""
+    """The exit code of a process of a job. Launchers and containers restart after :attr:`AGAIN` and :attr:`HUNG`."""
 
     OK = 0
     """The work is done."""

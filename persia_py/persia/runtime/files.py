@@ -1,4 +1,4 @@
-"""Durable writes, and what a path of a checkpoint may name."""
+"""Durable writes, and paths of checkpoints."""
 
 import contextlib
 import os
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether this names a place in an object store rather than a folder."""
+    """Whether this is the URL of an object store rather than a folder."""
     return re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", os.fspath(place)) is not None
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file durably, whole or not at all.
+    """Write a file durably and atomically.
 
     Raises:
-        OSError: It cannot be written; what was there before still is.
+        OSError: It cannot be written; the previous content remains.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -46,9 +46,9 @@ def run_dir() -> Path:
 
 
 def run_name() -> str:
-    """Return the name of the current run in :func:`run_dir`; where there is none, a new one begins.
+    """Return the name of the current run in :func:`run_dir`; if there is none, start a new run.
 
-    For rank 0. A run that is interrupted and started again keeps its name: ``JOB-`` and the time of its start, in UTC.
+    For rank 0. A run that is interrupted and restarted keeps its name: ``JOB-`` and the time of its start, in UTC.
 
     Raises:
         ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
@@ -66,14 +66,14 @@ def run_name() -> str:
 
 
 def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] | None:
-    """Return the summary of a run that is finished, or None.
+    """Return the summary of a finished run, or None.
 
     Args:
         folder: The run's folder; it need not exist.
         of: The job's name: a summary of another one does not count. None takes any.
 
     Raises:
-        ConfigError: The file is there and cannot be read as a summary.
+        ConfigError: The file exists and cannot be read as a summary.
     """
     path = folder / SUMMARY
     try:

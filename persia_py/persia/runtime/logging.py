@@ -16,7 +16,7 @@ _LEVELS = {"WARNING": "warn", "CRITICAL": "error"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line, with the keys of the servers' logs; ``exception`` where one was logged."""
+    """One JSON object per line, with the keys of the servers' logs, and ``exception`` if one was logged."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -36,7 +36,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _place() -> tuple[str, int]:
-    """Return what this process is in its job, and which of them."""
+    """Return the service of this process in its job, and its index."""
     if rank := os.environ.get("RANK", "").strip():
         service, index = "persia-trainer", rank
     else:
@@ -59,10 +59,10 @@ def setLogger(name: str = _ROOT, log_level: int | str | None = None, **_ignored:
         name: The logger; handlers are attached once.
         log_level: A level of :mod:`logging`, by number or name, or ``trace``, which is debug here; None means
             ``LOG_LEVEL``, else INFO.
-        _ignored: Arguments PersiaML had for colours and files; accepted, without effect.
+        _ignored: PersiaML's arguments for colours and files; accepted, without effect.
 
     Raises:
-        ConfigError: No such level, or ``LOG_FORMAT`` is neither json nor text.
+        ConfigError: The level is unknown, or ``LOG_FORMAT`` is neither json nor text.
     """
     level = log_level if log_level is not None else os.environ.get("LOG_LEVEL", "").strip() or "INFO"
     if isinstance(level, str):

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C in a run that saves itself: it leaves where it can be saved, on all ranks after the same step.
+"""SIGTERM and Ctrl-C in a run with checkpoints: all ranks leave after the same step, where the run can be saved.
 
-In a training loop the signal is noted, and the loop ends after the step. Everywhere else it ends the context at once,
-by ``SystemExit``. The context saves the run on its way out (:class:`persia.ctx.TrainCtx`).
+In a training loop the signal is noted, and the loop ends after the step. Everywhere else it ends the context
+immediately, by ``SystemExit``. The context saves the run at its exit (:class:`persia.ctx.TrainCtx`).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ STEP_S = 10.0
 
 
 class _State:
-    """What this process is doing, and whether it was asked to stop."""
+    """The state of this process, and whether it was asked to stop."""
 
     asked_at: float | None = None
     code = ExitCode.AGAIN
@@ -44,10 +44,10 @@ def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
     """Note that this process was sent SIGTERM, or Ctrl-C.
 
     Args:
-        code: The exit code that goes with it.
+        code: The exit code of this signal.
 
     Returns:
-        Whether it leaves by itself, soon; where it does not, the caller raises ``SystemExit(code)``.
+        Whether it will leave on its own soon; if not, the caller raises ``SystemExit(code)``.
     """
     if _state.leaving:
         return True
@@ -67,17 +67,17 @@ def note_remote_stop(*, gone: bool = False) -> None:
 
 
 def stop_asked() -> bool:
-    """Whether this process is to leave the context that saves its run."""
+    """Whether this process has to leave the context that saves its run."""
     return _state.asked_at is not None
 
 
 def exit_code() -> ExitCode:
-    """Return what this process leaves with, where it was asked to stop."""
+    """Return the exit code of this process, if it was asked to stop."""
     return _state.code
 
 
 def reason() -> str:
-    """Return what asked this process to stop."""
+    """Return the signal that asked this process to stop."""
     return "Ctrl-C" if _state.code is ExitCode.INTERRUPTED else "SIGTERM"
 
 
@@ -95,7 +95,7 @@ def exit_if_requested() -> None:
 
 @contextlib.contextmanager
 def saving_run() -> Iterator[None]:
-    """Around a context that saves its run."""
+    """Enclose a context that saves its run."""
     outer = _state.saves, _state.trained
     _state.saves, _state.trained = True, False
     try:
@@ -130,7 +130,7 @@ def _terminated(*_: object) -> None:
 
 
 def _interrupted(*_: object) -> None:
-    """Save the run and leave; the second time, end at once."""
+    """Save the run and leave; on the second call, end immediately."""
     if _state.interrupted:
         os.write(2, b"Ctrl-C again: ending without a checkpoint\n")
         os._exit(ExitCode.INTERRUPTED)
@@ -167,7 +167,7 @@ def has_trained() -> bool:
 
 @contextlib.contextmanager
 def waiting_for_data() -> Iterator[None]:
-    """Around a wait without limit between two steps.
+    """Enclose a wait without limit between two steps, which a signal may interrupt.
 
     Raises:
         SystemExit: This process was asked to stop, or is meanwhile.
@@ -182,7 +182,7 @@ def waiting_for_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Around what is done on the way out: SIGTERM, sent again, changes nothing."""
+    """Enclose the work on exit: another SIGTERM has no effect."""
     outer, _state.leaving = _state.leaving, True
     try:
         yield

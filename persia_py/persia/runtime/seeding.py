@@ -1,11 +1,11 @@
-"""Random numbers that a run can repeat."""
+"""Reproducible random numbers."""
 
 import os
 import random
 
 
 def setup_seed(seed: int) -> None:
-    """Seed Python's, numpy's and torch's generators, and ask torch for deterministic algorithms.
+    """Seed the generators of Python, numpy and torch, and select torch's deterministic algorithms.
 
     New embedding rows follow this seed too: a run's seed is ``torch.initial_seed()``.
     """

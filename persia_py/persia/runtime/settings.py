@@ -39,7 +39,7 @@ class Place:
         """Read it from the environment.
 
         Raises:
-            UsageError: A variable is no number, or an index is not below its size.
+            UsageError: A variable is not a number, or an index is not below its size.
         """
         place = cls(
             rank=_whole("RANK", 0, least=0),
@@ -58,7 +58,7 @@ class Place:
 
 
 class Settings:
-    """Every setting that the environment has; all but the place are read when they are asked for."""
+    """The settings in the environment. All but the place are read on access."""
 
     def __init__(self) -> None:
         self._place: Place | None = None
@@ -161,7 +161,7 @@ class Settings:
 
     @property
     def reproducible(self) -> bool:
-        """``REPRODUCIBLE``: whether equal runs are to give equal bits."""
+        """``REPRODUCIBLE``: whether equal runs give equal bits."""
         return flag("REPRODUCIBLE")
 
     def staleness(self, argument: int | None) -> int:

@@ -1,7 +1,7 @@
-"""A training loop that makes no progress: every rank shows the stacks of its threads, and ends with exit code 70.
+"""If a training loop makes no progress, every rank prints the stacks of its threads, and exits with 70.
 
-Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, the files of a
-save) is no hang, however long it takes.
+Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, or the files of a save)
+is never a hang.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _state = _State()
 
 
 def progress() -> None:
-    """Note that the training loop makes progress."""
+    """Record progress of the training loop."""
     _state.last = time.monotonic()
 
 
@@ -51,7 +51,7 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Around a collective of torch, which gets twice the time: the rank that the others wait for is reported first."""
+    """Enclose a collective of torch. It gets twice the time, so that the rank that blocks the others reports first."""
     _state.collectives += 1
     try:
         yield
@@ -71,7 +71,7 @@ def stalled(timeout_s: float) -> float | None:
 
 
 def end(reason: str, report: Callable[[str], None]) -> None:
-    """Show the stacks of all threads of this process, and end it from outside its main thread, whatever fails.
+    """Print the stacks of all threads, and end this process from outside its main thread, even if a part of this fails.
 
     Args:
         reason: Why.

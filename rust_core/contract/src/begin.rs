@@ -1,4 +1,4 @@
-//! When a run begins, and what it refuses.
+//! The begin of a run, and the requests that a run refuses.
 
 use persia_types::schema::Optimizer;
 use persia_types::tables::{Mode, Run, TablesError};
@@ -35,7 +35,7 @@ fn a_generation_must_be_above(make: Make<'_>) {
         let error = fixture.0.begin(&Run { generation, ..run() }).unwrap_err();
         assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
     }
-    fixture.train(1, 0, &[1]); // the refused ones changed nothing
+    fixture.train(1, 0, &[1]); // refused requests changed nothing
     fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! Snapshot and restore: everything comes back, or nothing changes.
+//! Snapshot and restore: all state is restored, or nothing changes.
 
 use std::fs;
 
@@ -17,7 +17,7 @@ pub(super) const CASES: &[Case] = &[
     ("counts add up", counts_add_up),
 ];
 
-/// Momentum remembers: a row that lost its state would move differently.
+/// With momentum, a row that lost its state would be updated differently.
 fn with_state() -> Run {
     let optimizer = Some(Optimizer::Sgd { lr: 0.5, momentum: 0.9, weight_decay: 0.01 });
     Run { optimizer, initializer: Initializer::Uniform { low: -1.0, high: 1.0 }, ..run() }
@@ -67,7 +67,7 @@ fn a_prepared_snapshot_keeps_its_rows(make: Make<'_>) {
     let (prepared, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = fixture.0.write_snapshot(prepared.path(), Some(1)).unwrap();
     assert_eq!(saved.rows, [0, 300]);
-    // The prepared snapshot is written; the next one is of the present rows.
+    // The prepared snapshot is written; the next one has the current rows.
     let later = fixture.read(1, &early);
     assert_ne!(later, rows);
     let files = snapshot(&fixture, of_now.path());
@@ -75,7 +75,7 @@ fn a_prepared_snapshot_keeps_its_rows(make: Make<'_>) {
     assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 300], rows));
     fixture.0.restore(of_now.path(), &files).unwrap();
     assert_eq!((fixture.rows_held(), fixture.read(1, &early)), (vec![0, 302], later));
-    // What replaces or drops all rows releases a prepared snapshot.
+    // An operation that replaces or drops all rows releases a prepared snapshot.
     fixture.0.prepare_snapshot(2).unwrap();
     fixture.0.clear().unwrap();
     let refused = |cut| {

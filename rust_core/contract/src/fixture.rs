@@ -16,7 +16,7 @@ use crate::{Make, schema};
 pub(super) const JOB: &str = "contract";
 pub(super) const GENERATION: u64 = 3;
 
-/// `w -= g`: every push can be counted in the rows.
+/// `w -= g`: the rows show the number of pushes.
 pub(super) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
 
 /// The run most cases begin.
@@ -58,7 +58,7 @@ pub(super) struct Fixture(pub(super) Arc<dyn Tables>);
 pub(super) type Rows = Vec<Vec<f32>>;
 
 impl Fixture {
-    /// Look ids of one table up; the rows come back in the order of `ids`.
+    /// Look ids of one table up; the rows are in the order of `ids`.
     pub(super) fn try_lookup(
         &self,
         token: Token,
@@ -68,7 +68,7 @@ impl Fixture {
     ) -> Result<(Rows, LookupReport), TablesError> {
         let dim = schema().tables[table].dim;
         let grouped = ShardedIds::group(ids).unwrap();
-        // NaN shows a row that is not written.
+        // NaN marks a row that was not written.
         let mut floats = vec![f32::NAN; ids.len() * dim];
         let tables = [TableIds { table, ids: &grouped, per_sample: None }];
         let request = LookupRequest { token, step: token.seq, mode, tables: &tables };
@@ -117,7 +117,7 @@ pub(super) fn distinct_gradients(table: usize, ids: &[Id]) -> Vec<Vec<f32>> {
     ids.iter().map(|id| vec![(*id % 1000 + 1) as f32; dim]).collect()
 }
 
-/// What rows at zero are after `times` pushes of [`distinct_gradients`] gradients under [`LEDGER`].
+/// The rows after `times` pushes of [`distinct_gradients`] gradients under [`LEDGER`], from zeros.
 pub(super) fn pushed(table: usize, ids: &[Id], times: f32) -> Rows {
     distinct_gradients(table, ids)
         .into_iter()

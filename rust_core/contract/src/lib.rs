@@ -1,4 +1,4 @@
-//! The tests that every implementation of [`Tables`] must pass. They know no implementation.
+//! The tests that every implementation of [`Tables`] must pass. They depend on no implementation.
 //!
 //! ```text
 //! #[test]
@@ -46,8 +46,7 @@ pub fn schema() -> Schema {
 
 /// Run every case on fresh tables.
 ///
-/// # Panics
-/// When a case fails, with the names of all that did.
+/// # Panics When a case fails, with the names of all that failed.
 pub fn run_all(make: Make<'_>) {
     let failed: Vec<&str> = cases()
         .into_iter()

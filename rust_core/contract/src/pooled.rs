@@ -1,4 +1,4 @@
-//! Samples of many ids: tables that pool give the bits of rows pooled here.
+//! Samples of many ids: tables that pool return the same bits as pooling their rows here.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};

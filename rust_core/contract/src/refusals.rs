@@ -1,4 +1,4 @@
-//! Malformed requests change nothing, not even the part that was well formed.
+//! Malformed requests change nothing, not even their valid parts.
 
 use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;

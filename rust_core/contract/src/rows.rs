@@ -1,4 +1,4 @@
-//! What rows hold: their own gradients and no others.
+//! The content of rows: their own gradients and no others.
 
 use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;

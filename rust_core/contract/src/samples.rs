@@ -1,4 +1,5 @@
-//! Rows that go straight to the samples that use them, and gradients that come straight from them.
+//! Rows that are written directly to the samples that use them, and gradients that are read directly from
+//! samples.
 
 use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
@@ -62,7 +63,7 @@ impl Used {
     }
 }
 
-/// Some numbers of all magnitudes and both signs, zeros among them.
+/// Some numbers of all magnitudes and both signs, including zeros.
 fn number(of: usize) -> f32 {
     let hash = hash_id(of as u64);
     let magnitude = (hash >> 40) as f32 * 10f32.powi((hash % 9) as i32 - 12);

@@ -14,12 +14,12 @@ use crate::errors;
 
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
-/// DLPack's number for memory of CUDA devices.
+/// DLPack's device type of CUDA memory.
 #[cfg(feature = "cuda")]
 pub(crate) const CUDA: i32 = 2;
-/// CUDA's default stream, as DLPack numbers it.
+/// DLPack's number of CUDA's default stream.
 const DEFAULT_STREAM: i64 = 1;
-/// The consumer orders the uses itself.
+/// The consumer synchronises its uses itself.
 const NO_ORDER: i64 = -1;
 
 #[repr(C)]
@@ -93,7 +93,7 @@ struct Managed {
     deleter: Option<unsafe extern "C" fn(*mut Managed)>,
 }
 
-/// What an exported capsule keeps alive.
+/// The objects that an exported capsule keeps alive.
 struct Exported {
     managed: Managed,
     shape: Vec<i64>,
@@ -113,7 +113,7 @@ pub(crate) struct Tensor {
     shape: Vec<i64>,
 }
 
-// SAFETY: `data` points into `owner`, which is Send and Sync and outlives it; the pointer is only handed on.
+// SAFETY: `data` points into `owner`, which is Send and Sync and outlives it; the pointer is only passed on.
 unsafe impl Send for Tensor {}
 // SAFETY: as above; no method writes through the pointer.
 unsafe impl Sync for Tensor {}
@@ -169,8 +169,8 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// The capsule. On a device the tensor is ready for what is queued on `stream` from now on, and the last use of it has
-    /// to be queued there, too.
+    /// The capsule. On a device the tensor is ready for work that is queued on `stream` from now on. Its last
+    /// use must be queued there, too.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -208,8 +208,9 @@ impl Tensor {
         });
         exported.managed.tensor.shape = exported.shape.as_mut_ptr();
         let raw = Box::into_raw(exported);
-        // SAFETY: `raw` is a live `Exported`; its `managed` is what the protocol wants in the capsule, and the
-        // consumer (or `drop_capsule`, when there is none) gives it back through the deleter exactly once.
+        // SAFETY: `raw` is a live `Exported`; its `managed` is the content that the protocol requires of the
+        // capsule. The consumer, or `drop_capsule` if there is none, returns it through the deleter exactly
+        // once.
         unsafe {
             (*raw).managed.context = raw.cast();
             let capsule =
@@ -242,7 +243,8 @@ unsafe extern "C" fn release_exported(managed: *mut Managed) {
 }
 
 unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
-    // SAFETY: called by Python with a capsule made above; once consumed it has another name and is left alone.
+    // SAFETY: called by Python with a capsule made above; a consumed capsule has another name and is not
+    // touched.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
             let managed = ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr()).cast::<Managed>();

@@ -6,7 +6,7 @@ class PersiaError(Exception):
 
     Attributes:
         exit_code: The exit code of a process that ends by it.
-        hint: What to do next; empty where the message says it.
+        hint: The next step of the user; empty if the message includes it.
         step: The step whose look-up or push was refused; None for any other error.
     """
 

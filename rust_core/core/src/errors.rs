@@ -82,7 +82,7 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
     };
     let raised = raise(py, class, error.to_string());
     if let Error::Lookup { step, .. } | Error::Push { step, .. } | Error::BadGradient { step, .. } = error {
-        // A class of `errors.py` takes any attribute; without this one the batch that failed is not known.
+        // A class of `errors.py` accepts any attribute; this one identifies the batch that failed.
         if let Err(failed) = raised.value(py).setattr("step", step) {
             return failed;
         }

@@ -143,7 +143,7 @@ impl TrainingBatch {
         self.outputs.iter().enumerate().map(share).collect()
     }
 
-    /// For each feature, how many ids exceed the places of a raw slot; they are left out.
+    /// For each feature, how many ids exceed the places of a raw slot; they are truncated.
     fn truncated(&self) -> Vec<usize> {
         self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.truncated)).collect()
     }
@@ -159,7 +159,7 @@ impl TrainingBatch {
     }
 
     /// Push the gradients of `embeddings`, in their order, None for a missing one, each multiplied by `scale` (such as 1 /
-    /// the loss scale). Returns at once.
+    /// the loss scale). Returns without waiting.
     #[pyo3(signature = (gradients, lr_factor, scale=1.0))]
     fn push(
         &self,
@@ -182,8 +182,8 @@ impl TrainingBatch {
         ticket.push(borrowed, PushOptions { lr_factor, scale }).map_err(|error| errors::engine(py, &error))
     }
 
-    /// Sum the gradients of `embeddings` on the device, one for each, in their order, multiplied by `scale`. Returns at
-    /// once, and pushes nothing.
+    /// Sum the gradients of `embeddings` on the device, one for each, in their order, multiplied by `scale`.
+    /// Returns without waiting, and pushes nothing.
     fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
         let (step, scale_of_ticket) =
             (self.step, self.ticket.lock().as_ref().map(PushTicket::gradient_scale));
@@ -197,7 +197,7 @@ impl TrainingBatch {
         device::sum(py, step, on_device, &gradients, scale * more)
     }
 
-    /// Push the result of `sum`. Returns at once.
+    /// Push the result of `sum`. Returns without waiting.
     fn push_sums(&self, py: Python<'_>, sums: &Sums, lr_factor: f32) -> PyResult<()> {
         let ticket = self.take_ticket(py)?;
         let Some(gradients) = sums.take() else {

@@ -1,7 +1,7 @@
 //! Bytes that the kernels move, as a share of a plain copy's on the same device. Prints one JSON line for each case.
 //!
-//! `cargo run --release -p persia-cuda --example bench_kernels`, or `make bench-gpu`. Counted are the rows that are read and
-//! written, and the lists; not what the cache gives twice.
+//! `cargo run --release -p persia-cuda --example bench_kernels`, or `make bench-gpu`. The bytes are those of rows read
+//! and written, and of lists; repeated reads from the cache do not count.
 #![allow(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Memory and launches by hand, for tests and measurements. An engine goes by [`CudaDevice`](crate::CudaDevice).
+//! Manual memory and launches, for tests and measurements. An engine uses [`CudaDevice`](crate::CudaDevice).
 
 use std::time::{Duration, Instant};
 
@@ -47,7 +47,7 @@ impl Cuda {
         Ok(Buffer { block, bytes: bytes.len() })
     }
 
-    /// What a buffer holds when everything queued so far is done.
+    /// The content of a buffer after all work queued so far.
     ///
     /// # Errors
     /// [`CudaError`]: no memory, or from the driver.
@@ -59,7 +59,7 @@ impl Cuda {
         Ok(staging.bytes().to_vec())
     }
 
-    /// Lay jobs out, and put them on the device.
+    /// Lay jobs out, and copy them to the device.
     ///
     /// # Errors
     /// As [`Self::upload`].
@@ -85,7 +85,7 @@ impl Cuda {
         unsafe { self.kernels.launch(jobs, launch.jobs.address(), launch.flag.address(), &self.sums) }
     }
 
-    /// The flag of jobs when everything queued so far is done.
+    /// The flag of jobs after all work queued so far.
     ///
     /// # Errors
     /// As [`Self::download`].
@@ -102,7 +102,7 @@ impl Cuda {
         to.block.copy_from(&from.block, from.bytes.min(to.bytes), &self.sums)
     }
 
-    /// How long the device takes for each of `count` times `work`, which queues something.
+    /// The time that the device takes for each of `count` calls of `work`, which queues something.
     ///
     /// # Errors
     /// [`CudaError`] from `work` or the driver.

@@ -1,5 +1,5 @@
-//! The driver's context, streams and events. Every call of the driver is made with [`Context::enter`] in force, which then
-//! restores the current context: PyTorch shares the thread and the device's primary context.
+//! The driver's context, streams and events. Every driver call is made inside [`Context::enter`], which
+//! restores the current context afterwards: PyTorch shares the thread and the device's primary context.
 
 use std::ffi::{CStr, c_int};
 use std::marker::PhantomData;
@@ -96,10 +96,10 @@ impl Context {
         check(self.ordinal, what, code)
     }
 
-    /// Bytes of the device that are free, and all.
+    /// Free bytes of the device, and all its bytes.
     pub(crate) fn free_and_total(&self) -> (usize, usize) {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: two variables of this function.
+        // SAFETY: the pointers are to variables of this function.
         let _ = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
         (free, total)
     }
@@ -124,7 +124,7 @@ fn check(ordinal: i32, what: &'static str, code: CUresult) -> Result<(), CudaErr
 pub(crate) fn describe(code: CUresult) -> String {
     let text = |get: unsafe fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
         let mut text = std::ptr::null();
-        // SAFETY: the driver gives a text that lives as long as its library, or null.
+        // SAFETY: the driver returns a text that lives as long as its library, or null.
         unsafe {
             let known = get(code, &mut text) == CUresult::CUDA_SUCCESS && !text.is_null();
             known.then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
@@ -136,7 +136,7 @@ pub(crate) fn describe(code: CUresult) -> String {
     }
 }
 
-/// A stream beside those of PyTorch. It is kept until the process ends.
+/// A stream separate from PyTorch's. It is kept until the process ends.
 #[derive(Debug)]
 pub(crate) struct Stream {
     handle: sys::CUstream,
@@ -152,7 +152,7 @@ impl Stream {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let mut handle = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: a variable of this function.
+        // SAFETY: the pointer is to a variable of this function.
         context.check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut handle, flags) })?;
         Ok(Self { handle, context: Arc::clone(context) })
     }
@@ -161,7 +161,7 @@ impl Stream {
         self.handle
     }
 
-    /// Let work that is queued later wait for `event`.
+    /// Make work that is queued later wait for `event`.
     pub(crate) fn wait(&self, event: &Event) -> Result<(), CudaError> {
         event.let_wait(self.handle)
     }
@@ -214,7 +214,7 @@ impl Event {
         // A thread that waits for it sleeps.
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
             | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
-        // SAFETY: a variable of this function.
+        // SAFETY: the pointer is to a variable of this function.
         context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut handle, flags) })?;
         Ok(Self { handle, context: Arc::clone(context) })
     }
@@ -225,7 +225,7 @@ impl Event {
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.handle, stream) })
     }
 
-    /// Let work that is queued on `stream` later wait for it.
+    /// Make work that is queued later on `stream` wait for it.
     pub(crate) fn let_wait(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         // SAFETY: as in `record`.

@@ -1,15 +1,15 @@
-//! What can go wrong with a device: what, where, why, and what to do next.
+//! Errors of a device: what failed, where, why, and what to do next.
 
 /// A failure of CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// There is no libcuda.
+    /// The library libcuda is missing.
     #[error(
         "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and check with: \
          nvidia-smi; a container is given GPUs by docker-compose.gpu.yaml; or leave device_id out to train on the CPU"
     )]
     NoDriver {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
     },
     /// The driver cannot read the kernels.
@@ -18,11 +18,11 @@ pub enum CudaError {
          update the driver, then run: nvidia-smi", .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
     )]
     DriverTooOld {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
-        /// The driver's, as 1000 * major + 10 * minor.
+        /// The driver's version, as 1000 * major + 10 * minor.
         found: i32,
-        /// The kernels'.
+        /// The version of the kernels.
         needed: i32,
     },
     /// A number without a device.
@@ -31,9 +31,9 @@ pub enum CudaError {
         describe_count(*.count)
     )]
     NoDevice {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
-        /// What the driver shows.
+        /// The number of devices that the driver reports.
         count: i32,
         /// The environment variable.
         visible: String,
@@ -44,11 +44,11 @@ pub enum CudaError {
          device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
     )]
     DeviceTooOld {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
         /// Its compute capability.
         found: (i32, i32),
-        /// The kernels'.
+        /// The compute capability that the kernels need.
         needed: (i32, i32),
     },
     /// No memory left on the device.
@@ -57,15 +57,15 @@ pub enum CudaError {
          batches or a lower staleness, or see which processes use it: nvidia-smi"
     )]
     OutOfMemory {
-        /// Where.
+        /// The device.
         ordinal: i32,
-        /// For what.
+        /// The purpose of the memory.
         what: &'static str,
-        /// Asked for.
+        /// The requested bytes.
         bytes: usize,
         /// Free on the device.
         free: usize,
-        /// Of the device.
+        /// The memory of the device.
         total: usize,
     },
     /// No page-locked memory left.
@@ -74,9 +74,9 @@ pub enum CudaError {
          staleness, and check: free -m; ulimit -l"
     )]
     NoPinnedMemory {
-        /// Where.
+        /// The device.
         ordinal: i32,
-        /// Asked for.
+        /// The requested bytes.
         bytes: usize,
         /// The driver's reason.
         code: String,
@@ -87,9 +87,9 @@ pub enum CudaError {
          CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python SCRIPT"
     )]
     Failed {
-        /// Where.
+        /// The device.
         ordinal: i32,
-        /// Which call.
+        /// The name of the call.
         what: &'static str,
         /// The driver's name for the error, and its text.
         code: String,
@@ -99,15 +99,15 @@ pub enum CudaError {
         "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then run: nvidia-smi"
     )]
     BrokenDriver {
-        /// Asked for.
+        /// The requested device.
         ordinal: i32,
-        /// What is missing.
+        /// The missing function.
         what: String,
     },
     /// Gradients that do not fit the step.
     #[error("{what}")]
     BadGradient {
-        /// Which, and what was expected.
+        /// The gradient, and what was expected.
         what: String,
     },
 }

@@ -1,8 +1,9 @@
 // Rows pooled into samples (gather_pool, gather_raw) and gradients summed per unique id (segment_sum).
 //
-// All three are one loop: each sum adds some rows, in the order of its uses, one element after the other, and nothing is
-// fused or reordered. So they give the bits of the CPU's loops (persia_types::kernels), whatever the device. There are no
-// atomics. One launch does all features of a batch: each has a Job, and as many blocks as it needs.
+// All three are one loop: each sum adds rows in the order of its uses, element by element, and no operation
+// is fused or reordered. So they give the same bits as the CPU's loops (persia_types::kernels), whatever the
+// device. There are no atomics. One launch does all features of a batch: each has a Job, and as many blocks
+// as it needs.
 //
 // The file is CUDA C for NVRTC, without any header, and C++17 for tests: THREADS is then a loop over the threads of a
 // block (tests/shim.h), so that a thread keeps nothing in a variable from one THREADS to the next. The only exception
@@ -36,21 +37,21 @@ enum : u32 {
     TILE = 128  // uses that such a block reads at a time
 };
 
-// One feature. Pointers that are null are said to be so.
+// One feature. A pointer may be null only where its comment says so.
 struct Job {
-    const void *rows;      // what is added: [*, dim] of type `from`
+    const void *rows;      // the rows to be added: [*, dim] of type `from`
     const u32 *places;     // per use its row; null: use i has row i
     const u32 *map;        // gather: from places to rows; segment_sum: from sums to rows of `out`; null: the same
     const u32 *starts;     // per sum where its uses start, one more than sums; null: one use each
-    const float *weights;  // per use what its row is multiplied by; null: 1
-    const float *divisors; // gather: per sum, what it is divided by; segment_sum: per row; null: 1
+    const float *weights;  // per use the factor of its row; null: 1
+    const float *divisors; // divisors: gather: per sum; segment_sum: per row; null: 1
     void *out;             // [sums, dim] of type `to`
     u8 *mask;              // gather_raw: per sum whether it has a use
-    float scale;           // segment_sum: what a sum is multiplied by
+    float scale;           // segment_sum: the factor of a sum
     u32 sums;
     u32 dim;
     u32 from, to;          // element types
-    u32 onto;              // segment_sum: start from what `out` has, which is of F32
+    u32 onto;              // segment_sum: add to the content of `out`, which is of F32
     u32 width;             // columns of a thread: 4, where rows and `out` are aligned to that, or 1
     u32 lanes;             // threads of a row, as a power of 2: 1 << lanes of them, at most COLUMNS / width
     u32 first;             // its first block
@@ -74,7 +75,8 @@ __device__ inline float widen_f16(u16 half) {
 
 __device__ inline float widen_bf16(u16 half) { return __uint_as_float((u32)half << 16); }
 
-// A float to the nearest sixteen bits, ties to even; what is too large becomes the largest finite number.
+// A float to the nearest sixteen bits, ties to even; a number that is too large becomes the largest finite
+// one.
 __device__ inline u16 narrow_f16(float value) {
     u32 sign = bits_of(value) >> 16 & 0x8000, magnitude = bits_of(value) & 0x7FFFFFFF;
     u32 least = magnitude < 0x477FE000 ? magnitude : 0x477FE000;
@@ -129,7 +131,7 @@ template <u32 W> __device__ inline void store(void *out, u32 type, u64 at, const
     else *place = half[0];
 }
 
-// The row of `out` that a sum goes to.
+// The row of `out` to which a sum is written.
 template <bool GATHER> __device__ inline u64 target_of(const Job &job, u32 sum) {
     return (u64)(!GATHER && job.map ? job.map[sum] : sum) * job.dim;
 }
@@ -138,7 +140,7 @@ template <bool GATHER> __device__ inline float start_of(const Job &job, u32 sum,
     return !GATHER && job.onto ? ((const float *)job.out)[target_of<GATHER>(job, sum) + column] : 0.0f;
 }
 
-// What the uses of a job have, as bits.
+// Properties of a job's uses, as bits.
 enum : u32 { PLACES = 1, MAP = 2, WEIGHTS = 4, DIVISORS = 8 };
 
 template <bool GATHER> __device__ inline u32 has(const Job &job) {
@@ -150,8 +152,8 @@ template <bool GATHER> __device__ inline u32 has(const Job &job) {
     return given;
 }
 
-// The rows of the uses `use`, `use + stride`, ... before `end`, UNROLL of them, and what each is multiplied by. All of one
-// kind are read before any of the next, which waits for them.
+// The rows of the uses `use`, `use + stride`, ... before `end`, UNROLL of them, and the factor of each. All
+// loads of one kind are issued before the next kind, which depends on them.
 template <bool GATHER, class From, u32 W>
 __device__ inline void fetch(const Job &job, u32 has, u32 use, u32 stride, u32 end, u32 column,
                              float (&values)[UNROLL][W], float (&factors)[UNROLL]) {
@@ -183,7 +185,7 @@ __device__ inline void finish(const Job &job, u32 sum, u32 column, float *values
     store<W>(job.out, job.to, target_of<GATHER>(job, sum) + column, values);
 }
 
-// One block: BLOCK >> lanes sums, of which it works on W << lanes columns.
+// One block: BLOCK >> lanes sums, and W << lanes columns of each.
 template <bool GATHER, bool RAW, class From, u32 W>
 __device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
     u32 columns = W << job.lanes, column_blocks = (job.dim + columns - 1) / columns;

@@ -21,12 +21,12 @@ pub const COMPUTE_CAPABILITY: (i32, i32) = (8, 0);
 
 /// Threads of a block.
 const BLOCK: u32 = 256;
-/// What is kept of what the driver's compiler says of an error.
+/// Bytes that are kept of the compiler's message in the driver.
 const LOG_BYTES: usize = 4096;
-/// Columns that a block works on, at most.
+/// The most columns that a block works on.
 const COLUMNS: u32 = 32;
 
-/// What is to be computed.
+/// The computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
     /// Rows to samples.
@@ -52,7 +52,7 @@ impl Kernel {
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Job {
-    /// What is added up: `[*, dim]`.
+    /// The rows to be added: `[*, dim]`.
     pub rows: u64,
     /// Per use its row; null: use `i` has row `i`.
     pub places: u64,
@@ -68,7 +68,7 @@ pub struct Job {
     pub out: u64,
     /// Of [`Kernel::GatherRaw`]: a byte for each sum.
     pub mask: u64,
-    /// Of [`Kernel::SegmentSum`]: what a sum is multiplied by.
+    /// Of [`Kernel::SegmentSum`]: the factor of a sum.
     pub scale: f32,
     /// Number of sums.
     pub sums: u32,
@@ -78,7 +78,7 @@ pub struct Job {
     pub from: u32,
     /// [`element`] of `out`.
     pub to: u32,
-    /// Of [`Kernel::SegmentSum`]: 1 to add to what `out` has, which is of f32.
+    /// Of [`Kernel::SegmentSum`]: 1 to add to the content of `out`, which is of f32.
     pub onto: u32,
     /// Set by [`lay_out`].
     pub width: u32,
@@ -90,9 +90,9 @@ pub struct Job {
     pub padding: u32,
 }
 
-// SAFETY: zeros are a job of nothing.
+// SAFETY: all zeros are a valid, empty job.
 unsafe impl bytemuck::Zeroable for Job {}
-// SAFETY: numbers without gaps between them, `padding` included.
+// SAFETY: the fields are numbers, `padding` included, and leave no gaps.
 unsafe impl bytemuck::Pod for Job {}
 
 /// A type of elements, as the kernels number them.
@@ -153,7 +153,7 @@ impl Kernels {
             |code: String| CudaError::Failed { ordinal: context.ordinal(), what: "cuModuleLoadDataEx", code };
         let image = CString::new(PTX).map_err(|error| failed(error.to_string()))?;
         let mut module = std::ptr::null_mut();
-        // One byte stays 0, whatever the compiler writes.
+        // The last byte is never written, so the text ends in 0.
         let mut log = [0u8; LOG_BYTES + 1];
         let mut options =
             [CUjit_option::CU_JIT_ERROR_LOG_BUFFER, CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
@@ -177,8 +177,8 @@ impl Kernels {
         Ok(Self { functions, context: Arc::clone(context) })
     }
 
-    /// Queue jobs that lie in the block at address `block`; a sum of gradients that is not finite sets the word at address
-    /// `flag`.
+    /// Queue the jobs in the block at address `block`; a sum of gradients that is not finite sets the word at
+    /// address `flag`.
     ///
     /// # Safety
     /// Every address of the jobs has as much memory as the job says, until the stream has passed the launch.
@@ -198,7 +198,8 @@ impl Kernels {
         let mut arguments = arguments.map(<*mut u64>::cast);
         let function = self.functions[kernel as usize];
         let (stream, none) = (stream.handle(), std::ptr::null_mut());
-        // SAFETY: the arguments have the kernel's types (the last one only segment_sum reads); the rest is the caller's.
+        // SAFETY: the arguments have the kernel's types (only segment_sum reads the last one); the caller
+        // ensures the rest.
         let code = unsafe {
             sys::cuLaunchKernel(function, blocks, 1, 1, BLOCK, 1, 1, 0, stream, arguments.as_mut_ptr(), none)
         };

@@ -1,4 +1,4 @@
-//! Where everything of a step lies in memory, and the jobs on it. Addresses are of the device; nothing here calls it.
+//! The memory layout of a step, and the jobs on it. Addresses are of the device; nothing here calls it.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use persia_types::Dtype;
 use crate::kernels::{Job, Kernel, element, element_bytes, lay_out};
 use crate::memory::ALIGNMENT;
 
-/// Where something lies in a block: an offset in bytes.
+/// A position in a block: an offset in bytes.
 pub type Place = usize;
 
 /// The gradient of one feature's vectors, on the device: `[samples, dim]`, row-major.
@@ -17,14 +17,14 @@ pub type Place = usize;
 pub struct Gradient {
     /// Where it starts.
     pub address: u64,
-    /// What its elements are.
+    /// The type of its elements.
     pub dtype: Dtype,
 }
 
-/// Jobs of one kernel that lie in a block: where, how many, and the blocks of threads they take.
+/// Jobs of one kernel in a block: their position, their number, and the blocks of threads they need.
 #[derive(Debug, Clone, Copy)]
 pub struct Jobs {
-    /// What is launched.
+    /// The kernel to be launched.
     pub kernel: Kernel,
     /// Where they lie.
     pub place: Place,
@@ -126,17 +126,17 @@ impl StepLayout {
         self.features.iter().all(|feature| feature.csr_offsets.is_some())
     }
 
-    /// Where a feature's vectors lie in the outputs.
+    /// The position of a feature's vectors in the outputs.
     pub fn vectors(&self, feature: usize) -> Option<Place> {
         Some(self.features.get(feature)?.vectors)
     }
 
-    /// Where a raw feature's mask lies in the outputs.
+    /// The position of a raw feature's mask in the outputs.
     pub fn mask(&self, feature: usize) -> Option<Place> {
         Some(self.features.get(feature).filter(|feature| feature.raw)?.mask)
     }
 
-    /// Where a dense input or label lies in the inputs.
+    /// The position of a dense input or label in the inputs.
     pub fn tensor(&self, index: usize) -> Option<Place> {
         self.tensors.get(index).copied()
     }
@@ -241,7 +241,7 @@ fn put<T: Pod>(memory: &mut [u8], place: Option<Place>, list: Option<&[T]>) {
     }
 }
 
-/// The address of a list; 0 of none.
+/// The address of a list; 0 if there is none.
 fn address(block: u64, place: Option<Place>) -> u64 {
     place.map_or(0, |place| block + place as u64)
 }
@@ -258,10 +258,10 @@ pub struct SumsLayout {
 }
 
 impl SumsLayout {
-    /// Where the flag lies, a word.
+    /// The position of the flag, a word.
     pub const FLAG: Place = 0;
 
-    /// For the step laid out by `step`, whose sums travel as `wire`.
+    /// The layout of the sums of the step laid out by `step`, with `wire` as their wire type.
     pub fn new(step: &StepLayout, wire: Dtype) -> Self {
         let mut parts = BlockBuilder::default();
         parts.add(size_of::<u32>());
@@ -285,23 +285,23 @@ impl SumsLayout {
         self.bytes
     }
 
-    /// What is copied back.
+    /// The part that is copied back.
     pub fn back(&self) -> Range<usize> {
         self.back..self.bytes
     }
 
-    /// Each table's vectors in what is copied back.
+    /// Each table's vectors in the part that is copied back.
     pub fn tables(&self) -> Vec<Range<usize>> {
         self.tables.iter().map(|range| range.start - self.back..range.end - self.back).collect()
     }
 
-    /// What has to be zeros before the launches: the flag, and accumulators.
+    /// The part that must be zeroed before the launches: the flag, and accumulators.
     pub fn zeros(&self) -> impl Iterator<Item = Range<usize>> {
         std::iter::once(Self::FLAG..Self::FLAG + size_of::<u32>())
             .chain(self.shared.iter().flatten().cloned())
     }
 
-    /// The jobs, all in a row, for the block at address `memory`, and the launches on them one after the other.
+    /// All jobs for the block at address `memory`, and their launches in order.
     pub fn jobs(
         &self,
         step: &StepLayout,

@@ -4,13 +4,14 @@
 //! * [`CudaDevice`]: a device as an engine uses it: a [`persia_engine::device::Device`]
 //! * [`Step`]: the tensors of one look-up, and the sums of their gradients
 //! * [`kernels`]: the three kernels and their arguments
-//! * [`layout`]: where a step's lists, vectors and sums lie
+//! * [`layout`]: the memory layout of a step's lists, vectors and sums
 //! * `by_hand`: memory and launches for tests and measurements, in the feature of that name
 //!
 //! Neither building nor loading needs CUDA: the driver's library is opened with the first device.
 //!
-//! A look-up is copied and pooled on a stream of its own, concurrently with the model on PyTorch's. Order between the
-//! streams is by events; no call waits for a device, except [`Sums`](Step::sum) for its copy, in the push thread.
+//! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
+//! Order between the streams is by events; no call waits for a device, except [`Sums`](Step::sum) for its
+//! copy, in the push thread.
 #![allow(unsafe_code)] // the driver is a C library
 
 #[cfg(feature = "by_hand")]
@@ -42,7 +43,7 @@ use kernels::Kernels;
 use memory::DevicePool;
 use pinned::PinnedPool;
 
-/// One device: everything that steps share.
+/// One device: the state that steps share.
 #[derive(Debug)]
 pub struct Cuda {
     pub(crate) kernels: Kernels,
@@ -96,7 +97,7 @@ impl Cuda {
         self.context.ordinal()
     }
 
-    /// The stream that gradients have to be ready on before [`Step::sum`], as a number for DLPack.
+    /// The stream on which gradients must be ready before [`Step::sum`], as a number for DLPack.
     pub fn sums_stream(&self) -> usize {
         self.sums.handle() as usize
     }

@@ -15,8 +15,8 @@ pub(crate) const ALIGNMENT: usize = 256;
 
 /// Blocks after which a pool may keep less memory.
 const WINDOW: u32 = 1024;
-/// Free memory is kept up to this many times the most in use: freed blocks leave gaps, and a block that the device still
-/// uses cannot be reused yet.
+/// Free memory is kept up to this multiple of the peak in use, because freed blocks leave gaps, and a block
+/// that the device still uses cannot be reused yet.
 const SLACK: u64 = 2;
 
 /// Bytes of device memory.
@@ -49,9 +49,9 @@ struct Inner {
 
 /// How much free memory a pool keeps.
 ///
-/// At each synchronisation the driver returns memory above the threshold to the device, and taking it again is slow. So
-/// the threshold is above what the steps in flight need together: the most in use in this window or the previous one. It
-/// grows at once, and shrinks after two windows without large batches.
+/// At each synchronisation the driver returns memory above the threshold to the device, and taking it again
+/// is slow. So the threshold is above the need of all steps in flight: the peak in this window or the
+/// previous one. It grows immediately, and shrinks after two windows without large batches.
 #[derive(Debug, Default)]
 struct Threshold {
     bytes: u64,
@@ -62,7 +62,7 @@ struct Threshold {
 }
 
 impl Threshold {
-    /// Count a block. `used` is what was in use at most since the window began. Returns the new threshold, if there is one,
+    /// Count a block. `used` is the peak in use since the window began. Returns the new threshold, if any,
     /// and whether a window starts.
     fn count(&mut self, used: u64) -> (Option<u64>, bool) {
         let needed = used.max(self.before).saturating_mul(SLACK);
@@ -103,16 +103,16 @@ impl DevicePool {
             threshold: Mutex::default(),
             context: Arc::clone(context),
         };
-        // A look-up must not wait for the model: memory that is still in use elsewhere is not given to it.
+        // A look-up must not wait for the model, so it gets no memory that another stream still uses.
         inner.set(Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &mut 0i32)?;
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// `bytes` of device memory, for what is queued on `stream` from now on.
+    /// `bytes` of device memory, for work that is queued on `stream` from now on.
     pub(crate) fn take(&self, bytes: usize, what: &'static str, stream: &Stream) -> Result<Block, CudaError> {
         let inner = &self.inner;
         let mut address = 0;
-        // SAFETY: pool and stream are alive; the driver gives bytes or an error.
+        // SAFETY: pool and stream are alive; the driver returns memory or an error.
         let code = unsafe {
             sys::cuMemAllocFromPoolAsync(&mut address, bytes.max(1), inner.handle, stream.handle())
         };
@@ -204,7 +204,7 @@ impl Block {
             return Ok(());
         }
         let start = self.address + part.start as u64;
-        // SAFETY: the part is inside of the block, as the callers have laid it out.
+        // SAFETY: the part is inside the block, as the callers have laid it out.
         let code = unsafe { sys::cuMemsetD8Async(start, 0, part.len(), stream.handle()) };
         self.pool.context.check("cuMemsetD8Async", code)
     }
@@ -217,7 +217,7 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Note that work queued on `stream`, which is not ours, uses the block; called at its last use.
+    /// Record that work queued on `stream`, which is not ours, uses the block; called at its last use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
         if self.pool.release_after(stream as sys::CUstream).is_err() {

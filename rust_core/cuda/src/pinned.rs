@@ -56,18 +56,18 @@ impl PinnedPool {
 
     fn make(&self, bytes: usize) -> Result<Pages, CudaError> {
         let mut start = std::ptr::null_mut();
-        // SAFETY: the driver gives bytes or an error.
+        // SAFETY: the driver returns memory or an error.
         let code = unsafe { sys::cuMemHostAlloc(&mut start, bytes, 0) };
         if code != CUresult::CUDA_SUCCESS {
             let ordinal = self.context.ordinal();
             return Err(CudaError::NoPinnedMemory { ordinal, bytes, code: describe(code) });
         }
-        // SAFETY: as many bytes are there; written once, so that they may be read.
+        // SAFETY: the block has this many bytes; they are written once, so that they may be read.
         unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
         Ok(Pages { start: start.cast(), bytes })
     }
 
-    /// Return pages; of the free ones the largest are kept.
+    /// Return pages. If too many are free, the largest are kept.
     fn put(&self, pages: Pages, free_after: Option<Event>) {
         let mut state = self.state.lock();
         match free_after {
@@ -129,7 +129,7 @@ impl Pinned {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: as many bytes are there, initialised, until this is dropped; a copy to it was waited for.
+        // SAFETY: the block has this many initialised bytes until it is dropped; a copy to it has ended.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 

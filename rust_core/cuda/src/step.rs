@@ -16,14 +16,14 @@ use crate::pinned::Pinned;
 #[derive(Debug, Clone)]
 pub struct CudaDevice {
     cuda: Arc<Cuda>,
-    /// What the vectors of samples are.
+    /// The type of the vectors of samples.
     vectors: Dtype,
-    /// What summed gradients travel as.
+    /// The wire type of summed gradients.
     wire: Dtype,
 }
 
 impl CudaDevice {
-    /// `vectors` is what the model gets, `wire` what gradients travel as.
+    /// `vectors` is the type that the model gets, `wire` that of gradients on the wire.
     pub fn new(cuda: Arc<Cuda>, vectors: Dtype, wire: Dtype) -> Self {
         Self { cuda, vectors, wire }
     }
@@ -33,7 +33,7 @@ impl CudaDevice {
         &self.cuda
     }
 
-    /// What the vectors of samples are.
+    /// The type of the vectors of samples.
     pub fn vectors(&self) -> Dtype {
         self.vectors
     }
@@ -114,7 +114,7 @@ pub struct Step {
     outputs: Arc<Block>,
 }
 
-/// A tensor of a step, or of its sums. It keeps the block that it lies in, and nothing else of the step.
+/// A tensor of a step, or of its sums. It keeps its block alive, and nothing else of the step.
 #[derive(Debug, Clone)]
 pub struct DeviceTensor {
     pub(crate) block: Arc<Block>,
@@ -128,7 +128,7 @@ impl DeviceTensor {
         self.block.address() + self.place as u64
     }
 
-    /// Let work that is queued on `stream` later wait until it is computed.
+    /// Make work that is queued later on `stream` wait until it is computed.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -136,7 +136,7 @@ impl DeviceTensor {
         self.ready.let_wait(stream as _)
     }
 
-    /// Note that work queued on `stream` so far uses it; called when its user drops it.
+    /// Record that work queued on `stream` so far uses it; called when its user drops it.
     pub fn used_on(&self, stream: usize) {
         self.block.used_on(stream);
     }

@@ -22,10 +22,10 @@ pub struct Sums {
     /// Recorded after the copy to `host`.
     copied: Event,
     host: Pinned,
-    /// Per table where its vectors lie in `host`, in bytes, and what they became where they had 16 bits.
+    /// Per table the position of its vectors in `host`, in bytes, and their widened copy if they had 16 bits.
     tables: Vec<std::ops::Range<usize>>,
     widened: Vec<Vec<f32>>,
-    /// What the device reads and writes until then.
+    /// The memory that the device reads and writes until then.
     held: Option<Held>,
 }
 
@@ -41,8 +41,8 @@ impl Step {
     /// Sum gradients, one for each id feature, which are ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream); each sum
     /// is multiplied by `scale`. Also returns a word of the device: 1 if a sum is not finite, else 0.
     ///
-    /// It returns at once. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of the sums as soon
-    /// as the sums are copied, before the push.
+    /// It does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of
+    /// the sums as soon as the sums are copied, before the push.
     ///
     /// # Errors
     /// [`CudaError`]: no memory, gradients that do not fit, or from the driver.
@@ -65,7 +65,7 @@ impl Step {
         let layout = SumsLayout::new(&self.layout, self.device.wire());
         let memory = cuda.pool.take(layout.bytes(), "sums of gradients", stream)?;
         let address = memory.address();
-        // The lists that this reads came with the look-up.
+        // The lists that this reads were copied with the look-up.
         stream.wait(&self.ready)?;
         for zeros in layout.zeros() {
             memory.clear(zeros, stream)?;
@@ -105,7 +105,7 @@ impl Step {
 impl DeviceGradients for Sums {
     fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError> {
         self.copied.synchronize().map_err(|error| Arc::new(error) as DeviceError)?;
-        // Not after the push, which may take long.
+        // Before the push, which may take long.
         self.held = None;
         let (bytes, wire) = (self.host.bytes(), self.wire);
         if wire == Dtype::F32 {
@@ -128,7 +128,7 @@ impl DeviceGradients for Sums {
 
 impl Drop for Sums {
     fn drop(&mut self) {
-        // PyTorch reuses the memory of the gradients at once, so no kernel may still read it.
+        // PyTorch reuses the memory of the gradients immediately, so no kernel may still read it.
         let _ = self.copied.synchronize();
     }
 }

@@ -14,7 +14,7 @@ fn device() -> Arc<Cuda> {
     Cuda::device(0).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// What a case points to, on the device.
+/// The buffers of a case, on the device.
 struct There {
     lists: Vec<Buffer>,
     out: Buffer,
@@ -104,7 +104,7 @@ fn memory_is_used_again_and_given_back() {
     (0..1000).for_each(|_| once());
     let after = cuda.memory().unwrap();
     assert!(after.reserved <= before.reserved, "{before:?} to {after:?}");
-    // What one large buffer took goes back, too.
+    // The memory of one large buffer is returned, too.
     drop(cuda.upload(&vec![7; 1 << 28]).unwrap());
     (0..3000).for_each(|_| once());
     let after = cuda.memory().unwrap();

@@ -1,5 +1,5 @@
 //! An engine whose device is the kernels' source, compiled for the CPU, gives the bits of one without a device: vectors,
-//! masks, dense tensors, and rows after many pushes. All that a real device adds is copies and their order.
+//! masks, dense tensors, and rows after many pushes. A real device adds only copies and their order.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod host;
@@ -193,7 +193,7 @@ fn tables(pooled_dim: usize) -> Arc<dyn Tables> {
     Arc::new(Pools(store, pooled_dim))
 }
 
-/// What a run has shown: of every step the vectors, and all rows at its end.
+/// The results of a run: the vectors of every step, and all rows at its end.
 #[derive(PartialEq, Debug)]
 struct Seen {
     vectors: Vec<Vec<u32>>,

@@ -90,7 +90,7 @@ fn now() -> f64 {
     processor_time(ClockId::ThreadCPUTime)
 }
 
-/// The median and the best, which is what a busy machine leaves unchanged.
+/// The median and the best; other load on the machine changes the best least.
 fn summary(mut values: Vec<f64>) -> String {
     values.sort_by(f64::total_cmp);
     format!("{:5.1} ({:5.1})", values[values.len() / 2], values[0])

@@ -1,4 +1,4 @@
-//! What look-ups and pushes need and nothing changes.
+//! The immutable context of look-ups and pushes.
 
 use std::sync::Arc;
 

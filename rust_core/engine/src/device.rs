@@ -1,4 +1,5 @@
-//! Devices that pool rows and sum gradients in place of the CPU. The engine is given one and knows no kind of device.
+//! Devices that pool rows and sum gradients in place of the CPU. The engine is given one and does not depend
+//! on its kind.
 //!
 //! A device gives the bits of [`persia_kernels`]: the same sums in the same order.
 
@@ -11,10 +12,10 @@ use persia_kernels::{Bags, Csr};
 /// A failure of a device: where, why, and what to do next.
 pub type DeviceError = Arc<dyn std::error::Error + Send + Sync>;
 
-/// What a look-up has on a device. Only the device's own crate can read it.
+/// The tensors of a look-up on a device. Only the device's own crate can read them.
 pub type OnDevice = Arc<dyn Any + Send + Sync>;
 
-/// Where look-ups are pooled.
+/// A device that pools look-ups.
 pub trait Device: Send + Sync {
     /// Make room for a look-up.
     ///
@@ -28,7 +29,7 @@ pub trait DeviceLookup {
     /// Memory for the vectors of each table, in their order: `[vectors, dim]`, of unspecified value.
     fn rows(&mut self) -> Vec<&mut [f32]>;
 
-    /// Start to copy and to pool, and return without waiting.
+    /// Start the copy and the pooling, and return without waiting.
     ///
     /// # Errors
     /// A device that failed.
@@ -51,7 +52,7 @@ pub struct DeviceWork<'a> {
 pub struct DeviceTable {
     /// Floats of a row.
     pub dim: usize,
-    /// Rows that the look-up gives: of unique ids, or of samples.
+    /// The rows of the look-up: of unique ids, or of samples.
     pub vectors: usize,
     /// Its features, in the order in which their gradients are added.
     pub members: Vec<usize>,
@@ -66,7 +67,7 @@ pub struct DeviceFeature<'a> {
     pub samples: usize,
     /// The rows of each sample; `None` where the table's vectors are those of samples.
     pub bags: Option<Bags<'a>>,
-    /// From its own unique ids to the table's; `None` where they are the same.
+    /// From its own unique ids to the table's; `None` if they are the same.
     pub map: Option<&'a [u32]>,
     /// Of a training batch: the samples of each of its unique ids.
     pub csr: Option<Csr<'a>>,

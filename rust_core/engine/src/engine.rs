@@ -34,9 +34,9 @@ pub enum DrainOutcome {
 pub struct EvalResult {
     /// One per id feature, in the batch's order.
     pub outputs: Vec<Output>,
-    /// The vectors, where the engine has a device; those of `outputs` are empty then.
+    /// The vectors, if the engine has a device; those of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
-    /// What the look-up found.
+    /// The report of the look-up.
     pub report: LookupReport,
 }
 
@@ -56,7 +56,7 @@ impl Engine {
         Self::with_device(tables, schema, options, None)
     }
 
-    /// As [`Self::new`]; look-ups are pooled on the `device`, where there is one.
+    /// As [`Self::new`]; look-ups are pooled on the `device`, if there is one.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -83,8 +83,8 @@ impl Engine {
         Pipeline::open(Arc::clone(&self.pusher))
     }
 
-    /// Look a batch up at once, outside any pipeline; nothing is changed. It may or may not see pushes in flight:
-    /// [`Self::drain`] first where that matters.
+    /// Look a batch up outside any pipeline; nothing is changed. It may or may not see pushes in flight: call
+    /// [`Self::drain`] first if that matters.
     ///
     /// # Errors
     /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::Lookup`].
@@ -162,7 +162,7 @@ impl Engine {
         &self.scheduler().context.schema
     }
 
-    /// The failure that stopped the engine, if one did.
+    /// The failure that stopped the engine, if any.
     pub fn failure(&self) -> Option<Error> {
         self.scheduler().lock().failed.clone()
     }

@@ -1,4 +1,5 @@
-//! Everything the engine refuses. An error that stops the engine is returned by every later call, so errors are cloned.
+//! Errors of the engine. An error that stops the engine is returned by every later call, so errors can be
+//! cloned.
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use persia_types::TablesError;
 
 use crate::device::DeviceError;
 
-/// What went wrong, where, and what to do.
+/// What failed, where, and what to do next.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
     /// A batch without samples or id features.
@@ -34,7 +35,7 @@ pub enum Error {
     BadFeature {
         /// Its name.
         feature: String,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         what: String,
     },
     /// A tensor that contradicts itself.
@@ -42,13 +43,13 @@ pub enum Error {
     BadTensor {
         /// Dense tensor or label, and its name.
         tensor: String,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         what: String,
     },
     /// Beyond a limit of `persia_types::limits`.
     #[error("{what}: {size} is above the limit of {limit}; use smaller batches")]
     TooLarge {
-        /// Which number.
+        /// The name of the number.
         what: String,
         /// Found.
         size: usize,
@@ -79,12 +80,12 @@ pub enum Error {
         /// Found.
         value: f64,
     },
-    /// Bytes that are no batch.
+    /// Bytes that are not a batch.
     #[error("not a valid batch at byte {at}: {what}; send it again")]
     BadBytes {
-        /// Where reading stopped.
+        /// The position at which reading stopped.
         at: usize,
-        /// What was found and expected.
+        /// The content that was found, and what was expected.
         what: String,
     },
     /// Features and slots that do not match.
@@ -110,7 +111,7 @@ pub enum Error {
     BadGradient {
         /// The step they were meant for.
         step: u64,
-        /// Which feature, and what was expected.
+        /// The feature, and what was expected.
         what: String,
     },
     /// A look-up that failed; the engine stops.
@@ -142,7 +143,7 @@ pub enum Error {
     /// The source of batches failed.
     #[error("the source of batches failed: {0}")]
     Source(Arc<dyn std::error::Error + Send + Sync>),
-    /// A defect: a worker thread panicked; the engine stops.
+    /// A bug: a worker thread panicked; the engine stops.
     #[error("the {worker} thread panicked at step {step}: {what}; this is a defect, please report it")]
     Panicked {
         /// Look-up or push.

@@ -1,4 +1,4 @@
-//! Memory that is reused: page faults of fresh megabytes cost more than the work that is done in them.
+//! Reused memory: page faults of fresh megabytes cost more than the work on them.
 
 use std::collections::BTreeMap;
 
@@ -141,7 +141,7 @@ mod tests {
         let vector = free.take(5000);
         let place = vector.as_ptr();
         free.put(vector);
-        let small = free.take(2000); // less than half: not wasted on it
+        let small = free.take(2000); // less than half the size: not used for it
         assert_ne!(small.as_ptr(), place);
         let again = free.take(4900);
         assert_eq!((again.as_ptr(), again.len()), (place, 4900));

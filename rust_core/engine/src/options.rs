@@ -1,4 +1,4 @@
-//! How an engine and a push are configured.
+//! Options of an engine and of a push.
 
 use persia_types::limits::MAX_STALENESS;
 
@@ -70,7 +70,7 @@ impl EngineOptions {
     }
 }
 
-/// What a push multiplies by.
+/// The factors of a push.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PushOptions {
     /// Multiplies the optimizer's learning rate; finite, at least 0.

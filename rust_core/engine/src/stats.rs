@@ -40,7 +40,7 @@ pub struct EngineStats {
 /// Ids of one slot in training look-ups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SlotStats {
-    /// Ids as they occurred.
+    /// Occurrences of ids, duplicates included.
     pub occurrences: u64,
     /// Unique ids, batch by batch.
     pub unique: u64,
@@ -48,7 +48,7 @@ pub struct SlotStats {
     pub truncated: u64,
 }
 
-/// How long one stage took, over all steps.
+/// The time of one stage, over all steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StageTime {
     /// Times it ran.

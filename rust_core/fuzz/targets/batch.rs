@@ -4,13 +4,13 @@ use persia_engine::{Batch, BatchParts, Dtype, IdFeature, Tensor};
 
 use super::memory;
 
-/// What the tables of the deduplication take, whatever the batch.
+/// The memory of the deduplication's tables, for any batch.
 const FIXED_BYTES: usize = 1 << 20;
 /// A feature of one id is a few bytes on the way, and has offsets of 256 shards here.
 const BYTES_PER_BYTE: usize = 64;
 const VERSION: [u8; 2] = [2, 0];
 
-/// What is accepted is written as the same bytes again, and lists of occurrences fit the ids.
+/// An accepted batch is written as the same bytes, and its lists of occurrences fit the ids.
 pub fn check(data: &[u8]) -> bool {
     let bytes = sealed(data.to_vec());
     let read = || Batch::from_bytes(&bytes);

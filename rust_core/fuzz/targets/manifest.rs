@@ -21,7 +21,8 @@ const FIXED_BYTES: usize = 1 << 20;
 /// A short number or name of JSON becomes a node of a map.
 const BYTES_PER_BYTE: usize = 64;
 
-/// What is accepted is accepted when it is written again, says the same then, and names files of its directory only.
+/// An accepted manifest is also accepted after it is written again, with the same content, and names only files of its
+/// directory.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     let dir = dir.path();
@@ -49,7 +50,7 @@ fn opened(dir: &Path, body: &[u8]) -> Option<Manifest> {
     memory::within(FIXED_BYTES + BYTES_PER_BYTE * body.len(), || Manifest::open(dir)).ok()
 }
 
-/// Without its hash, which `opened` makes anew.
+/// Without its hash, which `opened` computes.
 fn body_of(data: &[u8]) -> &[u8] {
     let tail = data.len().saturating_sub(HASH_KEY.len() + HASH_DIGITS + END.len());
     if data.ends_with(END) && data[tail..].starts_with(HASH_KEY) { &data[..tail] } else { data }

@@ -1,4 +1,4 @@
-//! What a thread allocates, counted: a length that only claims to be one must cost nothing.
+//! Counts the allocations of a thread: a false length must not allocate memory.
 
 #![allow(unsafe_code, reason = "an allocator")]
 
@@ -49,7 +49,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// What `work` returns, having held at most `limit` bytes at a time on this thread beyond what was held before.
+/// The result of `work`, which may hold at most `limit` more bytes at a time on this thread.
 pub fn within<T>(limit: usize, work: impl FnOnce() -> T) -> T {
     let before = HELD.get();
     PEAK.set(before);

@@ -21,7 +21,7 @@ thread_local! {
     static READER: RefCell<ShardReader> = RefCell::default();
 }
 
-/// What is accepted comes back bit by bit from a file of its own, and a reader that was used before reads the same.
+/// Accepted rows are equal bit for bit after they are written to a new file, and a reused reader reads the same.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     let dir = dir.path();

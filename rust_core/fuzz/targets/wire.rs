@@ -1,7 +1,7 @@
 //! Look-ups and pushes as they arrive over gRPC: by a server, and by a middleware that divides them among servers.
 //!
-//! An input is a byte, then messages of a stream, each behind its length. Of the byte, the lowest bit chooses push or
-//! look-up, the next two the number of servers, and the highest leaves checksums as they are.
+//! An input is a byte, then messages of a stream, each after its length. The lowest bit of the byte selects push or
+//! look-up, the next two the number of servers, and the highest keeps checksums unchanged.
 
 use futures_util::stream;
 use persia_kernels::Gradients;
@@ -29,7 +29,7 @@ const UNSEALED: u8 = 0x80;
 const SERVERS: [usize; 4] = [1, 2, 3, 16];
 
 const FIXED_BYTES: usize = 1 << 20;
-/// What is allocated ahead for a part whose ids, uses or gradients have begun to come, and for its head.
+/// The memory allocated in advance for a part whose ids, uses or gradients have begun to arrive, and for its head.
 const AHEAD_BYTES: usize = 3 * (4 << 20) + (32 << 10);
 const BYTES_PER_BYTE: usize = 16;
 /// Floats of vectors up to which they are added up here.
@@ -39,8 +39,8 @@ thread_local! {
     static RUNTIME: Runtime = Builder::new_current_thread().enable_time().build().expect("a runtime");
 }
 
-/// What a server accepts it accepts encoded again, saying the same; a middleware divides it so that the servers' parts,
-/// and their rows, are the whole again.
+/// A server also accepts an accepted request after it is encoded again, with the same content. A middleware divides it
+/// so that the servers' parts, and their rows, add up to the whole.
 pub fn check(data: &[u8]) -> bool {
     let Some((&how, rest)) = data.split_first() else { return false };
     let (servers, seal) = (SERVERS[usize::from(how >> 1) % SERVERS.len()], how & UNSEALED == 0);
@@ -51,7 +51,7 @@ pub fn check(data: &[u8]) -> bool {
     }
 }
 
-/// The messages of a stream; checksums of those chunks that are named are made anew.
+/// The messages of a stream; checksums of the named chunks are recomputed.
 fn messages<M: Message + Default>(mut bytes: &[u8], chunk: impl Fn(&mut M) -> Option<&mut Chunk>) -> Vec<M> {
     let mut all = Vec::new();
     while !bytes.is_empty() {
@@ -182,7 +182,7 @@ fn number_of(id: Id) -> f32 {
     (id % 200) as f32
 }
 
-/// Rows come back to their ids, from the last server first.
+/// Rows return to their ids, from the last server first.
 fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     let parts: Vec<Part> = split.parts().iter().map(|part| part.clone().with_samples(None)).collect();
     let floats = parts.iter().map(|part| part.len() * part.format.dim);
@@ -210,7 +210,7 @@ fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     }
 }
 
-/// Samples are pooled and come back, each once.
+/// Samples are pooled and returned, each once.
 fn check_pooled(split: &Split, uses: &[Option<ReceivedCsr>], ids: &[Vec<Id>]) {
     for (at, ((part, uses), ids)) in split.parts().iter().zip(uses).zip(ids).enumerate() {
         let Some(uses) = uses else { continue };

@@ -11,9 +11,9 @@ pub struct Bags<'a> {
     pub indices: &'a [u32],
     /// Per sample the start of its rows in `indices` (`samples + 1` offsets); `None` is one row per sample.
     pub offsets: Option<&'a [u32]>,
-    /// Per index what its row is multiplied by; `None` is 1.
+    /// Per index the factor of its row; `None` is 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// Per sample what its sum is divided by; `None` is 1.
+    /// Per sample the divisor of its sum; `None` is 1.
     pub divisors: Option<&'a [f32]>,
 }
 

@@ -69,7 +69,8 @@ fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
         if magnitude > largest {
             continue;
         }
-        // Each number is its own nearest; what lies between two goes to the nearer one, the middle to the even one.
+        // Each number is its own nearest; between two numbers the nearer one is chosen, in the middle the
+        // even one.
         assert_eq!(narrowed::<H>(number), bits);
         if magnitude < largest {
             let middle = ((f64::from(number) + f64::from(wide::<H>(bits + 1))) / 2.0) as f32;
@@ -115,8 +116,8 @@ fn all_levels_agree_on_any_bits() {
     }
 }
 
-/// How often `number` goes up, of all draws that can differ, is the part of the distance it lies above its lower
-/// neighbour: the expectation is exact.
+/// The share of draws that round `number` up is its distance from the lower neighbour: the expectation is
+/// exact.
 fn check_expectation<H: Half>(number: f32) {
     const DRAWS: u32 = 1 << 16;
     let exact = |bits| f64::from(wide::<H>(bits));
@@ -124,7 +125,7 @@ fn check_expectation<H: Half>(number: f32) {
         / f64::from(DRAWS);
     let nearest = H::narrow::<Portable>(&[number; LANES])[0];
     let distance = (exact(nearest) - f64::from(number)).abs().max(exact(1));
-    // Only bits below the 16 that are drawn here can be missing.
+    // Only bits below the 16 drawn here can be missing.
     let error = (mean - f64::from(number)).abs();
     assert!(error <= 2.0 * distance / f64::from(DRAWS), "{number:e}: {mean:e}");
 }
@@ -141,7 +142,7 @@ fn stochastic_rounding_has_the_number_as_its_expectation() {
     }
     assert_eq!(F16::round_stochastic(1e-10, u32::MAX), 0);
     assert_eq!(F16::round_stochastic(-0.0, u32::MAX), 0x8000);
-    // What is exact stays, whatever is drawn.
+    // An exact number stays, for every draw.
     for bits in [0u16, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF] {
         for draw in [0, 1, u32::MAX] {
             assert_eq!(F16::round_stochastic(wide::<F16>(bits), draw), bits);

@@ -19,7 +19,7 @@ pub struct Pool<'a> {
     pub rows: &'a [f32],
     /// Floats in a row.
     pub dim: usize,
-    /// What to add.
+    /// The rows to be added.
     pub bags: Bags<'a>,
 }
 

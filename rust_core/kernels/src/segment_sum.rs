@@ -61,13 +61,13 @@ pub struct SegmentSum<'a> {
     pub gradients: &'a [f32],
     /// Floats in a row.
     pub dim: usize,
-    /// What to add.
+    /// The gradients to be added.
     pub csr: Csr<'a>,
-    /// Per sample what its gradient is multiplied by; `None` is 1.
+    /// Per sample the factor of its gradient; `None` is 1.
     pub factors: Option<&'a [f32]>,
-    /// Per index of `csr` what its gradient is multiplied by as well; `None` is 1.
+    /// Per index of `csr` a further factor of its gradient; `None` is 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// What a sum is multiplied by.
+    /// The factor of a sum.
     pub scale: f32,
 }
 
@@ -101,7 +101,8 @@ impl SegmentSum<'_> {
         self.sum(unique, false, self.scale, out);
     }
 
-    /// Prefetch what is added some ids after `unique`. Called for each id in order, it prefetches each sample once.
+    /// Prefetch the gradients that are added some ids after `unique`. Called for each id in order, it
+    /// prefetches each sample once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
         for at in self.csr.range(unique) {
@@ -134,7 +135,7 @@ impl SegmentSum<'_> {
 pub enum Gradients<'a> {
     /// `[ids, dim]`, summed already: row `i` is for id number `i`.
     Rows(&'a [f32]),
-    /// Of samples, summed where they are used.
+    /// Gradients of samples, summed at their use.
     Samples(SegmentSum<'a>),
 }
 

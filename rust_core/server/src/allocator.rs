@@ -2,8 +2,8 @@
 #![allow(unsafe_code)]
 
 /// Let each arena of glibc's allocator keep up to `KEPT_BYTES` of freed memory, and allocate blocks up to `ARENA_BYTES`
-/// from arenas. Requests have some megabytes and similar sizes: the system would otherwise return and clear the same
-/// pages for each of them. Other C libraries are not configured.
+/// from arenas. Requests have some megabytes and similar sizes. Without this, the system would return and clear the
+/// same pages for each request. Other C libraries are not configured.
 pub(crate) fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -108,7 +108,7 @@ pub struct MiddlewareArgs {
     pub servers: Vec<Endpoint>,
 }
 
-/// What `--version` prints after the name of the binary.
+/// The text of `--version` after the name of the binary.
 pub fn version() -> &'static str {
     static VERSION: LazyLock<String> = LazyLock::new(|| {
         format!("{} (protocol {}, {BUILD} build)", persia_wire::VERSION, persia_wire::PROTOCOL)
@@ -116,7 +116,7 @@ pub fn version() -> &'static str {
     &VERSION
 }
 
-/// How this binary was built.
+/// The build of this binary.
 pub const BUILD: &str = if cfg!(debug_assertions) { "debug" } else { "release" };
 
 /// Read the arguments and variables of this process. Ends it after `--help` and `--version`.

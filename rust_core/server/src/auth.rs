@@ -1,5 +1,4 @@
-//! [`AuthInterceptor`]: authenticates calls, counts those it refuses, and logs them, a limited number of lines a
-//! second.
+//! [`AuthInterceptor`]: authenticates calls, and counts and logs refused ones, at a limited rate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use tonic::{Request, Status};
 
 use crate::metrics;
 
-/// The least time between two log lines: unauthenticated peers must not fill the disk.
+/// The shortest time between two log lines, so that unauthenticated peers cannot fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Lets only authenticated calls pass.
@@ -22,7 +21,7 @@ pub(crate) struct AuthInterceptor {
     log: Arc<Mutex<LogLimiter>>,
 }
 
-/// When a refusal was logged last, and how many calls were refused since.
+/// The time of the last logged refusal, and the number of refused calls since.
 #[derive(Default)]
 struct LogLimiter {
     last: Option<Instant>,

@@ -16,7 +16,7 @@ pub(crate) struct Tracker(mpsc::Sender<()>);
 /// Waits until all connections are closed.
 pub(crate) struct OpenConnections(mpsc::Receiver<()>);
 
-/// A tracker, and what waits for the end of its connections.
+/// A tracker, and a handle that waits for the end of its connections.
 pub(crate) fn track() -> (Tracker, OpenConnections) {
     let (open, closed) = mpsc::channel(1);
     (Tracker(open), OpenConnections(closed))

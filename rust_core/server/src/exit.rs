@@ -1,6 +1,6 @@
 //! [`Exit`]: why a process ends, and the code it ends with.
 
-/// Why a process could not start, or ended. The text is one line that says what to do.
+/// The reason why a process could not start, or ended. The text is one line that says what to do next.
 #[derive(Debug, thiserror::Error)]
 pub enum Exit {
     /// A wrong flag, variable or configuration file.
@@ -24,7 +24,7 @@ pub enum Exit {
 pub const WATCHDOG: i32 = 70;
 
 impl Exit {
-    /// The exit code; codes mean the same in every process of a job.
+    /// The exit code. All processes of a job use the same codes.
     pub fn code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,

@@ -1,4 +1,4 @@
-//! [`Kind`]: which of the two processes this is.
+//! [`Kind`]: the kind of this process.
 
 use persia_wire::discovery::Service;
 

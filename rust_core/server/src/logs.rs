@@ -57,7 +57,7 @@ struct Lines {
     replica: u32,
 }
 
-/// Fields of one event, `message` among them.
+/// Fields of one event, including `message`.
 #[derive(Default)]
 struct Fields(Map<String, Value>);
 

@@ -38,7 +38,7 @@ const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Connections at a time; more wait in the socket's backlog.
+/// The most concurrent connections; more wait in the socket's backlog.
 const MAX_CONNECTIONS: usize = 32;
 
 /// Record metrics from now on. A second recorder in one process (tests run several servers in one) is not used.
@@ -97,7 +97,7 @@ impl Timer {
         counter!(REQUESTS_FAILED, "method" => self.method, "code" => format!("{code:?}")).increment(1);
     }
 
-    /// Record that a part of the request failed, which the reply says.
+    /// Record that a part of the request failed, as its reply says.
     pub(crate) fn end_partly_failed(mut self, code: Code) {
         self.ended = true;
         self.count_failure(code);
@@ -110,7 +110,7 @@ impl Timer {
             self.count_failure(status.code());
             let (method, message) = (self.method, status.message());
             match status.code() {
-                // The caller logs a missing peer, once instead of for each request.
+                // The caller logs a missing peer once, and not for each request.
                 Code::Unavailable | Code::Cancelled => tracing::debug!(method, "failed: {message}"),
                 code => tracing::warn!(method, ?code, "refused: {message}"),
             }
@@ -176,7 +176,7 @@ pub fn set_gauges(node: &Node) {
     }
 }
 
-/// What the HTTP listener serves.
+/// The content that the HTTP listener serves.
 #[derive(Clone)]
 pub struct Page {
     /// Renders the metrics.

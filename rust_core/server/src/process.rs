@@ -1,4 +1,4 @@
-//! The life of both binaries: read flags, start logs and metrics, listen, announce, and stop on a signal.
+//! The life cycle of both binaries: read flags, start logs and metrics, listen, announce, and stop on a signal.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -29,12 +29,12 @@ use crate::{allocator, logs, metrics, probe, watchdog};
 
 /// The default port of metrics.
 const METRICS_PORT: u16 = 9464;
-/// How long NATS may refuse the token at the start: NATS may be about to read the right one.
+/// The time for which NATS may refuse the token at the start, because it may not have read the right one yet.
 const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often histograms are aggregated: without this, memory grows while no one reads the metrics.
+/// The interval of aggregating histograms. Without this, memory grows if no metrics are read.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What both kinds of process have before they serve.
+/// The state of both kinds of process before they serve.
 pub struct Process {
     /// Its flags.
     pub args: CommonArgs,
@@ -85,7 +85,7 @@ where
                 exit = refused_by_nats(discovery) => Err(exit),
             }
         });
-        // A request that still runs on a thread does not delay the end.
+        // A request that is still running on a thread does not delay the end.
         runtime.shutdown_timeout(Duration::from_secs(1));
         ended
     });
@@ -179,7 +179,7 @@ impl Process {
         }
     }
 
-    /// Announce the process to NATS, wait for `others`, then report that it serves. Dropping the result withdraws both.
+    /// Announce the process to NATS, wait for `others`, then report that it serves. Dropping the result reverts both.
     ///
     /// # Errors
     /// `Usage` for a network interface that does not exist.
@@ -321,7 +321,7 @@ fn cannot_bind(flag: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     Exit::Usage(format!("cannot listen on {endpoint} ({flag}): {why}"))
 }
 
-/// How many SIGTERM and SIGINT have arrived.
+/// The number of SIGTERM and SIGINT received.
 #[derive(Debug, Clone)]
 pub struct StopSignals {
     count: watch::Receiver<u32>,

@@ -21,13 +21,13 @@ use crate::auth::AuthInterceptor;
 use crate::connection::{self, Tracked};
 use crate::exit::Exit;
 
-/// What servers and middlewares serve with.
+/// The options with which servers and middlewares serve.
 pub struct Host {
     /// Authenticates calls.
     pub guard: Guard,
     /// Encrypts TCP.
     pub tls: Option<ServerTlsConfig>,
-    /// How long open connections may stay after a stop.
+    /// The grace period of open connections after a stop.
     pub grace: Duration,
     /// Answers `grpc.health.v1`.
     pub health: Health,

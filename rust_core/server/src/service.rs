@@ -38,7 +38,7 @@ pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result
     Ok(())
 }
 
-/// Run work that computes or waits for a disk on a thread of its own, where it blocks no other request. A panic fails
+/// Run work that computes or waits for a disk on a separate thread, so that it blocks no other request. A panic fails
 /// only this request.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, TablesError> + Send + 'static,

@@ -1,4 +1,4 @@
-//! The corpus of `rust_core/fuzz`: what the encoders write, and what fuzzing found, through its targets without
+//! Runs the corpus of `rust_core/fuzz` (output of the encoders, and findings of fuzzing) through its targets without
 //! libFuzzer.
 //!
 //! `cargo test -p persia-embedding-sharded-server --test corpus -- --ignored` rewrites the files `valid-*`.

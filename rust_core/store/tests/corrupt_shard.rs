@@ -1,4 +1,4 @@
-//! Hostile shard files: the hash is right, the content is not. The reader does not panic, and allocates no more than the
+//! Hostile shard files with a valid hash and invalid content. The reader does not panic, and allocates no more than the
 //! size of the file. Valid files are read back unchanged, by other readers too.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]

@@ -124,7 +124,7 @@ fn without_optimizer_state_is_dropped() {
     assert_eq!(kept.len(), rows.len());
     let floats: u64 = kept.values().map(|row| row.1.len() as u64).sum();
     assert_eq!(evaluation.stats().unwrap().payload_bytes, 4 * floats);
-    // Those rows cannot be trained on: their state is gone.
+    // Those rows cannot be trained on, because they have no state.
     let begun = evaluation.begin(&Run { generation: 2, ..settings(&[4, 7]) });
     assert!(matches!(begun, Err(TablesError::BadRun { .. })));
 }

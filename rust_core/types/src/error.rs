@@ -1,4 +1,4 @@
-//! [`TablesError`]: everything that can be wrong with a request.
+//! [`TablesError`]: all errors of a request.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::Token;
 
-/// Everything that can be wrong with a request. Each says what, where, and the value that is wrong.
+/// The errors of a request. Each names the problem, its place and the wrong value.
 ///
 /// A server sends the serialized error, so that its caller gets the same variant with the same fields.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
@@ -26,19 +26,19 @@ pub enum TablesError {
     /// A run that cannot begin.
     #[error("cannot begin the run: {what}")]
     BadRun {
-        /// Both values, where two differ.
+        /// Both values, if two differ.
         what: String,
     },
     /// Lengths that do not fit together.
     #[error("malformed request: {what}")]
     BadShape {
-        /// What, and what was expected.
+        /// The mismatch, and what was expected.
         what: String,
     },
     /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
     #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
     TooManyIds {
-        /// Asked for.
+        /// Unique ids in the request.
         ids: usize,
         /// Allowed.
         max: usize,
@@ -63,7 +63,7 @@ pub enum TablesError {
     OutOfMemory {
         /// The table's name.
         table: String,
-        /// Asked for.
+        /// The additional bytes.
         bytes: u64,
     },
     /// A file that differs from its manifest.
@@ -71,7 +71,7 @@ pub enum TablesError {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         what: String,
     },
     /// A checkpoint of another configuration.
@@ -85,9 +85,9 @@ pub enum TablesError {
     /// A failure of the operating system.
     #[error("{path}: {source}")]
     Io {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The error.
         #[serde(with = "io_error")]
         source: std::io::Error,
     },
@@ -96,7 +96,7 @@ pub enum TablesError {
         "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
     )]
     WrongShard {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
         /// Its shards.
         held: std::ops::Range<usize>,
@@ -106,7 +106,7 @@ pub enum TablesError {
     /// A peer of another version, protocol or configuration.
     #[error("{peer} does not fit: {what}")]
     Incompatible {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
         /// Both values.
         what: String,
@@ -114,33 +114,34 @@ pub enum TablesError {
     /// A peer that refuses our credentials, or whose certificate we refuse.
     #[error("{peer} refused: {what}")]
     Refused {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
-        /// Why, and where the credential came from.
+        /// The reason, and the source of the credential.
         what: String,
     },
-    /// The run in progress cannot continue: a server or all middlewares stayed away, or a server returned without its rows.
+    /// The current run cannot continue: a server or all middlewares stayed unreachable, or a server restarted without
+    /// its rows.
     #[error("{peer} is lost to this run: {what}; start the trainer again")]
     Lost {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
-        /// What happened.
+        /// The event.
         what: String,
     },
     /// A wait that took too long.
     #[error("{peer}: {what}")]
     Timeout {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
-        /// For what, and how long.
+        /// The awaited event, and the time limit.
         what: String,
     },
     /// A peer that does not answer.
     #[error("{peer} cannot be reached: {what}")]
     Unreachable {
-        /// Which peer.
+        /// The name of the peer.
         peer: String,
-        /// What was tried, and what happened.
+        /// The failed operation, and its outcome.
         what: String,
     },
 }
@@ -151,7 +152,7 @@ impl From<ShapeError> for TablesError {
     }
 }
 
-/// An I/O error as the operating system's code, or as its text where it has none.
+/// An I/O error as the operating system's code, or as its text if it has no code.
 mod io_error {
     use std::io;
 

@@ -79,7 +79,7 @@ impl ShardedIds {
         Ok(Self { ids: grouped, offsets })
     }
 
-    /// Take ids that are already grouped, checking that they are.
+    /// Take ids that are already grouped, and check the grouping.
     ///
     /// # Errors
     /// [`TablesError::BadShape`] when offsets do not ascend from 0 to the number of ids or an id is in another

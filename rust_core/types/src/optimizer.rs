@@ -69,7 +69,7 @@ mod tests {
         optimizer.check().err().into_iter().flatten().map(|number| number.name).collect()
     }
 
-    /// Both ends of the range of `name`, and what is just beyond them.
+    /// Both ends of the range of `name`, and the values just beyond them.
     fn check_range(name: &str, allowed: RangeInclusive<f32>, with: impl Fn(f32) -> Optimizer) {
         for value in [*allowed.start(), *allowed.end()] {
             assert_eq!(invalid(with(value)), [""; 0], "{name} {value:?}");

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{Id, hash_id};
 
-/// How the rows of one sample's ids become one vector.
+/// The pooling of the rows of one sample's ids into one vector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
@@ -62,8 +62,8 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// What the sum of each sample is divided by: its number of ids for a mean, the root of its number of rows (ids ×
-    /// rounds of a hash stack) for sqrt scaling; either at least 1. `None` where that is 1 for all.
+    /// The divisor of each sample's sum: its number of ids for a mean, the root of its number of rows (ids ×
+    /// rounds of a hash stack) for sqrt scaling; either at least 1. `None` if it is 1 for all.
     ///
     /// `offsets` are those of the feature after its ids became buckets.
     pub fn divisors<'a>(
@@ -92,7 +92,7 @@ pub struct Table {
     pub name: String,
     /// Weights in a row.
     pub dim: usize,
-    /// How it differs from the run's settings.
+    /// Its differences from the run's settings.
     #[serde(default)]
     pub settings: TableSettings,
 }
@@ -104,13 +104,13 @@ impl Table {
     }
 }
 
-/// How the rows of one table are kept, and where they differ from the run's settings.
+/// The storage of one table's rows, and its differences from the run's settings.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TableSettings {
-    /// What a weight is stored as.
+    /// The stored type of a weight.
     pub dtype: Dtype,
-    /// How an updated weight becomes one of `dtype`; f32 is never rounded.
+    /// The rounding of an updated weight to `dtype`; f32 is never rounded.
     pub rounding: Rounding,
     /// Replaces the run's.
     pub optimizer: Option<Optimizer>,
@@ -122,7 +122,7 @@ pub struct TableSettings {
     pub ttl: Option<u32>,
 }
 
-/// What a weight is stored as. Optimizer state is f32, look-ups give f32, and an update computes in f32.
+/// The stored type of a weight. Optimizer state is f32, look-ups give f32, and an update computes in f32.
 ///
 /// A number beyond the largest finite one of a type (65504 for f16, 3.39e38 for bf16), an infinity included, is stored
 /// as that one: rounding never gives an infinity.
@@ -138,7 +138,7 @@ pub enum Dtype {
     Bf16,
 }
 
-/// How an f32 becomes a number of fewer bits.
+/// The rounding of an f32 to fewer bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rounding {
@@ -150,13 +150,14 @@ pub enum Rounding {
     Stochastic,
 }
 
-/// When a missing id gets a row: at a training look-up where both conditions hold. Until then it reads as zeros.
+/// The rule by which a missing id gets a row: at a training look-up, if both conditions hold. Until then it reads as
+/// zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {
     /// Probability of admission, drawn by a hash of (seed, id, step). In `0..=1`.
     pub probability: f32,
-    /// Training look-ups of the id since it last had a row, this one included. From 1.
+    /// The number of training look-ups of the id since it last had a row, including this one. At least 1.
     pub min_count: u32,
 }
 
@@ -183,9 +184,9 @@ impl Schema {
     }
 }
 
-/// How a row is updated by its summed gradient `g`, element by element unless said otherwise.
+/// The update of a row by its summed gradient `g`, element by element unless noted otherwise.
 ///
-/// `lr` is multiplied by the factor that travels with each push. No multiply-add is fused.
+/// `lr` is multiplied by the factor in each push. No multiply-add is fused.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Optimizer {
@@ -205,7 +206,7 @@ pub enum Optimizer {
         lr: f32,
         /// Weight decay.
         weight_decay: f32,
-        /// Where `s` starts.
+        /// The initial value of `s`.
         initial_accumulator_value: f32,
         /// Decay of `s`; 1 is the usual Adagrad.
         g_square_momentum: f32,
@@ -247,7 +248,7 @@ impl Optimizer {
     }
 }
 
-/// What a new row's weights are: a function of the run's seed, the table's name and the id.
+/// The weights of a new row: a function of the run's seed, the table's name and the id.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Initializer {

@@ -14,7 +14,7 @@ use crate::id::{Id, ShardedIds};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
 use crate::token::Token;
 
-/// What a look-up is for.
+/// The mode of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
     /// Missing rows are admitted, initialised and inserted; recency is updated.
@@ -25,7 +25,7 @@ pub enum Mode {
     Infer,
 }
 
-/// What rank 0 sends to every implementation of [`Tables`] before the first look-up.
+/// The settings that rank 0 sends to every implementation of [`Tables`] before the first look-up.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     /// The job's name.
@@ -46,9 +46,9 @@ pub struct Run {
     /// Training look-ups of an id before it gets a row, from 1: see [`Admission`].
     #[serde(default = "one")]
     pub admit_min_count: u32,
-    /// Weights are clamped to ± this after an update; 0 switches it off.
+    /// Weights are clamped to ± this after an update; 0 means no bound.
     pub weight_bound: f32,
-    /// Drop the rows: the run starts without any.
+    /// Drop the rows: the run starts empty.
     #[serde(default)]
     pub fresh: bool,
     /// Trainer ranks, at least 1.
@@ -65,12 +65,12 @@ fn one() -> u32 {
 }
 
 impl Run {
-    /// When ids get rows in tables without a rule of their own.
+    /// The admission of ids in tables without their own rule.
     pub fn admission(&self) -> Admission {
         Admission { probability: self.admit_probability, min_count: self.admit_min_count }
     }
 
-    /// How rows of `table` are updated; None while nothing is trained.
+    /// The optimizer of `table`; None while nothing is trained.
     pub fn optimizer_of(&self, table: &Table) -> Option<Optimizer> {
         self.optimizer.map(|optimizer| table.settings.optimizer.unwrap_or(optimizer))
     }
@@ -90,7 +90,7 @@ pub struct TableIds<'a> {
 /// The vector of each sample.
 #[derive(Debug, Clone, Copy)]
 pub enum PerSample<'a> {
-    /// The row of its one id. Every sample is in the lists once.
+    /// The row of its single id. Every sample occurs once in the lists.
     Gathered(Csr<'a>),
     /// Its rows, pooled. An implementation that does not [pool](Tables::pools) refuses it.
     Pooled(Bags<'a>),
@@ -122,13 +122,13 @@ pub struct LookupRequest<'a> {
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
-    /// What it is for.
+    /// The mode of the look-up.
     pub mode: Mode,
     /// The tables, with ids.
     pub tables: &'a [TableIds<'a>],
 }
 
-/// The counters of a report, by name. Fields that are no counters follow the semicolon.
+/// The counters of a report, by name. Other fields follow the semicolon.
 macro_rules! counters {
     ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
         impl $report {
@@ -145,14 +145,14 @@ macro_rules! counters {
     };
 }
 
-/// What a look-up found. Counts are of unique ids.
+/// The result of a look-up. Counts are of unique ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupReport {
     /// Ids that had a row.
     pub hits: u64,
-    /// Ids that had none and got one.
+    /// Ids without a row that got one.
     pub inserted: u64,
-    /// Ids that had none and got none: read as zeros.
+    /// Ids without a row that got none: they read as zeros.
     pub missing: u64,
     /// Rows evicted to make room.
     pub evicted: u64,
@@ -228,7 +228,7 @@ counters!(PushReport {
 });
 
 impl std::ops::AddAssign for PushReport {
-    /// Sums the counters; `first_nonfinite` stays the first there was.
+    /// Sums the counters; `first_nonfinite` stays the first one.
     fn add_assign(&mut self, more: Self) {
         self.add_counters(more);
         self.first_nonfinite = self.first_nonfinite.or(more.first_nonfinite);
@@ -246,7 +246,7 @@ pub struct FileEntry {
     pub blake3: String,
 }
 
-/// What a snapshot wrote.
+/// The files of a snapshot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Snapshot {
     /// Its files.
@@ -279,7 +279,7 @@ pub struct Stats {
 ///
 /// Every method may be called from any thread. A failed call changes nothing, unless its documentation says so.
 pub trait Tables: Send + Sync {
-    /// Start a run: forget older tokens, accept only this generation, use this optimizer and initialiser.
+    /// Start a run: drop older tokens, accept only this generation, use this optimizer and initialiser.
     /// Rows are kept unless the run is [`Run::fresh`].
     ///
     /// # Errors
@@ -287,8 +287,8 @@ pub trait Tables: Send + Sync {
     /// rows are held whose optimizer state does not fit the new optimizer.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
-    /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): where
-    /// rows are remote, and vectors of samples are fewer bytes than rows. Sizes alone decide.
+    /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): if
+    /// rows are remote, and vectors of samples have fewer bytes than rows. Only sizes decide.
     fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let _ = (dim, ids, bags);
         false
@@ -312,9 +312,10 @@ pub trait Tables: Send + Sync {
     /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Hold the rows as they are now for [`write_snapshot`](Self::write_snapshot). Numbers of a generation ascend; a
+    /// Hold the current rows for [`write_snapshot`](Self::write_snapshot). Numbers of a generation ascend; a
     /// repeated number changes nothing. Training continues: each row is copied before it first changes, so that memory
-    /// for rows may double. The next snapshot replaces this one. What drops or replaces all rows releases it.
+    /// for rows may double. The next snapshot replaces this one. An operation that drops or replaces all rows releases
+    /// it.
     ///
     /// # Errors
     /// `BadShape` for a number that is not newer than the last released snapshot; `Io` while a snapshot is being
@@ -327,8 +328,8 @@ pub trait Tables: Send + Sync {
     /// `Unreachable`.
     fn abort_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
-    /// Write the rows of all shards into `dir`, durably: those of the prepared snapshot `number`, or of now. Held rows
-    /// are released, even on failure. The files are no checkpoint until a manifest names them.
+    /// Write the rows of all shards into `dir`, durably: those of the prepared snapshot `number`, or the current ones.
+    /// Held rows are released, even on failure. The files become a checkpoint when a manifest names them.
     ///
     /// # Errors
     /// `BadShape` for a snapshot that is not held; `Io`.

@@ -39,7 +39,7 @@ impl std::fmt::Display for Token {
     }
 }
 
-/// The highest sequence number seen from one rank and a bitmap of the 128 up to it.
+/// The highest sequence number of one rank, and a bitmap of the 128 up to it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Window {
     highest: u64,
@@ -47,7 +47,7 @@ struct Window {
     seen: u128,
 }
 
-/// Which tokens of one generation were already applied. A token older than the window counts as seen.
+/// The tokens of one generation that were already applied. A token older than the window counts as seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
@@ -57,7 +57,7 @@ pub struct SeenTokens {
 }
 
 impl SeenTokens {
-    /// Forget all tokens and accept only `job` and `generation`.
+    /// Drop all tokens and accept only `job` and `generation`.
     pub fn begin(job: JobId, generation: u64) -> Self {
         Self { job: Some(job), generation, ranks: BTreeMap::new() }
     }

@@ -40,7 +40,7 @@ fn shorten(value: &mut Value) {
 
 /// An error as part of a message, such as a server's outcome in a `PushReply`.
 pub fn to_failure(error: &TablesError) -> Failure {
-    // {"Variant": {fields}}, or "Variant" where it has none.
+    // {"Variant": {fields}}, or "Variant" if it has none.
     let mut fields = serde_json::to_value(error).unwrap_or_default();
     shorten(&mut fields);
     let kind = match &fields {
@@ -119,7 +119,7 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
     }
 }
 
-/// Whether the peer did not judge the request, so that a retry, or another peer, may succeed.
+/// Whether the peer did not process the request, so that a retry, or another peer, may succeed.
 pub fn is_transient(status: &Status) -> bool {
     match failure_of(status) {
         Some(failure) => is_transient_failure(&failure),

@@ -4,7 +4,7 @@
 //!
 //! * [`chunk`]: whole items of one part, with a checksum
 //! * [`floats`]: the format of a row
-//! * [`samples`]: what a head says of pooled samples
+//! * [`samples`]: the description of pooled samples in a head
 //! * [`parts`]: the tables of a request, checked, and their split among servers
 //! * [`send`], [`collect`], [`scatter`]: chunks of a request, their collection, rows written to their place
 //! * [`receive`], [`csr`]: a whole request from a stream
@@ -13,8 +13,8 @@
 //!
 //! * [`proto`]: messages and services, generated from `proto/persia/v1/`
 //! * [`convert`], [`error`]: types and [`persia_types::TablesError`] as messages and back
-//! * [`settings`], [`listen`], [`tls`], [`auth`], [`backoff`]: connections, their limits, and who may use them
-//! * [`discovery`]: where the processes of a job are, through NATS
+//! * [`settings`], [`listen`], [`tls`], [`auth`], [`backoff`]: connections, their limits and their authentication
+//! * [`discovery`]: discovery of a job's processes, through NATS
 //! * [`rpc`]: the methods that servers and middlewares have in common
 //! * [`client`]: [`client::WireTables`], rows on embedding servers
 

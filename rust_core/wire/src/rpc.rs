@@ -19,7 +19,7 @@ pub trait Unary: prost::Message + 'static {
     const METHOD: &'static str;
     /// Its name in metrics and messages, such as "prepare_snapshot".
     const NAME: &'static str;
-    /// What it returns.
+    /// The reply of the method.
     type Reply: prost::Message + Default + 'static;
 }
 
@@ -52,7 +52,7 @@ pub struct Rpc {
 }
 
 impl Rpc {
-    /// Calls the middleware, or with [`Service::Server`] the server, behind `channel`.
+    /// Calls the middleware, or with [`Service::Server`] the server, at the other end of `channel`.
     pub fn new(service: Service, channel: Channel, credentials: Credentials) -> Self {
         let service = match service {
             Service::Server => proto::embedding_server_server::SERVICE_NAME,

@@ -13,7 +13,7 @@ use persia_wire::discovery::{
 };
 
 const SECOND: Duration = Duration::from_secs(1);
-/// What a starved machine may need.
+/// The time that a starved machine may need.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 struct Nats {

@@ -1,4 +1,4 @@
-//! The committed code is what the proto files say.
+//! The committed code matches the proto files.
 #![allow(clippy::unwrap_used, reason = "a test: a panic is its verdict")]
 
 use std::fs;

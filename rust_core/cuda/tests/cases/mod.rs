@@ -1,4 +1,4 @@
-//! What kernels are compared on: inputs of every kind, and what the CPU's own loops make of them.
+//! Cases for kernels: inputs of every kind, and the results of the CPU's loops.
 
 use persia_cuda::kernels::{Job, Kernel, element};
 use persia_kernels::half::{Bf16, F16, narrow, widen};
@@ -29,7 +29,7 @@ pub(crate) struct Case {
     pub(crate) expected_flag: u32,
 }
 
-/// What a launch has given.
+/// The result of a launch.
 pub(crate) struct Given {
     pub(crate) out: Vec<u8>,
     pub(crate) mask: Vec<u8>,
@@ -130,7 +130,7 @@ fn offsets(samples: usize, long: usize) -> Vec<u32> {
     offsets
 }
 
-/// What a [`gather`] has beside rows and places.
+/// The inputs of a [`gather`] other than rows and places.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Gather {
     pub(crate) single: bool,
@@ -209,12 +209,12 @@ pub(crate) fn raw(dim: usize, from: Dtype, to: Dtype, rounds: u32) -> Case {
     }
 }
 
-/// What a [`sums`] has beside gradients and lists.
+/// The inputs of [`sums`] other than gradients and lists.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Summed {
     pub(crate) weighted: bool,
     pub(crate) divided: bool,
-    /// Adds to what is there, at other rows.
+    /// Adds to the existing content, at other rows.
     pub(crate) onto: bool,
     /// Samples of the id in the middle.
     pub(crate) long: usize,
@@ -254,7 +254,7 @@ pub(crate) fn sums(dim: usize, from: Dtype, to: Dtype, with: Summed) -> Case {
         segment_sum(&input, 0, &mut expected);
     }
     let nonfinite = expected.iter().any(|value| !value.is_finite());
-    // A sum that is not finite is not pushed: what it becomes in sixteen bits does not matter.
+    // A sum that is not finite is not pushed, so its value in sixteen bits does not matter.
     assert!(spoilt.is_none() || to == Dtype::F32);
     let job = Job {
         scale,
@@ -299,7 +299,7 @@ fn bytes_of(values: &[f32], dtype: Dtype, spoilt: Option<f32>) -> Vec<u8> {
     stored
 }
 
-/// A launch that only scales and casts what is there.
+/// A launch that only scales and casts the existing content.
 pub(crate) fn cast(dim: usize, from: Dtype, to: Dtype, scale: f32) -> Case {
     let case = sums(dim, from, to, Summed { scale, ..Summed::default() });
     let rows = floats(&case.rows, from);

@@ -70,14 +70,14 @@ impl Batch {
         }
         let batch_size = reader.u32()? as usize;
         let counts = [reader.u32()?, reader.u32()?, reader.u32()?];
-        // Before they are read: a feature of a few bytes takes a thousand here.
+        // Checked before they are read, because a feature of a few bytes takes a thousand in memory.
         check_counts(counts.map(|count| count as usize))?;
         let meta_len = reader.u32()? as usize;
         let meta = reader.take(meta_len)?.to_vec();
         if flags & HAS_META == 0 && !meta.is_empty() {
             return reader.bad("meta bytes without their flag".into());
         }
-        // `collect` grows as it reads, so a false count costs nothing before the bytes run out.
+        // `collect` grows as it reads, so a false count allocates no more than the bytes that exist.
         let parts = BatchParts {
             id_features: (0..counts[0]).map(|_| reader.feature(batch_size)).collect::<Result<_, _>>()?,
             dense: (0..counts[1]).map(|_| reader.tensor()).collect::<Result<_, _>>()?,

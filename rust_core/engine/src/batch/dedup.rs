@@ -192,7 +192,7 @@ impl Deduplicator {
         group(first as u32, &self.local[start..end], in_order, ends, start as u32, samples);
     }
 
-    /// Forget the unique ids and make room for `ids`, and for one more that is written and not counted.
+    /// Clear the unique ids and make room for `ids`, and for one more that is written and not counted.
     fn reset_unique(&mut self, ids: usize) {
         self.count = 0;
         if self.unique.len() <= ids {
@@ -215,7 +215,7 @@ impl Deduplicator {
     }
 }
 
-/// The number of `id`, which is assigned if the id is new. The hash table is never more than half full.
+/// The number of `id`; a new id is assigned one. The hash table is never more than half full.
 ///
 /// A branch on whether an id is new would be mispredicted half of the time, so both outcomes write the same memory. Only
 /// a collision branches.
@@ -252,7 +252,7 @@ mod tests {
 
     use super::*;
 
-    /// The same by sorting and a hash map.
+    /// The same result by sorting and a hash map.
     fn naive(ids: &[Id], offsets: Option<&[u32]>) -> (Vec<Id>, Vec<u32>, Vec<Vec<u32>>) {
         let mut unique: Vec<Id> = Vec::new();
         for &id in ids {

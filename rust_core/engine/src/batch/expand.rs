@@ -1,6 +1,6 @@
-//! Features as their slots look them up: hash stacks and raw features become ordinary features.
+//! Features as their slots look them up: hash stacks and raw features become ordinary ones.
 //!
-//! Look-up, pooling and segment sum know neither. A hash stack turns each
+//! Look-up, pooling and segment sum handle ordinary features only. A hash stack turns each
 //! occurrence of an id into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size`
 //! samples of one id or none: "pooled", these are the rows of the first ids, padded with zeros.
 
@@ -21,7 +21,7 @@ pub(crate) struct Expanded {
     pub(crate) truncated: usize,
 }
 
-/// Expand a feature; `None` where it is looked up as it is.
+/// Expand a feature; `None` if it is looked up unchanged.
 ///
 /// # Errors
 /// [`Error::BadFeature`] for per-sample weights where nothing is summed, [`Error::TooLarge`].

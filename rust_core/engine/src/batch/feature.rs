@@ -26,7 +26,7 @@ pub struct IdFeature {
     /// `None` is 1 for all.
     weights: Option<Weights>,
     spent: Duration,
-    /// The memory that its vectors return to, while the thread that made it lives.
+    /// The pool that its vectors return to, as long as the thread that made it lives.
     home: Weak<FeatureMemory>,
 }
 
@@ -64,7 +64,7 @@ impl IdFeature {
     }
 
     /// The feature with per-sample weights, one per occurrence: a sample's vector is the sum of weight × row, and the
-    /// gradient of a row is multiplied alike. No gradient of the weights themselves is computed.
+    /// gradient of a row is multiplied by the same weight. No gradient of the weights themselves is computed.
     ///
     /// # Errors
     /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
@@ -146,12 +146,12 @@ impl IdFeature {
         self.offsets.as_deref()
     }
 
-    /// Per unique id the samples it occurs in (a sample twice where the id is in it twice).
+    /// Per unique id the samples it occurs in, once per occurrence.
     pub fn csr(&self) -> Csr<'_> {
         Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }
 
-    /// Occurrences of one sample, which is below [`Self::samples`].
+    /// The occurrences of one sample; `sample` is below [`Self::samples`].
     pub(crate) fn occurrences_of(&self, sample: usize) -> std::ops::Range<usize> {
         match &self.offsets {
             None => sample..sample + 1,
@@ -159,7 +159,7 @@ impl IdFeature {
         }
     }
 
-    /// Per occurrence, in batch order, what its row is multiplied by; `None` is 1 for all.
+    /// Per occurrence, in batch order, the factor of its row; `None` is 1 for all.
     pub fn per_sample_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::in_order)
     }

@@ -24,13 +24,13 @@ pub struct BatchParts {
     pub id_features: Vec<IdFeature>,
     /// Inputs without look-up.
     pub dense: Vec<Tensor>,
-    /// What is to be learnt.
+    /// The targets of training.
     pub labels: Vec<Tensor>,
-    /// Checked against the rest where given.
+    /// If given, every other part must agree with it.
     pub batch_size: Option<usize>,
     /// Whether the batch trains. Otherwise its look-up changes nothing and it has no ticket.
     pub requires_grad: bool,
-    /// Bytes of the user, passed through.
+    /// Bytes of the user, which are passed through.
     pub meta: Option<Vec<u8>>,
 }
 
@@ -131,7 +131,7 @@ fn check_counts(counts: [usize; 3]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The number of samples every part agrees on.
+/// The number of samples of every part.
 fn common_size(parts: &BatchParts) -> Result<usize, Error> {
     let mut sizes: Vec<(String, usize)> = Vec::new();
     sizes.extend(parts.batch_size.map(|size| ("batch_size".to_owned(), size)));

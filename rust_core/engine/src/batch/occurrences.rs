@@ -1,6 +1,6 @@
 //! The samples of each unique id, by which gradients are summed.
 
-/// For each unique id the samples it occurs in, in batch order (a sample twice where the id is in it twice).
+/// For each unique id the samples it occurs in, in batch order, once per occurrence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Occurrences {
     starts: Vec<u32>,

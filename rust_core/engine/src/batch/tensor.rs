@@ -99,7 +99,7 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Its name, where it has one.
+    /// Its name, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
@@ -129,7 +129,7 @@ impl Tensor {
 
     /// The first element that is NaN or infinite: (row, column, value).
     pub(crate) fn first_nonfinite(&self) -> Option<(usize, usize, f64)> {
-        // One cheap pass decides; the place is looked for only where there is something to find.
+        // One cheap pass detects it; only then is its position searched.
         let finite = match self.dtype {
             Dtype::F32 => all_finite::<4>(&self.bytes, |b| f32::from_le_bytes(b).is_finite()),
             Dtype::F64 => all_finite::<8>(&self.bytes, |b| f64::from_le_bytes(b).is_finite()),

@@ -1,4 +1,4 @@
-//! Per-sample weights: what the row of each occurrence is multiplied by before the rows of a sample are summed.
+//! Per-sample weights: the factor of each occurrence's row before the rows of a sample are summed.
 
 use crate::batch::occurrences::Occurrences;
 use crate::error::Error;

@@ -82,7 +82,7 @@ fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     match looked {
         Ok(looked) => hand_over(scheduler, queue, step, batch, plan, before, looked),
         Err(error) => {
-            scheduler.fail(error); // the step stays in the window: nothing more is looked up
+            scheduler.fail(error); // the step stays in the window, so that no later look-up starts
             false
         }
     }
@@ -118,7 +118,7 @@ fn admit(scheduler: &Scheduler, queue: u64, trains: bool) -> Option<u64> {
     }
 }
 
-/// Put a looked-up batch where `next` finds it; false when the queue was closed meanwhile.
+/// Hand a looked-up batch to `next`; false if the queue was closed meanwhile.
 fn hand_over(
     scheduler: &Arc<Scheduler>,
     queue: u64,

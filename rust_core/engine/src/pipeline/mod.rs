@@ -23,7 +23,7 @@ use crate::pipeline::ticket::PooledBatch;
 use crate::pipeline::wait::Wait;
 use crate::pipeline::worker::{join, spawn};
 
-/// What became of a batch offered to [`Pipeline::feed`].
+/// The result of [`Pipeline::feed`].
 #[derive(Debug)]
 pub enum FeedOutcome {
     /// It is in the queue.
@@ -32,12 +32,12 @@ pub enum FeedOutcome {
     Pending {
         /// To be fed again.
         batch: Arc<Batch>,
-        /// What has to happen first.
+        /// The event that must happen first.
         wait: Wait,
     },
 }
 
-/// What [`Pipeline::next`] returns.
+/// The result of [`Pipeline::next`].
 #[derive(Debug)]
 pub enum Next {
     /// The next batch, looked up.
@@ -69,7 +69,7 @@ impl Pipeline {
             state.queues.insert(queue, BatchQueue::default());
             queue
         };
-        // From here on a failure drops the pipeline, which removes the queue.
+        // From here on, a failure drops the pipeline and thereby removes the queue.
         let pipeline = Self { pusher, queue, worker: Mutex::new(None) };
         *pipeline.worker.lock() = Some(spawn("look-up", move || lookup::run(&scheduler, queue))?);
         Ok(pipeline)
@@ -100,12 +100,12 @@ impl Pipeline {
         }
     }
 
-    /// Say that the source has ended: after the batches before it, `next` returns [`Next::End`].
+    /// Report the end of the source: after the queued batches, `next` returns [`Next::End`].
     pub fn end_of_data(&self) {
         self.end(StreamEnd::Done);
     }
 
-    /// Say that the source has failed: after the batches before it, `next` returns this error.
+    /// Report a failure of the source: after the queued batches, `next` returns this error.
     pub fn fail(&self, error: Arc<dyn std::error::Error + Send + Sync>) {
         self.end(StreamEnd::Failed(Error::Source(error)));
     }

@@ -54,7 +54,7 @@ fn run(scheduler: &Scheduler) {
             Err(error) => scheduler.fail(error), // the step never leaves the window
         }
     }
-    // Gradients of a failed engine may own things that must not be dropped under the lock.
+    // Gradients of a failed engine may own objects that must not be dropped under the lock.
     let left: VecDeque<PushJob> = std::mem::take(&mut scheduler.lock().pushes);
     drop(left);
 }
@@ -64,7 +64,7 @@ fn run(scheduler: &Scheduler) {
 struct Overflows(u64);
 
 impl Overflows {
-    /// Log the first such step, and then whenever their number has doubled: every step may be one.
+    /// Log the first such step, and then each time their number has doubled, because every step may be one.
     fn log(&mut self, context: &Context, step: u64, report: &PushReport) {
         let Some((table, id)) = report.first_nonfinite else { return };
         self.0 += 1;

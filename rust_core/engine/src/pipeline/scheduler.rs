@@ -1,4 +1,4 @@
-//! [`Scheduler`]: one lock, under which callers and worker threads agree who goes next.
+//! [`Scheduler`]: one lock, under which callers and worker threads agree on the next step.
 //!
 //! Every pipeline has a queue of batches. The staleness window, pushes and the first failure belong to the engine, so
 //! that a ticket outlives its pipeline and K holds over all of them.
@@ -22,14 +22,14 @@ use crate::step::gradients::PushGradients;
 use crate::step::output::Output;
 use crate::step::plan::Plan;
 
-/// What callers, look-up threads and the push thread share.
+/// The state that callers, look-up threads and the push thread share.
 pub(crate) struct Scheduler {
     pub(crate) context: Context,
     pub(crate) options: EngineOptions,
     state: Mutex<State>,
-    /// Where look-up and push threads wait.
+    /// The condition on which look-up and push threads wait.
     workers: Condvar,
-    /// Where all other threads wait.
+    /// The condition on which all other threads wait.
     callers: Condvar,
 }
 
@@ -57,7 +57,7 @@ pub(crate) struct State {
 pub(crate) struct BatchQueue {
     pub(crate) fed: VecDeque<QueueItem>,
     pub(crate) ready: VecDeque<Ready>,
-    /// What `next` returns once `ready` is empty.
+    /// The result of `next` once `ready` is empty.
     pub(crate) end: Option<StreamEnd>,
     /// No more batches are accepted.
     pub(crate) closed: bool,
@@ -77,7 +77,7 @@ pub(crate) enum StreamEnd {
     Failed(Error),
 }
 
-/// What a queue's look-up thread does.
+/// The state of a queue's look-up thread.
 #[derive(Default, Clone, Copy)]
 pub(crate) enum WorkerState {
     #[default]
@@ -96,7 +96,7 @@ pub(crate) struct Ready {
     pub(crate) outputs: Vec<Output>,
     pub(crate) on_device: Option<OnDevice>,
     pub(crate) report: LookupReport,
-    /// Of a batch that trains: how its gradients are pushed.
+    /// The plan of pushing its gradients, for a batch that trains.
     pub(crate) plan: Option<Plan>,
 }
 
@@ -172,14 +172,14 @@ impl State {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// What a drain waits for: a push, and while look-ups are paused the one that has started.
+    /// The wait of a drain: for a push, and while look-ups are paused, for the one that has started.
     pub(crate) fn in_flight(&self) -> Option<Wait> {
         let push = self.window.oldest_at(Stage::Pushing).map(|step| Wait::Push { step });
         let looking = || self.window.oldest_at(Stage::LookingUp).filter(|_| self.paused);
         push.or_else(|| looking().map(|step| Wait::Lookup { step }))
     }
 
-    /// What a pipeline's `next` waits for, by name.
+    /// The wait of a pipeline's `next`, by name.
     pub(crate) fn waiting_for(&self, queue: u64) -> Wait {
         let Some(queue) = self.queues.get(&queue) else { return Wait::Batch };
         match queue.worker {
@@ -206,8 +206,8 @@ impl State {
     }
 }
 
-/// When a wait of `timeout` ends.
+/// The deadline of a wait of `timeout`.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
-    const LONGEST: Duration = Duration::from_secs(24 * 3600); // an Instant overflows, a caller may wait again
+    const LONGEST: Duration = Duration::from_secs(24 * 3600); // an Instant may overflow; callers can repeat the wait
     Instant::now() + timeout.min(LONGEST)
 }

@@ -24,9 +24,9 @@ pub struct PooledBatch {
     pub batch: Arc<Batch>,
     /// One per id feature, in the batch's order.
     pub outputs: Vec<Output>,
-    /// The vectors, where the engine has a device; those of `outputs` are empty then.
+    /// The vectors, if the engine has a device; those of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
-    /// What the look-up found.
+    /// The report of the look-up.
     pub report: LookupReport,
     /// The right to push gradients; `None` for a batch that does not train.
     pub ticket: Option<PushTicket>,
@@ -67,7 +67,7 @@ impl PushTicket {
         self.step
     }
 
-    /// Queue gradients, one per id feature in the batch's order, and return at once.
+    /// Queue gradients, one per id feature in the batch's order, and return without waiting.
     ///
     /// A feature without a gradient is not updated. The step leaves the staleness window when the push is acknowledged.
     ///
@@ -89,14 +89,14 @@ impl PushTicket {
         self.hand_over(PushGradients::OnDevice(gradients), options)
     }
 
-    /// What every summed gradient is multiplied by, in addition to the options' scale.
+    /// The factor of every summed gradient, in addition to the options' scale.
     pub fn gradient_scale(&self) -> f32 {
         self.scheduler.context.gradient_scale
     }
 
     fn hand_over(mut self, gradients: PushGradients, options: PushOptions) -> Result<(), Error> {
         let mut state = self.scheduler.lock();
-        // Dropping the ticket locks again, so no early `?` under the lock.
+        // Dropping the ticket takes the lock again, so no early `?` under the lock.
         if let Some(error) = state.failed.clone() {
             drop(state);
             return Err(error);

@@ -1,30 +1,30 @@
-//! [`Wait`]: what a call that timed out was waiting for.
+//! [`Wait`]: the event that a call was waiting for when it timed out.
 
 use std::fmt;
 
-/// What a wait is for. Steps are this rank's.
+/// The event that a call waits for. Steps are those of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// A batch from the source.
     Batch,
     /// The look-up of a step.
     Lookup {
-        /// Which.
+        /// The step.
         step: u64,
     },
     /// The acknowledgement of a step's push.
     Push {
-        /// Which.
+        /// The step.
         step: u64,
     },
     /// The caller, who has to push or drop the ticket of this step.
     Gradients {
-        /// Which.
+        /// The step.
         step: u64,
     },
     /// The caller, who has to call `next` for this step, which is looked up.
     Taking {
-        /// Which.
+        /// The step.
         step: u64,
     },
 }

@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use crate::error::Error;
 
-/// Run `work`; a panic becomes an error, where a thread would end without one.
+/// Run `work`; a panic becomes an error, because a thread would otherwise end without one.
 pub(crate) fn guarded<T>(
     worker: &'static str,
     step: u64,

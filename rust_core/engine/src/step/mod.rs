@@ -1,4 +1,4 @@
-//! What one step computes: the rows it needs, their pooling, and the gradient of each of them.
+//! The computation of one step: the rows it needs, their pooling, and the gradient of each row.
 
 pub(crate) mod gradients;
 mod on_cpu;
@@ -25,7 +25,7 @@ pub(crate) fn plan(context: &Context, batch: &Batch) -> Result<Plan, Error> {
     })
 }
 
-/// Look the batch up and pool it, on the device where one is given.
+/// Look the batch up and pool it, on the device if one is given.
 pub(crate) fn forward(
     context: &Context,
     device: Option<&dyn Device>,

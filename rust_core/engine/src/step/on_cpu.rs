@@ -16,7 +16,7 @@ use crate::step::gradients::{Backward, Gradient, push};
 use crate::step::output::{Forward, Output};
 use crate::step::plan::{Member, Plan, TablePlan};
 
-/// Look the batch up and pool it. Where the tables answer with vectors of samples, they write them to the output.
+/// Look the batch up and pool it. Tables that return vectors of samples write them directly to the output.
 pub(super) fn forward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),
@@ -76,7 +76,8 @@ fn pool(
 /// Push the gradients. Features without one are skipped, as are tables without any: a zero gradient would still
 /// decay weights and moments.
 ///
-/// The tables sum the gradients of an id while they update its row. Only what several features share is summed here.
+/// The tables sum the gradients of an id while they update its row. Only tables that several features share
+/// are summed here.
 pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),
@@ -119,9 +120,9 @@ struct Source<'a> {
     gradients: &'a [f32],
     dim: usize,
     csr: Csr<'a>,
-    /// Per index of `csr` what its gradient is multiplied by; `None` is 1.
+    /// Per index of `csr` the factor of its gradient; `None` is 1.
     weights: Option<&'a [f32]>,
-    /// Per sample what its gradient is multiplied by; `None` is 1.
+    /// Per sample the factor of its gradient; `None` is 1.
     factors: Option<Buffer>,
 }
 

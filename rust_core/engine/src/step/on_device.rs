@@ -1,5 +1,5 @@
-//! Forward and backward where a device pools and sums. Rows come from the tables into the device's staging memory, and
-//! gradients go back to the tables.
+//! Forward and backward on a device that pools and sums. The tables write rows to its staging memory, and
+//! receive its summed gradients.
 
 use persia_kernels::{Gradients, SegmentSum};
 use persia_types::tables::{LookupRequest, Mode, TableGradients, TableIds};

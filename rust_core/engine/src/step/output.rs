@@ -1,4 +1,4 @@
-//! What a look-up gives: the vectors of each id feature.
+//! The output of a look-up: the vectors of each id feature.
 
 use std::time::Duration;
 
@@ -24,17 +24,18 @@ pub(crate) struct Forward {
 pub struct Output {
     slot: usize,
     dim: usize,
-    /// Empty where a device has the vectors.
+    /// Empty if a device has the vectors.
     buffer: Buffer,
     raw: Option<Raw>,
 }
 
-/// What a raw feature has in addition to its rows.
+/// The properties of a raw feature in addition to its rows.
 #[derive(Debug)]
 pub struct Raw {
     /// Places of a sample: `sample_fixed_size`.
     pub places: usize,
-    /// `[batch, places]`: whether the place has an id. Rows of empty places are zeros. Empty where a device has the mask.
+    /// `[batch, places]`: whether the place has an id. Rows of empty places are zeros. Empty if a device has
+    /// the mask.
     pub mask: Vec<bool>,
     /// Ids that were truncated: those after a sample's first `places`.
     pub truncated: usize,
@@ -86,7 +87,7 @@ impl Output {
         self.dim
     }
 
-    /// Places, mask, and what was truncated; `None` for a pooled feature.
+    /// Places, mask, and the number of truncated ids; `None` for a pooled feature.
     pub fn raw(&self) -> Option<&Raw> {
         self.raw.as_ref()
     }

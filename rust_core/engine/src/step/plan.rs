@@ -1,6 +1,6 @@
-//! How a batch is looked up and pushed: the slot and table of each feature, and where its rows are pooled.
+//! The plan of a batch's look-up and push: the slot and table of each feature, and where its rows are pooled.
 //!
-//! Slots that share a table become one request. Everything is decided here, once, for look-up and push.
+//! Slots that share a table become one request. All decisions are made here, once for look-up and push.
 
 use std::sync::Arc;
 
@@ -17,14 +17,14 @@ use crate::batch::feature::IdFeature;
 use crate::buffer::{Buffer, BufferPool};
 use crate::error::Error;
 
-/// How one batch is looked up and pushed under one schema.
+/// The look-up and push of one batch under one schema.
 #[derive(Debug)]
 pub(crate) struct Plan {
     /// Slot of each feature, in the batch's order.
     slots: Vec<usize>,
-    /// Per feature what its slot makes of it; `None` where the feature is looked up as it is.
+    /// Per feature its expansion by its slot; `None` if it is looked up unchanged.
     expanded: Vec<Option<Expanded>>,
-    /// Per feature what the sums of its samples are divided by; `None` is 1.
+    /// Per feature the divisors of its samples' sums; `None` is 1.
     divisors: Vec<Option<Buffer>>,
     /// Tables the batch needs, in the schema's order.
     tables: Vec<TablePlan>,
@@ -37,12 +37,12 @@ pub(crate) struct TablePlan {
     pub(crate) table: usize,
     /// The features that share it, in the order of their slots.
     pub(crate) members: Vec<Member>,
-    /// Their ids merged; `None` where there is one feature.
+    /// Their ids merged; `None` if there is one feature.
     merged: Option<ShardedIds>,
     answer: Answer,
 }
 
-/// What a look-up of a table answers with.
+/// The result of a table's look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
     /// Rows of unique ids, to be pooled by the trainer.
@@ -58,7 +58,7 @@ enum Answer {
 pub(crate) struct Member {
     /// Index into the batch's id features.
     pub(crate) feature: usize,
-    /// From the feature's unique ids to the table's; `None` where they are the same.
+    /// From the feature's unique ids to the table's; `None` if they are the same.
     pub(crate) map: Option<Vec<u32>>,
 }
 
@@ -137,7 +137,7 @@ impl Plan {
         }
     }
 
-    /// What the gradient of each sample is multiplied by: the reciprocals of the divisors; `None` is 1.
+    /// The factor of each sample's gradient: the reciprocal of its divisor; `None` is 1.
     pub(crate) fn factors(&self, feature: usize, buffers: &Arc<BufferPool>) -> Option<Buffer> {
         let divisors: &[f32] = self.divisors[feature].as_ref()?.as_ref();
         Some(buffers.collect(divisors.iter().map(|divisor| 1.0 / divisor)))
@@ -152,7 +152,7 @@ impl Plan {
         &self.tables
     }
 
-    /// The tables of some of the features, those that got a gradient. Nothing is looked up by them.
+    /// The tables of the features that got a gradient. They are not used for look-ups.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,
@@ -217,7 +217,7 @@ impl TablePlan {
         self.answer == Answer::Pooled
     }
 
-    /// What a look-up asks for in place of rows.
+    /// The request of a look-up for vectors in place of rows.
     pub(crate) fn per_sample<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
         match self.answer {
             Answer::Rows => None,
@@ -226,7 +226,7 @@ impl TablePlan {
         }
     }
 
-    /// What a look-up for a device asks for in place of rows.
+    /// The request of a look-up for a device, for vectors in place of rows.
     pub(crate) fn pooled<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
         self.is_pooled().then(|| PerSample::Pooled(plan.bags(batch, self.members[0].feature)))
     }

@@ -39,7 +39,7 @@ fn rows_of(slot: &Slot, id: Id) -> Vec<Id> {
     slot.hash_stack.map_or_else(|| vec![id], |stack| stack.buckets_of(id).collect())
 }
 
-/// What is pooled into one vector: the ids of a sample, or of one of its places.
+/// The ids that are pooled into one vector: those of a sample, or of one of its places.
 fn vectors(slot: &Slot, samples: &[Sample]) -> Vec<Sample> {
     match slot.sample_fixed_size {
         None => samples.to_vec(),

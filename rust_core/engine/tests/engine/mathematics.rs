@@ -60,7 +60,7 @@ fn filled(schema: &Schema, lists: &Lists) -> PlainTables {
     tables
 }
 
-/// What the model sees, written out.
+/// The input of the model, written out.
 fn pooled(schema: &Schema, lists: &Lists) -> Vec<Vec<f32>> {
     let slots = schema.slots.iter().enumerate().zip(lists);
     slots

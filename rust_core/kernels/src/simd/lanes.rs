@@ -4,7 +4,7 @@
 
 use crate::half::{f16_to_f32, f32_to_f16};
 
-/// Floats that are computed side by side; reductions keep this many partial sums everywhere.
+/// Floats that are computed in parallel; all reductions keep this many partial sums.
 pub const LANES: usize = 16;
 
 /// The operations in one instruction set. All sets give the same bits.
@@ -19,7 +19,7 @@ pub trait Lanes {
     fn equal(words: &[u64; 8], key: u64) -> u32;
     /// Binary16 to f32, exact.
     fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
-    /// To the nearest binary16, ties to even; beyond the largest finite one, to that one.
+    /// To the nearest binary16, ties to even; a larger magnitude becomes the largest finite one.
     fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
 }
 
@@ -87,7 +87,7 @@ mod x86 {
         #[inline(always)]
         fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
             for half in [0, 8] {
-                // SAFETY: the processor has AVX2, or this type is not named; eight lanes from `half` exist.
+                // SAFETY: only code for processors with AVX2 names this type; eight lanes from `half` exist.
                 unsafe {
                     let decayed =
                         _mm256_mul_ps(_mm256_set1_ps(decay), _mm256_loadu_ps(weights.as_ptr().add(half)));
@@ -182,7 +182,7 @@ mod x86 {
     impl Lanes for Avx512 {
         #[inline(always)]
         fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
-            // SAFETY: the processor has AVX-512, or this type is not named; all arrays have sixteen lanes.
+            // SAFETY: only code for processors with AVX-512 names this type; all arrays have sixteen lanes.
             unsafe {
                 let decayed = _mm512_mul_ps(_mm512_set1_ps(decay), _mm512_loadu_ps(weights.as_ptr()));
                 let value = _mm512_add_ps(_mm512_loadu_ps(gradient.as_ptr()), decayed);

@@ -17,7 +17,7 @@ const LINE: usize = 64;
 
 /// A loop to be compiled for every [`InstructionSet`]. `run` and what it calls must be `#[inline(always)]`.
 pub trait SimdLoop {
-    /// What the loop returns.
+    /// The result of the loop.
     type Output;
     /// The loop.
     fn run<L: Lanes>(self) -> Self::Output;
@@ -45,7 +45,7 @@ macro_rules! has {
 }
 
 impl InstructionSet {
-    /// What every processor of this architecture has.
+    /// The set that every processor of this architecture has.
     pub const PORTABLE: Self = Self(Width::Portable);
 
     /// The widest set of this processor.

@@ -27,7 +27,7 @@ fn main() -> ExitCode {
 /// The directory of the log below the data directory; the name of the first version.
 const LOG_DIR: &str = "journal";
 
-/// Where the log is, with `durability: log`.
+/// The directory of the log, with `durability: log`.
 fn log_options(sync: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<LogOptions>, Exit> {
     match (sync, data_dir) {
         (None, _) => Ok(None),
@@ -50,7 +50,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         snapshot_threads: process.global.checkpoint_workers,
         max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
         checkpoints: CheckpointRoot::new(args.checkpoint_root),
-        // Less than one try of a trainer by way of a middleware, so that the trainer gets the names of missing ranks.
+        // Less than one attempt of a trainer through a middleware, so that the trainer gets the names of missing ranks.
         turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,
         address: process.listener.endpoint().to_string(),
         log: log_options(process.global.log, args.data_dir.as_deref())?,

@@ -34,7 +34,7 @@ async fn everywhere<R: Unary + Clone>(
             Err(_) => Err(to_status(&late(server, R::NAME))),
         }
     });
-    // Waits for all of them, even after an error: no call outlives the request.
+    // Wait for all of them, even after an error, so that no call outlives the request.
     join_all(calls).await.into_iter().collect()
 }
 

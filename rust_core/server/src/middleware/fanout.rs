@@ -11,7 +11,7 @@ use super::SERVER_QUEUE;
 const NONE: usize = usize::MAX;
 
 /// A queue to each server that is called. Messages of one request are sent one after another, so a server whose queue
-/// is full blocks those of the others. It is recorded: a timeout is its fault.
+/// is full blocks those of the others. It is recorded as the cause of a timeout.
 pub(super) struct Fanout<T> {
     queues: Vec<Option<mpsc::Sender<T>>>,
     slowest: SlowestServer,
@@ -46,7 +46,7 @@ impl<T> Fanout<T> {
         let Some(queue) = self.queues.get(server).and_then(Option::as_ref) else { return };
         if let Err(mpsc::error::TrySendError::Full(message)) = queue.try_send(message) {
             if Instant::now() >= self.deadline {
-                return; // the server that blocked until the deadline stays recorded
+                return; // keep the record of the server that blocked until the deadline
             }
             self.slowest.0.store(server, Ordering::Relaxed);
             if queue.send(message).await.is_ok() {

@@ -1,4 +1,4 @@
-//! [`Lookup`]: sends the ids of one look-up to the servers, and their rows to the caller, as they arrive or pooled.
+//! [`Lookup`]: sends the ids of one look-up to the servers, and their rows, pooled or not, to the caller.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ impl Lookup {
         incoming: impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin,
         out: &Out,
     ) -> Result<LookupReport, Status> {
-        // Dropped with the future: the calls of a look-up end with it.
+        // Dropped with the future, so that the calls of a look-up end with it.
         let mut calls = JoinSet::new();
         let mut fanout = ToServers::new(self.deadline);
         let (keep, kept) = mpsc::channel(SERVER_QUEUE);
@@ -86,7 +86,7 @@ impl Lookup {
     }
 }
 
-/// Sends rows to the caller, or to where they are pooled.
+/// Sends rows to the caller, or to the pooling.
 struct RowSink {
     out: Out,
     keep: mpsc::Sender<proto::Chunk>,

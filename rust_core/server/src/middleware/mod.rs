@@ -1,9 +1,9 @@
 //! [`MiddlewareService`]: divides every request among the servers and merges their answers.
 //!
-//! Where the caller wants samples pooled, it pools them, with the kernels of the caller.
+//! If the caller asks for pooled samples, it pools them, with the kernels of the caller.
 //!
-//! It has no state between two calls and tries each once: only the caller knows whether a retry makes sense. Every
-//! server gets every request, even without ids for it, so that each knows all requests of the job.
+//! It has no state between two calls and tries each call once, because only the caller knows whether a retry makes
+//! sense. Every server gets every request, even without ids for it, so that each sees all requests of the job.
 //!
 //! * [`lookup`], [`push`], [`admin`]: requests
 //! * [`pooled`]: pooling and summing for samples
@@ -97,7 +97,7 @@ impl MiddlewareService {
                 part: Some(proto::lookup_reply::Part::Report(report.into())),
             });
             drop(memory);
-            // A caller that disconnected, or does not read, needs no report.
+            // Nothing is reported to a caller that disconnected or does not read.
             let _ = timeout_at(deadline, out.send(last)).await;
         });
         Ok(ReceiverStream::new(replies))
@@ -161,13 +161,13 @@ fn late(server: &ServerClient, what: &str) -> TablesError {
 fn until<T>(deadline: Instant, message: T) -> Request<T> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut request = Request::new(message);
-    // A little longer than the caller's own timeout, whose error names the server; tonic's error does not.
+    // Slightly longer than the caller's own timeout, because its error names the server and tonic's does not.
     request.set_timeout(left + left / 20 + Duration::from_millis(100));
     request
 }
 
-/// When servers must have answered: the timeout of the caller, or `default`. A fifth of the caller's timeout is left,
-/// so that an error which names a silent server still reaches the caller.
+/// The deadline of the servers: the timeout of the caller less a fifth, or `default`. The fifth leaves time for an
+/// error that names a silent server to reach the caller.
 fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
     Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }

@@ -1,5 +1,5 @@
 //! Pooling: rows of ids are collected and pooled into vectors of samples; gradients of samples are collected and summed
-//! for each id. Results are computed chunk by chunk, as the receiver takes them.
+//! for each id. Results are computed chunk by chunk, at the pace of the receiver.
 
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ impl CollectedRows {
         };
         let parts: Vec<Part> = split.parts().iter().map(pooled).collect();
         let mut rows: Vec<Vec<f32>> = vec![Vec::new(); parts.len()];
-        // Memory is allocated once a server has answered: it has then checked all its ids.
+        // Memory is allocated after a server has answered, because it has then checked all its ids.
         let mut next = chunks.recv().await;
         if next.is_some() {
             rows = parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect();
@@ -118,7 +118,7 @@ impl CollectedRows {
         csr: AllCsr,
         out: &mpsc::Sender<Result<proto::LookupReply, Status>>,
     ) -> Result<(), Status> {
-        // The server has already reported why rows are missing.
+        // The call of the server reports why rows are missing.
         self.whole?;
         if csr.iter().all(Option::is_none) {
             return Ok(());
@@ -154,11 +154,11 @@ pub(super) async fn send_sums(
     gradients: Vec<Vec<f32>>,
     fanout: Fanout<proto::PushRequest>,
 ) -> Result<(), Status> {
-    // The sums of a push that every server has ended are not needed.
+    // Once every server has ended a push, its sums are not needed.
     if csr.iter().all(Option::is_none) || fanout.all_closed() {
         return Ok(());
     }
-    // A channel between them ends the computation when this future is dropped, independent of the servers.
+    // The channel between them ends the computation when this future is dropped, independent of the servers.
     let (computed_chunks, mut sums) = mpsc::channel(SERVER_QUEUE);
     let parts = split.parts().to_vec();
     let work = computed(move || {
@@ -204,7 +204,7 @@ mod tests {
 
     use super::*;
 
-    /// A part whose samples need almost `mib` mebibytes, and their lists some bytes.
+    /// A part whose samples need almost `mib` mebibytes, and whose lists need some bytes.
     fn part(mib: usize) -> Part {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
         let samples = Samples {

@@ -1,5 +1,5 @@
-//! [`Push`]: sends the gradients of one push to the servers, those of samples summed for each id, and returns the
-//! outcome of each server.
+//! [`Push`]: sends the gradients of one push to the servers and returns the outcome of each. Gradients of samples are
+//! summed for each id first.
 
 use std::sync::Arc;
 
@@ -40,7 +40,7 @@ impl Push {
     ) -> Result<proto::PushReply, Status> {
         let csr = std::mem::take(&mut self.csr);
         let called = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
-        // Dropped with the future: calls that have not ended are cancelled, and apply nothing.
+        // Dropped with the future, which cancels the calls that have not ended: they apply nothing.
         let mut calls = JoinSet::new();
         let mut fanout = ToServers::new(self.deadline);
         for server in 0..self.servers.len() {
@@ -93,7 +93,7 @@ impl Push {
             }
             let message = match timeout_at(self.deadline, receive::next(&mut incoming)).await {
                 Ok(message) => message?,
-                // ServerPool let the caller wait, not the caller them: their calls say why.
+                // The servers kept the caller waiting, and not the reverse. Their calls report the reason.
                 Err(_) if fanout.any_closed() => return Ok(Vec::new()),
                 Err(late) => return Err(late_caller(late)),
             };

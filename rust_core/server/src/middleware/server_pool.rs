@@ -18,12 +18,12 @@ use crate::exit::Exit;
 
 /// The timeout of a search through NATS.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often announcements are read while all servers are known, and while some are missing.
+/// The interval of reading announcements while all servers are known, and while some are missing.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
-/// The least time between two searches.
+/// The shortest time between two searches.
 const SEARCH_PAUSE: Duration = Duration::from_millis(200);
-/// How long a request waits for missing servers; its caller retries.
+/// The longest wait of a request for missing servers; its caller retries.
 const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Credentials for calls to servers.
@@ -31,7 +31,7 @@ const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 pub struct Link {
     /// The secret of the cluster.
     pub secret: Option<Secret>,
-    /// Servers are called by TLS if this is set.
+    /// TLS settings of calls to servers; None is plain text.
     pub tls: Option<ClientTlsConfig>,
 }
 
@@ -60,7 +60,7 @@ impl ServerClient {
         self.data.clone()
     }
 
-    /// For everything else.
+    /// For all other methods.
     pub fn admin(&self) -> Rpc {
         self.admin.clone()
     }
@@ -124,7 +124,7 @@ impl ServerPool {
         Ok(Self { known, refresh: Arc::default(), searched: "--servers".into(), search: None })
     }
 
-    /// The servers that announce themselves, kept up to date.
+    /// The announced servers, kept up to date.
     pub fn discovered(discovery: Discovery, link: Link) -> Self {
         let (publish, known) = watch::channel(ServerTable::default());
         let refresh = Arc::new(Notify::new());
@@ -186,9 +186,9 @@ struct Search {
 /// The process that holds an index.
 #[derive(Debug)]
 struct Incumbent {
-    /// When it started by its own clock, and its id in NATS.
+    /// The time of its start by its own clock, and its id in NATS.
     age: (u64, String),
-    /// Searches in a row that it did not answer.
+    /// Consecutive searches that it did not answer.
     missed: u32,
 }
 
@@ -200,7 +200,7 @@ fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
     let age = (started, peer.id.clone());
     let index = peer.index as usize;
-    // Clocks of hosts differ: the start decides only while both are alive.
+    // The clocks of hosts differ, so the start decides only while both are alive.
     if incumbents
         .get(&index)
         .is_some_and(|incumbent| incumbent.age > age && incumbent.missed < MISSED_WHEN_GONE)
@@ -286,7 +286,7 @@ impl Search {
     }
 }
 
-/// The server that keeps these servers from working together, and why.
+/// The server that is incompatible with the others, and why.
 fn disagreement(peers: &[Peer]) -> Option<(String, String)> {
     let first = peers.first()?;
     peers.iter().find_map(|peer| {
@@ -345,7 +345,7 @@ mod tests {
             peers.iter().map(|peer| succeeds(&mut incumbents, peer)).collect::<Vec<_>>()
         };
         assert_eq!(look(&[first.clone(), second.clone()]), [true, false]);
-        // The first one ended; the clock of its successor's host is late.
+        // The first one has ended; the clock of its successor's host is slow.
         let taken: Vec<bool> = (0..4).map(|_| look(std::slice::from_ref(&second))[0]).collect();
         assert_eq!(taken, [false, false, true, true]);
         assert_eq!(look(&[second, first]), [true, true]);

@@ -1,14 +1,14 @@
 //! The path of a training request through a server: throttle → turn → log → token → apply.
 //!
-//! 1. *Throttle*: wait while a snapshot that is being written has used up the room for copies of rows.
+//! 1. *Throttle*: wait while a snapshot in progress has used up its copy budget.
 //! 2. *Turn*: in a reproducible run with several ranks, wait for the requests before this one.
 //! 3. *Log*: with `durability: log`, append the request, for a replay.
 //! 4. *Token*: a request whose token was applied before changes nothing.
 //! 5. *Apply*; then the turn advances.
 //!
 //! [`Node::admit`] waits for the first two and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the
-//! rest, which computes and may wait for a disk. A failed request leaves neither a record nor a token, and its turn
-//! stays: its retry takes the same path.
+//! rest, which computes and may wait for a disk. A failed request leaves neither a record nor a token and keeps its
+//! turn, so that its retry takes the same path.
 
 use std::io;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use super::{Fence, Node, Phase, Turn};
 use crate::wal::WalRecord;
 
 impl Node {
-    /// Wait until a training request may be applied: for room, and for its turn if the run has turns.
+    /// Wait until a training request may be applied: for the copy budget, and for its turn if the run has turns.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming the missing
@@ -30,7 +30,7 @@ impl Node {
         self.wait_turn(token, phase).await
     }
 
-    /// Read rows. A training look-up was [admitted](Self::admit), others have no turn and are not logged.
+    /// Read rows. A training look-up must be [admitted](Self::admit); others have no turn and are not logged.
     ///
     /// # Errors
     /// As [`Tables::lookup`]; `Unreachable` if the log cannot be written.
@@ -57,8 +57,8 @@ impl Node {
         self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
     }
 
-    /// Wait for room for copies of rows, for a fraction of the time for a turn. Then the request proceeds: a slow
-    /// disk slows training down, and does not stop it.
+    /// Wait for the copy budget, for a fraction of the time for a turn. Then the request proceeds in any case: a slow
+    /// disk slows training down but does not stop it.
     async fn throttle(&self) -> Result<(), TablesError> {
         if !self.is_full() {
             return Ok(());
@@ -99,7 +99,7 @@ impl Node {
         }
     }
 
-    /// A log may have room again soon: a caller retries what is `Unreachable`.
+    /// A full log may have space again soon, and callers retry an `Unreachable` request.
     fn not_logged(&self, error: TablesError) -> TablesError {
         match error {
             TablesError::Io { path, source } => TablesError::Unreachable {

@@ -12,7 +12,7 @@ use rustix::fs::{FlockOperation, flock};
 use crate::exit::Exit;
 
 const FILE: &str = "generation";
-/// The file of the first version, read where there is no newer one.
+/// The file of the first version, which is read if there is no newer one.
 const FIRST_FILE: &str = "epoch";
 const LOCK: &str = "lock";
 

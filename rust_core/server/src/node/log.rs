@@ -1,6 +1,6 @@
-//! [`RequestLog`]: what the log of a server starts from, and when a checkpoint replaces it.
+//! [`RequestLog`]: the base of a server's log, and its replacement by a checkpoint.
 //!
-//! The base is the rows of a checkpoint, or none, and how far the run had come. The cut of a snapshot starts a segment.
+//! The base is the rows of a checkpoint, or none, and the progress of the run. The cut of a snapshot starts a segment.
 //! Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before the cut are
 //! removed. A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
 
@@ -18,7 +18,7 @@ use super::sequencer::Reached;
 use crate::exit::Exit;
 use crate::wal::{ReplayOp, Replayed, Wal, WalRecord};
 
-/// Where the log of a server is, and when it is durable.
+/// The directory of a server's log, and its durability.
 #[derive(Debug, Clone)]
 pub struct LogOptions {
     /// A directory of its own.
@@ -27,11 +27,11 @@ pub struct LogOptions {
     pub sync: LogSync,
 }
 
-/// How far a run had come.
+/// The progress of a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct WalPosition {
     pub(super) progress: Progress,
-    /// None unless the requests of the run have an order.
+    /// None if the requests of the run have no order.
     pub(super) reached: Option<Reached>,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct WalBase {
     segment: u64,
 }
 
-/// The settings that decide how a request is applied. A log of other settings is not replayed.
+/// The settings that affect how a request is applied. A log with other settings is not replayed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Owner {
     pub(super) version: String,
@@ -95,7 +95,7 @@ impl RequestLog {
         Ok(Self { wal, owner, cut: Mutex::default() })
     }
 
-    /// What the log that another process left starts from, if there is one.
+    /// The base of the log that an earlier process left, if any.
     ///
     /// # Errors
     /// Why it cannot be used.
@@ -111,7 +111,7 @@ impl RequestLog {
     /// Give every record after `base` to `apply`, which returns the cut it made, if any. Then the log continues.
     ///
     /// # Errors
-    /// Why it cannot be used. What was applied by then is to be dropped.
+    /// Why it cannot be used. The caller must drop what was applied until then.
     pub(super) fn replay(
         &self,
         base: &WalBase,
@@ -137,10 +137,9 @@ impl RequestLog {
         self.wal.has_base()
     }
 
-    /// Start another log, from what `change` makes: the run, the rows, and how far the run has come.
+    /// Start another log from the result of `change`: the run, the rows, and the progress of the run.
     ///
-    /// # Errors
-    /// Those of `change`, and the log stays; `Io`, and requests are refused until a restart succeeds.
+    /// # Errors Those of `change`: the log stays. `Io`: requests are refused until a restart succeeds.
     pub(super) fn restart(
         &self,
         change: impl FnOnce() -> Result<(Run, Option<Rows>, WalPosition), TablesError>,
@@ -165,7 +164,7 @@ impl RequestLog {
         self.wal.append(record, apply)
     }
 
-    /// Log a run that continues with the rows held, then `start` it.
+    /// Log a run that continues with the current rows, then `start` it.
     ///
     /// # Errors
     /// As [`Wal::append`].
@@ -196,7 +195,7 @@ impl RequestLog {
         Ok(())
     }
 
-    /// Log that a snapshot will not be written: after a restart its rows need not be kept.
+    /// Log that a snapshot is aborted, so that a restart need not preserve its rows.
     ///
     /// # Errors
     /// As [`Wal::append`].
@@ -207,8 +206,7 @@ impl RequestLog {
         self.wal.append(&WalRecord::abort_snapshot(number), || Ok(()))
     }
 
-    /// The snapshot with this number is part of a checkpoint, whose files are `rows`: make that the base, unless there
-    /// was a later cut.
+    /// Make the checkpoint that contains this snapshot, with the files `rows`, the base, unless there was a later cut.
     ///
     /// # Errors
     /// `Io`: the old base may still be in place.
@@ -239,7 +237,7 @@ impl RequestLog {
     }
 }
 
-/// A run that cannot be written down.
+/// A run that cannot be serialized.
 fn encoding(error: std::io::Error) -> TablesError {
     TablesError::BadRun { what: format!("it cannot be logged: {error}") }
 }

@@ -1,9 +1,9 @@
-//! [`Node`]: one embedding server: its rows, its run, and the requests it refuses.
+//! [`Node`]: one embedding server: its rows, its run, and its checks of requests.
 //!
 //! * [`admission`]: the path of a training request
 //! * [`snapshot`]: requests of a checkpoint
 //! * [`sequencer`]: the order of requests in a reproducible run
-//! * [`log`]: what the log starts from; [`recovery`]: resuming from it
+//! * [`log`]: the log and its base; [`recovery`]: resuming from it
 //! * [`generation`], [`checkpoint_root`]: directories
 
 mod admission;
@@ -51,7 +51,7 @@ pub struct NodeOptions {
     pub max_copy_bytes: u64,
     /// The directory for snapshots.
     pub checkpoints: CheckpointRoot,
-    /// How long a request of a reproducible run waits for its turn.
+    /// The longest wait of a request of a reproducible run for its turn.
     pub turn_timeout: Duration,
     /// Its address, for messages.
     pub address: String,
@@ -69,7 +69,7 @@ pub struct Node {
     log: Option<RequestLog>,
     /// The run in progress.
     begun: RwLock<Option<Run>>,
-    /// Held by an administrative request: what it checked holds until it is done.
+    /// Locked by an administrative request, so that its checks stay valid until it ends.
     admin: Mutex<()>,
 }
 
@@ -148,7 +148,7 @@ impl Node {
         if check_only {
             return Ok(());
         }
-        // First: a begin that fails here has dropped no row.
+        // First, because a begin that fails here has dropped no row.
         self.generation.set(run.generation)?;
         match &self.log {
             None => self.start(run)?,
@@ -221,7 +221,7 @@ impl Node {
         self.log.as_ref().map(RequestLog::bytes)
     }
 
-    /// How far the run has come. No request is being applied.
+    /// The progress of the run. No request is being applied.
     fn position(&self) -> WalPosition {
         WalPosition { progress: self.store.progress(), reached: self.sequencer.reached() }
     }

@@ -1,4 +1,4 @@
-//! How a [`Node`] resumes from its log: the base, then every request after it, applied by the code that applied it
+//! Recovery of a [`Node`] from its log: the base, then every request after it, applied by the code that applied it
 //! first.
 
 use std::time::Instant;
@@ -53,7 +53,7 @@ impl Node {
         Ok(())
     }
 
-    /// Begin a run of the log. The directory may have been another job's.
+    /// Begin a run of the log. The directory may be another job's.
     fn begin_logged(&self, run: &Run) -> Result<(), TablesError> {
         if run.job == self.options.job {
             return self.start(run);
@@ -62,7 +62,7 @@ impl Node {
         Err(TablesError::BadRun { what })
     }
 
-    /// Apply a record. For a cut, returns its number and how far the run had come.
+    /// Apply a record. For a cut, returns its number and the progress of the run.
     fn replay(&self, op: ReplayOp) -> Result<Option<(u64, WalPosition)>, TablesError> {
         match op {
             ReplayOp::Begin(run) => self.begin_logged(&run)?,

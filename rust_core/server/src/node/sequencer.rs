@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// Which half of a step a request is.
+/// The half of a step to which a request belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Phase {
     /// Look-ups come first.
@@ -55,7 +55,7 @@ impl std::fmt::Display for Position {
     }
 }
 
-/// How far a run has come: its first seq, and the position whose turn it is.
+/// The progress of a run: its first seq, and the position whose turn it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Reached(u64, Position);
 
@@ -81,7 +81,7 @@ pub struct RankSequencer {
 enum Answer {
     /// It is its turn.
     Proceed,
-    /// It has no turn: there is no order, or it was served before.
+    /// It has no turn, because there is no order or it was served before.
     NoTurn,
     Wait,
 }
@@ -94,12 +94,12 @@ impl RankSequencer {
         self.changed.notify_waiters();
     }
 
-    /// How far the run has come, if its requests have an order and the first has arrived.
+    /// The progress of the run, if its requests have an order and the first has arrived.
     pub(super) fn reached(&self) -> Option<Reached> {
         self.sequence.lock().as_ref()?.turn.map(|(first, turn)| Reached(first, turn))
     }
 
-    /// Resume after what [`Self::reached`] returned.
+    /// Resume at the result of [`Self::reached`].
     pub(super) fn resume(&self, reached: Option<Reached>) {
         if let Some(sequence) = self.sequence.lock().as_mut() {
             sequence.turn = reached.map(|Reached(first, turn)| (first, turn));

@@ -1,4 +1,4 @@
-//! Administrative requests of a checkpoint: the cut, its files, and what replaces or drops all rows.
+//! Administrative requests of a checkpoint: cut, files, and the replacement or drop of all rows.
 
 use std::io;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use persia_types::{Tables, TablesError};
 use super::log::Rows;
 use super::{Fence, Node};
 
-/// How long a cut waits for another administrative request: longer than any that touches no file takes.
+/// The longest wait of a cut for another administrative request: more than any without file access needs.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Node {
-    /// Keep the rows as they are now, for the snapshot with this number.
+    /// Preserve the current rows for the snapshot with this number.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check(fence)?;
-        // All ranks wait until the cut is made: it does not wait for a disk.
+        // The cut does not wait for a disk, because all ranks wait for the cut.
         let Some(_alone) = self.admin.try_lock_for(CUT_TIMEOUT) else {
             let what = "the files of an earlier snapshot are still being written";
             return Err(self.io(io::ErrorKind::ResourceBusy, what));
@@ -35,7 +35,7 @@ impl Node {
         }
     }
 
-    /// Release the rows kept for this snapshot, if they are.
+    /// Release the rows of this snapshot, if they are held.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`.
@@ -71,7 +71,8 @@ impl Node {
         })
     }
 
-    /// Write the rows of the snapshot with this number, or those of now, into `directory`, below the checkpoint root.
+    /// Write the rows of the snapshot with this number, or the current ones, into `directory`, below the checkpoint
+    /// root.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`.
@@ -93,8 +94,8 @@ impl Node {
         Ok(snapshot)
     }
 
-    /// This snapshot is part of a checkpoint, whose `files` are in `directory`: the log starts from it, unless there
-    /// was a later cut.
+    /// The checkpoint that contains this snapshot, with its `files` in `directory`, becomes the base of the log, unless
+    /// there was a later cut.
     ///
     /// # Errors
     /// As [`Self::write_snapshot`].
@@ -113,7 +114,8 @@ impl Node {
         log.truncate_to_checkpoint(number, run, Rows { directory: directory.into(), files: files.to_vec() })
     }
 
-    /// Replace the rows held by those of `files` that belong here, or with `check_only` report why that is impossible.
+    /// Replace all rows by those of `files` in this server's shards, or with `check_only` report why that is
+    /// impossible.
     ///
     /// # Errors
     /// As [`Self::write_snapshot`]; `Corrupt` and `Foreign` name the file.
@@ -148,7 +150,7 @@ impl Node {
         Ok(())
     }
 
-    /// Apply `change`, after which the store holds `rows` and nothing else, and start another log from them.
+    /// Apply `change`, after which the store has exactly `rows`, and start another log from them.
     fn replace(
         &self,
         rows: Option<Rows>,

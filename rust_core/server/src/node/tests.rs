@@ -65,7 +65,7 @@ fn a_begin_whose_generation_cannot_be_written_changes_nothing() {
 #[test]
 fn a_directory_that_this_server_cannot_write_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    // Not even root may create files below it.
+    // Even root cannot create files below it.
     let node = node_with(dir.path(), Some("/proc".into()));
     node.begin(1, &run(&node, 1), false).unwrap();
     let fence = Fence { job: JobId::from_name("job"), generation: 1 };

@@ -10,7 +10,7 @@ use persia_types::TablesError;
 use super::segment::{MAGIC, Segment};
 
 const BASE: &str = "base";
-/// A crash may leave this draft of a base.
+/// The draft of a base, which a crash may leave in the directory.
 const BASE_DRAFT: &str = ".base.tmp";
 
 /// The directory of a log.
@@ -83,7 +83,7 @@ impl Files {
         Ok(replace_file(&self.dir.join(BASE), &content)?)
     }
 
-    /// Remove the log. The base goes first: segments without a base are no log.
+    /// Remove the log. The base is removed first, because segments without a base are ignored.
     pub(super) fn remove_all(&self) -> io::Result<()> {
         remove(&self.dir.join(BASE))?;
         self.sync()?;

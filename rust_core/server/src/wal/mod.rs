@@ -1,20 +1,20 @@
-//! [`Wal`]: a write-ahead log of training requests, in a directory of its own.
+//! [`Wal`]: a write-ahead log of training requests, in its own directory.
 //!
 //! ```text
 //! base      where the log starts: crc32c, then what the caller says, which names the first segment
 //! 7, 8, …   segments: MAGIC, then records in the order in which they were applied
 //! ```
 //!
-//! A request is logged, applied, and then acknowledged, one request at a time. The record of a refused request is taken
-//! back. A log without a base, or with one that cannot be read, is no log.
+//! A request is logged, applied, and then acknowledged, one request at a time. The record of a refused request is
+//! removed. A log without a readable base is not valid.
 //!
 //! * [`record`]: a request as bytes and back
 //! * [`segment`]: one file of records
 //! * [`files`]: the directory
-//! * [`sync`]: what is durable
-//! * [`replay`]: reading what another process left
+//! * [`sync`]: durability
+//! * [`replay`]: reading the log of an earlier process
 //!
-//! What a base means, and how a request is applied, is up to the caller.
+//! The caller defines the meaning of a base, and applies requests.
 
 mod files;
 mod record;
@@ -58,7 +58,7 @@ struct Shared {
 struct Writer {
     /// The first segment, if there is a base.
     first: Option<u64>,
-    /// The segment that is appended to. None without a base, and after a record could not be taken back.
+    /// The segment that is appended to. None without a base, and after a record could not be removed.
     segment: Option<Segment>,
     /// Bytes written since the process began.
     written: u64,
@@ -87,7 +87,7 @@ impl Wal {
         Ok(Self { shared, _sync_every_second: ticker })
     }
 
-    /// The base that another process left, if any.
+    /// The base that an earlier process left, if any.
     ///
     /// # Errors
     /// Why it cannot be read, with its path.
@@ -122,11 +122,11 @@ impl Wal {
         Ok(())
     }
 
-    /// Log `record`, then `apply` it, then wait until it is durable if every request is to be.
+    /// Log `record`, then `apply` it, then wait until it is durable if every request must be.
     ///
     /// # Errors
     /// `Io` if the record cannot be logged: nothing was applied, unless the error says that the disk failed to keep
-    /// it. Those of `apply`; the record is then taken back.
+    /// it. Those of `apply`; the record is then removed.
     pub(crate) fn append<T>(
         &self,
         record: &WalRecord,
@@ -208,13 +208,13 @@ impl Wal {
 }
 
 impl Shared {
-    /// Why nothing can be appended.
+    /// The reason why nothing can be appended.
     fn closed(&self) -> TablesError {
         let why = "the log could not be written; a fresh run or a restore starts another log";
         self.files.error(io::Error::other(why))
     }
 
-    /// Append a record whole, or not at all. Returns its length.
+    /// Append a whole record, or nothing. Returns its length.
     fn write(&self, writer: &mut Writer, record: &WalRecord) -> Result<u64, TablesError> {
         self.synced.check().map_err(|source| self.files.error(source))?;
         let segment = writer.segment.as_mut().ok_or_else(|| self.closed())?;
@@ -238,7 +238,7 @@ impl Shared {
         self.truncate(writer)
     }
 
-    /// Drop what follows the whole records. If that fails, nothing may be appended.
+    /// Truncate the log after the last whole record. If that fails, nothing may be appended.
     fn truncate(&self, writer: &mut Writer) -> Result<(), TablesError> {
         let truncated = writer.segment.as_ref().map_or(Ok(()), Segment::truncate);
         truncated.map_err(|source| {
@@ -247,7 +247,7 @@ impl Shared {
         })
     }
 
-    /// Return once everything up to `position` is durable.
+    /// Wait until everything up to `position` is durable.
     fn sync_to(&self, position: u64) -> Result<(), TablesError> {
         let end = || {
             let writer = self.writer.lock();

@@ -65,7 +65,7 @@ impl WalRecord {
         })
     }
 
-    /// A run that continues with the rows held.
+    /// A run that continues with the current rows.
     pub(crate) fn begin(run: &Run) -> io::Result<Self> {
         let run = serde_json::to_vec(run)?;
         Ok(Self::framed(BEGIN, |out| out.extend_from_slice(&run)))
@@ -76,7 +76,7 @@ impl WalRecord {
         Self::framed(PREPARE_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
 
-    /// A snapshot that will not be written.
+    /// An aborted snapshot.
     pub(crate) fn abort_snapshot(number: u64) -> Self {
         Self::framed(ABORT_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
@@ -141,7 +141,7 @@ pub(crate) enum ReplayOp {
     AbortSnapshot(u64),
 }
 
-/// What was read at one position of a segment.
+/// The content at one position of a segment.
 #[derive(Debug)]
 pub(super) enum ReadOutcome {
     /// A whole record, and its length with the frame.
@@ -186,7 +186,7 @@ fn damaged(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Err
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
-/// Why a payload whose checksum matches is no record.
+/// The reason why a payload with a valid checksum is not a record.
 #[derive(Debug, thiserror::Error)]
 enum Malformed {
     #[error("a record is too short")]

@@ -1,4 +1,4 @@
-//! Replay: every record of the segments that another process left, in order.
+//! Replay: every record of the segments that an earlier process left, in order.
 
 use std::io;
 
@@ -6,7 +6,7 @@ use super::record::ReplayOp;
 use super::segment::{self, Segment};
 use super::{Wal, Writer};
 
-/// What was replayed.
+/// The result of a replay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Replayed {
     pub(crate) records: u64,
@@ -21,7 +21,7 @@ impl Wal {
     /// are appended after the last one.
     ///
     /// # Errors
-    /// Why the log cannot be used, with file and position. What was replayed by then is to be dropped.
+    /// Why the log cannot be used, with file and position. The caller must drop what was replayed until then.
     pub(crate) fn replay(
         &self,
         first: u64,

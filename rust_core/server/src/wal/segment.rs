@@ -11,7 +11,7 @@ use super::record::{self, ReadOutcome, ReplayOp, WalRecord};
 
 /// The first bytes of a segment.
 pub(super) const MAGIC: &[u8] = b"persia journal 2";
-/// A disk writes this many bytes whole or not at all.
+/// A disk writes this many bytes atomically.
 const SECTOR: u64 = 512;
 
 /// A segment, open for appending.
@@ -32,7 +32,7 @@ impl Segment {
         Ok(Self { number, bytes: MAGIC.len() as u64, path, file: Arc::new(file) })
     }
 
-    /// Open a segment whose first `bytes` are whole records, and drop what follows them.
+    /// Open a segment whose first `bytes` are whole records, and truncate the rest.
     pub(super) fn reopen(path: PathBuf, number: u64, bytes: u64) -> io::Result<Self> {
         let file = Arc::new(File::options().write(true).open(&path)?);
         let segment = Self { number, bytes, path, file };
@@ -49,7 +49,7 @@ impl Segment {
         Ok(bytes.len() as u64)
     }
 
-    /// Drop what follows the whole records.
+    /// Truncate the file after the last whole record.
     pub(super) fn truncate(&self) -> io::Result<()> {
         self.file.set_len(self.bytes)?;
         (&*self.file).seek(SeekFrom::Start(self.bytes)).map(drop)
@@ -61,7 +61,7 @@ impl Segment {
     }
 }
 
-/// Whether a segment was never begun: the process or the power ended before MAGIC was written.
+/// Whether a segment was never started: a crash or power cut came before MAGIC was written.
 pub(super) fn is_headless(path: &Path) -> io::Result<bool> {
     Ok(path.metadata()?.len() < MAGIC.len() as u64)
 }

@@ -1,4 +1,4 @@
-//! [`SyncState`]: how much of the log is durable. [`Ticker`]: a call every second.
+//! [`SyncState`]: the durable part of the log. [`Ticker`]: a call every second.
 
 use std::fs::File;
 use std::io;
@@ -14,7 +14,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// The file to sync, and the position that it reaches: bytes written since the process began.
 pub(super) type End = (Arc<File>, u64);
 
-/// How much of what was written is durable.
+/// The durable part of the written bytes.
 #[derive(Default)]
 pub(super) struct SyncState {
     state: Mutex<State>,
@@ -44,13 +44,13 @@ impl SyncState {
         self.state.lock().check()
     }
 
-    /// Start over with an empty log: what was not durable is gone, and a disk that failed may have recovered.
+    /// Start over with an empty log: records that were not durable are dropped, and a failed disk may have recovered.
     pub(super) fn reset(&self, durable: u64) {
         *self.state.lock() = State { durable, ..State::default() };
         self.changed.notify_all();
     }
 
-    /// Return once everything up to `position` is durable. One caller syncs for all that wait.
+    /// Wait until everything up to `position` is durable. One caller syncs for all waiting ones.
     ///
     /// # Errors
     /// Why a sync failed, this one or an earlier one.

@@ -279,7 +279,7 @@ impl Attacker {
         let trailers = body.trailers().await?.unwrap_or(head.headers);
         let said = |name| trailers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
         let status = said("grpc-status").parse().unwrap_or(-1);
-        // The error of the gRPC layer for what is no message.
+        // The error of the gRPC layer for an invalid message.
         let undecoded = ["decod", "Missing%20request", "compression", "compressed", "protocol"];
         let known = status != INTERNAL || undecoded.iter().any(|word| said("grpc-message").contains(word));
         assert!(known, "{verb}: {}", said("grpc-message"));
@@ -369,7 +369,7 @@ fn hostile_requests_change_nothing_and_leave_everything_up() {
     let before = rows();
 
     let targets = [server.endpoint(), middleware.endpoint()];
-    attack(&targets, &secret, 1, count / 10); // what a server keeps for its connections, it has now
+    attack(&targets, &secret, 1, count / 10); // the server has allocated its memory for connections now
     let memory = [&server, &middleware].map(resident_mib);
     let answers = attack(&targets, &secret, 2, count);
     let grown = [&server, &middleware].map(resident_mib);

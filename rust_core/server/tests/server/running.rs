@@ -113,7 +113,7 @@ impl Process {
         status.unwrap()
     }
 
-    /// The exit code and the last line of a process that ends by itself.
+    /// The exit code and the last line of a process that ends on its own.
     pub(crate) fn fails(mut self) -> (i32, String) {
         let code = self.ended().code().unwrap();
         wait_until("its last line", || self.log().contains("error: "));

@@ -139,7 +139,7 @@ fn time_updates(
         if known {
             bench.lookup(seq, Mode::Train, &ids, &mut out[..floats]);
         }
-        // Evict what the look-up left in the caches: a push comes several steps later.
+        // Evict the look-up's data from the caches, because a push comes several steps later.
         raw.gather(&other, &mut out, bench.dim);
         let start = cpu_ns();
         raw.update(&slots, &gradients, bench.dim);

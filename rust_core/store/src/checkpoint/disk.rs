@@ -88,7 +88,7 @@ pub(super) fn write_new(path: &Path, content: &[u8]) -> Result<()> {
     file.finish().map(drop)
 }
 
-/// Replace the content of a file durably: after a crash the file has the old content or the new one, in full.
+/// Replace the content of a file durably and atomically: after a crash the file has the old content or the new one.
 ///
 /// The content is written to `.NAME.tmp` beside the file and synced. Then that file is renamed over the old one and the
 /// directory is synced. Only one writer at a time may replace a file.
@@ -139,7 +139,7 @@ impl Input {
     /// Let the system read the whole file ahead.
     #[allow(unsafe_code)]
     pub(super) fn expect_all(&self) {
-        // SAFETY: advice about an open file; a length of 0 is all of it. A refusal does no harm.
+        // SAFETY: advice about an open file; a length of 0 means the whole file. A refusal does no harm.
         unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_WILLNEED) };
     }
 
@@ -188,8 +188,8 @@ pub(super) struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // To close the file is not enough: a process forked meanwhile (a worker of a data loader) has it open too. Unlocking
-        // cannot fail for a lock that is held.
+        // Closing the file is not enough, because a process forked meanwhile (a worker of a data loader) has it open
+        // too. Unlocking cannot fail for a lock that is held.
         let _ = self.0.unlock();
     }
 }

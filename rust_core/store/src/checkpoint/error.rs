@@ -24,7 +24,7 @@ pub enum CheckpointError {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         what: String,
     },
     /// A newer version wrote it.
@@ -52,9 +52,9 @@ pub enum CheckpointError {
     /// The caller requested an invalid save.
     #[error("{path}: cannot be saved: {what}")]
     BadSave {
-        /// What was being written.
+        /// The path that was being written.
         path: PathBuf,
-        /// What is wrong, and what was expected.
+        /// The problem, and what was expected.
         what: String,
     },
     /// The operating system returned an error.

@@ -36,7 +36,7 @@ pub struct Head {
     pub cursors: BTreeMap<String, Box<RawValue>>,
     /// Versions and features of the writer.
     pub build: BTreeMap<String, String>,
-    /// Wall clock, RFC 3339. Informative: nothing is ordered by it.
+    /// Wall clock, RFC 3339. Informative only; it orders nothing.
     pub created_at: String,
 }
 
@@ -46,7 +46,7 @@ pub struct Head {
 pub struct Manifest {
     /// At most [`FORMAT`].
     pub format: u32,
-    /// How many saves into this directory began, including this one. Names the staging directory.
+    /// The number of saves into this directory, including this one. Names the staging directory.
     #[serde(rename = "generation")]
     pub revision: u64,
     /// The state of the run.

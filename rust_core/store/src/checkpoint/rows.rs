@@ -34,7 +34,7 @@ pub struct TableRows {
 pub struct ShardRows {
     /// Its number.
     pub shard: usize,
-    /// In the order of the schema. Empty tables may be left out.
+    /// In the order of the schema. Empty tables may be omitted.
     pub tables: Vec<TableRows>,
 }
 

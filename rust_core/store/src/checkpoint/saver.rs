@@ -178,7 +178,7 @@ impl Saver {
 impl Drop for Saver {
     fn drop(&mut self) {
         if !self.published && !self.abandoned {
-            // Errors cannot be returned here. The next save removes what is left.
+            // Errors cannot be returned here. The next save removes the remaining files.
             let _ = recover::sweep(&self.staging);
             if self.made {
                 let _ = disk::remove_empty_dir(&self.dir);

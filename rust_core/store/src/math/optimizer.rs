@@ -34,7 +34,7 @@ pub(crate) enum Rule {
 }
 
 impl Rule {
-    /// For a push of `step`. A `weight_bound` of 0 bounds nothing.
+    /// For a push of `step`. A `weight_bound` of 0 means no bound.
     pub(crate) fn new(optimizer: &Optimizer, lr_factor: f32, weight_bound: f32, step: u32) -> Self {
         let bound = if weight_bound > 0.0 { weight_bound } else { f32::INFINITY };
         match *optimizer {
@@ -87,7 +87,7 @@ fn power(base: f32, mut exponent: u32) -> f64 {
 #[inline(always)]
 pub(crate) fn all_finite<L: Lanes>(values: &[f32]) -> bool {
     let (blocks, rest) = values.as_chunks::<LANES>();
-    // Not `all`: it would be compiled without the instruction set of `L`.
+    // A loop in place of `all`, whose closure would be compiled without the instruction set of `L`.
     for block in blocks {
         if !L::all_finite(block) {
             return false;
@@ -243,7 +243,7 @@ impl RowRule for Adagrad {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowAdagrad(Adagrad);
 
-/// The element-wise part of [`RowAdagrad`], once the root is known.
+/// The element-wise part of [`RowAdagrad`], with the root computed.
 struct Rooted {
     rule: Adagrad,
     root: f32,

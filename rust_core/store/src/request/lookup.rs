@@ -13,7 +13,7 @@ use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_SLOT, Shard, no_memory};
 use crate::simd::{InstructionSet, Lanes, Portable, SimdLoop};
 
-/// What a look-up at a step changes, and how it reads missing ids.
+/// The effects of a look-up at a step, and its results for missing ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LookupEffect {
     /// The first training look-up of a token: updates recency and admits missing ids.
@@ -43,7 +43,7 @@ pub(crate) struct CheckedLookup<'a> {
 }
 
 impl CheckedLookup<'_> {
-    /// Fill `rows`, and `found` with the slots. If memory runs out, the rows admitted so far stay: a retry finds them.
+    /// Fill `rows`, and `found` with the slots. If memory runs out, the rows admitted so far stay for a retry.
     pub(crate) fn run(
         &self,
         shards: &[Mutex<Shard>],
@@ -200,7 +200,7 @@ struct Missing {
     admitted: Option<bool>,
 }
 
-/// Where the rows of one table are written to.
+/// The destination of one table's rows.
 trait Output {
     /// Write the row of the id at position `at` wherever it is used.
     fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow);
@@ -263,19 +263,19 @@ impl StoredRow for AnyRow<'_> {
     }
 }
 
-/// The first pass over a batch: find and copy the rows there are. Returns the number of ids that have one.
+/// The first pass over a batch: find and copy existing rows. Returns the number of ids that have one.
 ///
 /// Compiled for each kind of output and row: a branch inside the loop costs more than a short row.
 struct ReadBatch<'a, 'b, 'm, 's, O> {
     batch: ShardBatch<'b, 's>,
     part: &'a TableIds<'a>,
     layout: Layout,
-    /// Of all ids of the table.
+    /// The slots of all ids of the table.
     found: &'a mut PartSlots<'m>,
     output: O,
-    /// Rows are expired or not at this step.
+    /// The step that determines whether rows are expired.
     step: u32,
-    /// Whether to note the use of rows at this step.
+    /// Whether to record the use of rows at this step.
     trains: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What happens to a request: it is checked, claimed by its token, and applied batch by batch.
+//! The path of a request: it is checked, claimed by its token, and applied batch by batch.
 
 pub(crate) mod check;
 pub(crate) mod lookup;

@@ -1,4 +1,4 @@
-//! [`CheckedPush`]: applies gradients. What can fail was checked before; nothing here can.
+//! [`CheckedPush`]: applies gradients. All checks were made before, so nothing here can fail.
 
 use std::convert::Infallible;
 
@@ -24,7 +24,7 @@ pub(crate) struct CheckedPush<'a> {
     pub(crate) updates: Vec<TableUpdate>,
 }
 
-/// How one push updates the rows of one table.
+/// The update of one table's rows by one push.
 pub(crate) struct TableUpdate {
     rule: Rule,
     rounder: Option<Rounder>,
@@ -147,7 +147,7 @@ impl<R: RowRule> SimdLoop for ApplyBatch<'_, '_, '_, '_, R> {
                 // An id without a row at the look-up may have one now.
                 let wrong = slot == NO_SLOT && cached || stale && !table.holds(slot, id);
                 let slot = if wrong { table.find::<L>(id) } else { slot };
-                // The look-up of this push has kept its rows alive.
+                // The look-up of this push has updated the recency of its rows, so none is expired.
                 if slot == NO_SLOT || !table.is_alive(slot, oldest) {
                     report.rows_missing += 1;
                     continue;

@@ -14,7 +14,7 @@ use persia_types::{Id, ShardedIds};
 use crate::shard::{NO_SLOT, Shard};
 use crate::simd::{Lanes, prefetch, prefetch_from};
 
-/// Ids of a batch. Their buckets stay in the nearest cache from prefetch to use.
+/// The number of ids of a batch. Their buckets stay in the nearest cache from prefetch to use.
 pub(super) const BATCH_IDS: usize = 256;
 
 /// Ids of one table, with their shards locked.

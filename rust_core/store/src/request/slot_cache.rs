@@ -38,7 +38,7 @@ pub(super) struct PartSlots<'a> {
 }
 
 impl PartSlots<'_> {
-    /// Note that slots of a shard are about to be found.
+    /// Record that slots of a shard are about to be found.
     #[inline(always)]
     pub(super) fn note(&mut self, shard: usize, eviction_generation: u64) {
         let first = &mut self.eviction_generations[shard];
@@ -61,7 +61,7 @@ impl LookupSlots {
             self.parts.push((table, end..end + ids));
             end += ids;
         }
-        // Old content stays: every slot is written before it is read.
+        // The old content is not cleared, because every slot is written before it is read.
         if self.slots.len() < end {
             self.slots.resize(end, 0);
         }
@@ -132,7 +132,7 @@ impl SlotCache {
         }
     }
 
-    /// Forget all slots, because all rows changed.
+    /// Drop all slots, because all rows changed.
     pub(crate) fn clear(&self) {
         *self.0.lock() = State::default();
     }

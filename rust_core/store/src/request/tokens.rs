@@ -6,7 +6,7 @@ use parking_lot::{Condvar, Mutex};
 use persia_types::token::SeenTokens;
 use persia_types::{JobId, TablesError, Token};
 
-/// What a token is claimed for: a look-up and its push have the same token.
+/// The purpose of a claim, because a look-up and its push have the same token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ClaimKind {
     Lookup,
@@ -37,7 +37,7 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Forget all tokens, and accept only those of `job` and `generation` from now on. Nothing is in flight.
+    /// Drop all tokens, and accept only those of `job` and `generation` from now on. Nothing is in flight.
     pub(crate) fn begin(&self, job: JobId, generation: u64) {
         let mut state = self.state.lock();
         debug_assert!(state.in_flight.is_empty());
@@ -66,7 +66,7 @@ impl Claims {
         (state.lookups.clone(), state.pushes.clone())
     }
 
-    /// Resume after what [`Self::applied`] returned.
+    /// Restore the result of [`Self::applied`].
     pub(crate) fn resume(&self, lookups: SeenTokens, pushes: SeenTokens) {
         let mut state = self.state.lock();
         (state.lookups, state.pushes) = (lookups, pushes);

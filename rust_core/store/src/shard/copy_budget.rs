@@ -1,4 +1,4 @@
-//! [`CopyBudget`]: bounds what snapshots copy, and makes training wait when the bound is reached.
+//! [`CopyBudget`]: limits the copies of snapshots, and makes training wait at the limit.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ impl CopyBudget {
 
     pub(super) fn release(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        // A waiter between its check and its wait holds the lock: it must not miss this.
+        // Take the lock, because a waiter between its check and its wait must not miss this.
         let _waiters_wait = self.lock.lock();
         self.released.notify_all();
     }
@@ -33,7 +33,7 @@ impl CopyBudget {
         self.bytes.load(Ordering::Relaxed) >= self.limit
     }
 
-    /// Wait until there is room, at most for `timeout`: a stalled disk slows training down, it does not stop it.
+    /// Wait until there is room, at most for `timeout`: a stalled disk slows training down but does not stop it.
     pub(crate) fn wait(&self, timeout: Duration) {
         if !self.is_full() {
             return;

@@ -1,7 +1,7 @@
 //! [`CowSnapshot`]: the rows of one table of a shard at one instant, by copy-on-write.
 //!
-//! To begin a snapshot copies recency only. From then on a row is copied before it first changes or leaves, unless its
-//! file has it already. Rows that do not change, and rows that came later, are never copied.
+//! The start of a snapshot copies recency only. From then on a row is copied before it first changes or leaves, unless
+//! it was written to the file already. Unchanged and later rows are never copied.
 
 use std::sync::Arc;
 
@@ -16,13 +16,13 @@ const UNTOUCHED: u32 = 0;
 /// In [`CowSnapshot::copies`]: the row was taken for its file.
 const WRITTEN: u32 = u32::MAX;
 
-/// What a snapshot holds of one table.
+/// The part of a snapshot in one table.
 pub(crate) struct CowSnapshot {
     layout: Layout,
     len: usize,
-    /// Of each slot that was in use; [`FREE`] of those without a row.
+    /// The recency of each slot that was in use; [`FREE`] for one without a row.
     last_used: Vec<u32>,
-    /// Of each of those slots: [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
+    /// For each of those slots [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
     copies: Vec<u32>,
     ids: Vec<u64>,
     rows: Vec<f32>,
@@ -39,7 +39,7 @@ impl Drop for CowSnapshot {
 }
 
 impl CowSnapshot {
-    /// Of a table with `len` rows, whose used slots have this recency.
+    /// A snapshot of a table with `len` rows, whose used slots have this recency.
     pub(super) fn begin(layout: Layout, len: usize, last_used: &[u32], budget: &Arc<CopyBudget>) -> Self {
         Self {
             layout,
@@ -82,7 +82,7 @@ impl CowSnapshot {
         }
     }
 
-    /// All rows of the snapshot. `ids` and `counts` are those of the table now.
+    /// All rows of the snapshot. `ids` and `counts` are the table's current ones.
     pub(super) fn list(&self, ids: &[u64], counts: &Index) -> RowList {
         let held = (0..).zip(&self.last_used).filter(|(_, last_used)| **last_used != FREE);
         let mut rows = Vec::with_capacity(self.len);
@@ -94,7 +94,7 @@ impl CowSnapshot {
         RowList { layout: self.layout, rows, admission_counts }
     }
 
-    /// The values of these rows, which may change from now on. `current` is the row in a slot now.
+    /// The values of these rows, which may change from now on. `current` returns the current row of a slot.
     pub(super) fn take<'a>(&mut self, rows: &[RowRef], current: impl Fn(u32) -> &'a [f32]) -> Values {
         let mut values = Values::with_capacity(self.layout, rows.len());
         let stride = self.layout.stride();

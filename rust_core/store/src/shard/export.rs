@@ -1,4 +1,4 @@
-//! Rows on their way from a table to a checkpoint.
+//! The export of rows from a table to a checkpoint.
 
 use crate::checkpoint::{TableRows, Values};
 use crate::shard::row::Layout;
@@ -34,7 +34,7 @@ impl RowList {
 }
 
 impl Values {
-    /// No rows, with room for so many.
+    /// No rows, with room for this many.
     pub(super) fn with_capacity(layout: Layout, rows: usize) -> Self {
         let Layout { dim, state_len, .. } = layout;
         Self { weights: Vec::with_capacity(rows * dim), state: Vec::with_capacity(rows * state_len) }

@@ -9,12 +9,12 @@ use persia_types::id::hash_id;
 use crate::shard::region::{OutOfMemory, Plain, Region};
 use crate::simd::{Lanes, Portable};
 
-/// No slot: a table never has this many rows.
+/// No slot. A table never has this many rows.
 pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 /// Ids in a bucket.
 const WIDTH: usize = 5;
-/// Buckets of an index that holds anything.
+/// The fewest buckets of a non-empty index.
 const MIN_BUCKETS: usize = 8;
 /// From this many buckets on an index grows by an eighth and not twofold, so that an id costs at most 22 bytes. (It then
 /// moves eight times on average, but in order, which is cheap.)
@@ -31,7 +31,7 @@ pub(crate) struct Bucket([u64; 8]);
 unsafe impl Plain for Bucket {}
 
 impl Bucket {
-    /// Which of the bucket's ids is `id`.
+    /// The position of `id` among the bucket's ids.
     #[inline(always)]
     fn lane<L: Lanes>(&self, id: u64) -> Option<usize> {
         let equal = L::equal(&self.0, id) & ((1 << self.count()) - 1);
@@ -264,7 +264,7 @@ mod tests {
         assert!(index.buckets.iter().all(|bucket| bucket.count() == 0 && bucket.passed() == 0));
     }
 
-    /// Ids that all want the last bucket, so that long runs pass full ones and wrap around the end.
+    /// Ids whose home is the last bucket, so that long runs pass full ones and wrap around the end.
     fn crowd() -> Vec<u64> {
         (0..).filter(|id| hash_id(*id) as u32 >= u32::MAX / 64 * 63).take(60).collect()
     }

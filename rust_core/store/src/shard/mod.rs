@@ -4,8 +4,8 @@
 //!
 //! * [`table`]: the rows of one table; [`row`]: how a row is stored
 //! * [`index`]: from ids to slots
-//! * [`region`]: memory that grows; [`buddy_allocator`]: the small blocks of it
-//! * [`cow_snapshot`]: rows as they were at one instant; [`copy_budget`]: how many may be copied for that
+//! * [`region`]: growable memory; [`buddy_allocator`]: its small blocks
+//! * [`cow_snapshot`]: rows at one instant; [`copy_budget`]: the limit of their copies
 //! * [`export`]: rows on their way to a checkpoint
 
 mod buddy_allocator;
@@ -29,7 +29,7 @@ use region::OutOfMemory;
 pub(crate) use row::Layout;
 use table::ShardTable;
 
-/// An eviction frees one in so many rows of the budget, so that many insertions share the cost of its scan.
+/// An eviction frees the budget divided by this number of rows, so that many insertions share the cost of its scan.
 const EVICTED_PART: usize = 16;
 
 /// One virtual shard: the unit of locking, budget and checkpoint files. The alignment keeps its lock and content out of
@@ -56,9 +56,9 @@ const EVICTED_PART: usize = 16;
 /// If a table requires `min_count` look-ups before an id gets a row, each training look-up that finds an id without a
 /// row adds one to its count, up to `min_count`. The insertion of the row removes the count. A shard counts
 /// `2 * budget` ids, within [`COUNTED_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
-/// count reaches 0 are forgotten, as often as needed.
+/// count reaches 0 are dropped, as often as needed.
 ///
-/// None of this depends on slots, on time, or on which server holds which shards.
+/// All of this is independent of slots, of time, and of the assignment of shards to servers.
 #[repr(align(64))]
 pub(crate) struct Shard {
     pub(crate) tables: Vec<ShardTable>,
@@ -73,7 +73,7 @@ pub(crate) struct Shard {
     eviction_generation: u64,
 }
 
-/// How many rows left, and why.
+/// The numbers of rows that left, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct EvictionCounts {
     pub(crate) evicted: u64,

@@ -22,14 +22,14 @@ use crate::shard::buddy_allocator::{BuddyAllocator, CHUNK, GRAIN};
 const BLOCK_MAX: usize = 64 << 10;
 /// One entry of the translation look-aside buffer.
 const HUGE_PAGE: usize = CHUNK;
-/// What the system allocates at the first write.
+/// The size that the system allocates at the first write.
 const PAGE: usize = 4 << 10;
 
-/// The alignment of every region, an empty one included.
+/// The alignment of every region, including an empty one.
 #[repr(align(64))]
 struct CacheLine;
 
-/// Where an empty region starts.
+/// The address of an empty region.
 const NOWHERE: NonNull<u8> = NonNull::<CacheLine>::dangling().cast();
 
 /// Types for which any bit pattern, zeros included, is a value.
@@ -105,8 +105,8 @@ impl<T: Plain> Region<T> {
         Ok(())
     }
 
-    /// Make room for `len` elements that will all be written now, on huge pages where these will be full: far cheaper than
-    /// to collapse small pages later.
+    /// Make room for `len` elements that will all be written now, on huge pages where these will be full: this is far
+    /// cheaper than collapsing small pages later.
     pub(crate) fn grow_filled(&mut self, len: usize) -> Result<(), OutOfMemory> {
         self.grow(len)?;
         let full = len * size_of::<T>() / HUGE_PAGE;
@@ -128,7 +128,7 @@ impl<T: Plain> Region<T> {
         if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
     }
 
-    /// Note that elements `from..to` were written for the first time, and collapse pages into the huge ones that these fill.
+    /// Record that elements `from..to` were written for the first time, and collapse the huge pages that they fill.
     #[inline]
     pub(crate) fn collapse_huge_pages(&self, from: usize, to: usize) {
         let (first, end) = (from * size_of::<T>() / HUGE_PAGE, to * size_of::<T>() / HUGE_PAGE);

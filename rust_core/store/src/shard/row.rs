@@ -1,4 +1,4 @@
-//! [`Layout`]: how a table stores its rows, and how weights are read from and written to a row.
+//! [`Layout`]: the storage of a table's rows, and the reading and writing of their weights.
 //!
 //! A row is `[weights | optimizer state]` in words of 32 bits. A weight of f32 is a word. Two weights of 16 bits share a
 //! word; if their number is odd, the last half is unused. State is always f32.
@@ -10,24 +10,24 @@ use persia_types::{Dtype, Table};
 use crate::math::random::RowDraws;
 use crate::simd::{Lanes, Portable};
 
-/// The last use of a slot without a row. Steps count from 1, while every id is a legal one.
+/// The recency of a slot without a row. Steps count from 1, so 0 is free; every id is valid, so no id could mark it.
 pub(crate) const FREE: u32 = 0;
 
-/// How a table stores its rows.
+/// The storage of a table's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     /// Weights per row.
     pub(crate) dim: usize,
-    /// What a weight is stored as.
+    /// The stored type of a weight.
     pub(crate) dtype: Dtype,
     /// Floats of optimizer state per row.
     pub(crate) state_len: usize,
-    /// Steps that a row lives without a training look-up; None is for ever.
+    /// Steps that a row lives without a training look-up; None means forever.
     pub(crate) ttl: Option<u32>,
 }
 
 impl Layout {
-    /// Of a table before a run has set its optimizer.
+    /// The layout of a table before a run has set its optimizer.
     pub(crate) fn stateless(table: &Table) -> Self {
         Self { dim: table.dim, dtype: table.settings.dtype, state_len: 0, ttl: table.settings.ttl }
     }
@@ -69,8 +69,7 @@ impl Layout {
         }
     }
 
-    /// Write the weights of a row from `from`, which has `dim` floats: rounded to the nearest or, with `draws`,
-    /// stochastically.
+    /// Write the `dim` floats of `from` as the weights of a row, rounded to nearest or, with `draws`, stochastically.
     #[inline(always)]
     pub(crate) fn write<L: Lanes>(self, row: &mut [f32], from: &[f32], draws: Option<RowDraws>) {
         let halves = match self.dtype {
@@ -87,7 +86,7 @@ impl Layout {
         }
     }
 
-    /// Round weights to what a row can hold. `scratch` is as long.
+    /// Round weights to the dtype of a row. `scratch` is as long.
     pub(crate) fn round(self, weights: &mut [f32], scratch: &mut [f32]) {
         if self.dtype != Dtype::F32 {
             self.write::<Portable>(scratch, weights, None);

@@ -1,7 +1,8 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! The row of a slot starts at `slot * stride` of one region. Ids and recency have regions of their own. So a row touches
-//! no more cache lines than it must; and a look-up, which updates recency only, finds that of sixteen slots in one line.
+//! The row of a slot starts at `slot * stride` of one region. Ids and recency have regions of their own. So a row
+//! touches as few cache lines as possible, and a look-up, which updates recency only, finds the recency of sixteen
+//! slots in one line.
 
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ use crate::shard::region::{OutOfMemory, Region};
 use crate::shard::row::{FREE, Layout};
 use crate::simd::Lanes;
 
-/// Rows, their ids, recency and admission counts, and a snapshot of them while one is held.
+/// Rows, their ids, recency and admission counts, and their snapshot while one is held.
 pub(crate) struct ShardTable {
     layout: Layout,
     pub(crate) index: Index,
@@ -63,7 +64,7 @@ impl ShardTable {
         *self = Self { admission_counts, snapshot, ..Self::new(layout) };
     }
 
-    /// How rows are stored.
+    /// The layout of rows.
     #[inline(always)]
     pub(crate) fn layout(&self) -> Layout {
         self.layout
@@ -141,7 +142,7 @@ impl ShardTable {
         oldest == 0 || self.last_used[slot as usize] >= oldest
     }
 
-    /// Note a use of `slot`. Steps of several ranks may arrive out of order: the highest counts.
+    /// Record a use of `slot`. Steps of several ranks may arrive out of order, so the highest counts.
     #[inline(always)]
     pub(crate) fn touch(&mut self, slot: u32, step: u32) {
         let last_used = &mut self.last_used[slot as usize];
@@ -223,14 +224,14 @@ impl ShardTable {
 
 /// Snapshots.
 impl ShardTable {
-    /// Hold the rows and counts of now until [`Self::end_snapshot`].
+    /// Hold the current rows and counts until [`Self::end_snapshot`].
     pub(crate) fn begin_snapshot(&mut self, budget: &Arc<CopyBudget>) {
         let last_used = &self.last_used[..self.used as usize];
         self.snapshot = (!self.is_empty())
             .then(|| Box::new(CowSnapshot::begin(self.layout, self.len, last_used, budget)));
     }
 
-    /// Release what the snapshot holds. Drop the result, which may be large, without a lock.
+    /// Release the snapshot. Drop the result, which may be large, without a lock.
     pub(crate) fn end_snapshot(&mut self) -> Option<Box<CowSnapshot>> {
         self.snapshot.take()
     }
@@ -241,7 +242,7 @@ impl ShardTable {
         self.snapshot.is_some()
     }
 
-    /// Copy the row in `slot` for the snapshot: it is about to change or leave.
+    /// Copy the row in `slot` for the snapshot, because it is about to change or leave.
     #[cold]
     #[inline(never)]
     pub(crate) fn preserve(&mut self, slot: u32) {
@@ -252,14 +253,14 @@ impl ShardTable {
         }
     }
 
-    /// Copy the admission counts for the snapshot: they are about to change.
+    /// Copy the admission counts for the snapshot, because they are about to change.
     pub(super) fn preserve_counts(&mut self) {
         if let Some(snapshot) = &mut self.snapshot {
             snapshot.preserve_counts(&self.admission_counts);
         }
     }
 
-    /// What the snapshot holds; None if that is nothing.
+    /// The content of the snapshot; None if it is empty.
     pub(crate) fn list_snapshot(&self) -> Option<RowList> {
         let snapshot = self.snapshot.as_deref()?;
         Some(snapshot.list(&self.ids, &self.admission_counts))
@@ -274,7 +275,7 @@ impl ShardTable {
         )
     }
 
-    /// All rows and counts of now; None without either.
+    /// All current rows and counts; None without either.
     pub(crate) fn export(&self, name: &str) -> Option<TableRows> {
         if self.is_empty() {
             return None;

@@ -78,11 +78,11 @@ fn a_sweep_removes_expired_rows_and_no_others() {
 
 #[test]
 fn expired_rows_leave_before_rows_that_do_not_expire() {
-    // Rows of the first table are as old, and stay.
+    // Rows of the first table are equally old, and stay.
     let mut shard = aged();
     assert_eq!(insert(&mut shard, 0, 100, 9), EvictionCounts { evicted: 0, expired: 3 });
     assert_eq!((ids(&shard, 0).len(), ids(&shard, 1)), (11, (3..10).collect()));
-    // No row is expired: the least recently used one leaves.
+    // No row is expired, so the least recently used one leaves.
     let mut shard = aged();
     assert_eq!(insert(&mut shard, 0, 100, 6), EvictionCounts { evicted: 1, expired: 0 });
     assert_eq!(ids(&shard, 0)[0], 1);

@@ -1,4 +1,4 @@
-//! Between a shard in memory and its rows in a checkpoint.
+//! Conversion between a shard in memory and its rows in a checkpoint.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::simd::Portable;
 /// The file of a shard, and how many rows of which tables are in it; None if the shard is empty.
 pub(super) type ShardFile = Option<(FileEntry, Vec<(usize, usize)>)>;
 
-/// All content of a shard, sorted by id. Empty tables are left out.
+/// All content of a shard, sorted by id. Empty tables are omitted.
 pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows {
     let tables = shard.tables.iter().zip(&schema.tables);
     ShardRows {

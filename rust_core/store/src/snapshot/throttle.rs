@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// While training makes progress, each writing thread pauses after its work: for so many times the processor time of that
-/// work that all threads together use half of one processor in four. A snapshot takes memory bandwidth from training,
-/// in proportion to the processor time it uses and not to the time it waits for a disk.
+/// While training makes progress, each writing thread pauses after its work, for a multiple of that work's processor
+/// time. The multiple is such that all threads together use half of one processor in four. A snapshot takes memory
+/// bandwidth from training, in proportion to the processor time it uses and not to the time it waits for a disk.
 pub(super) struct WriteThrottle<T> {
     trained: T,
     pauses_per_work: u32,

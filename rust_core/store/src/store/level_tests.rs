@@ -1,4 +1,4 @@
-//! Whole requests on every instruction set, by rows and by samples: the same bits.
+//! Whole requests, by rows and by samples, give the same bits on every instruction set.
 
 use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::tables::{LookupRequest, PerSample, PushRequest, Run, TableGradients, TableIds};

@@ -1,9 +1,9 @@
 //! [`Store`]: the tables of one process, in memory.
 //!
-//! * `run`: to begin and resume a run
+//! * `run`: begin and resume a run
 //! * `requests`: look-ups and pushes
-//! * `snapshots`: to save and restore all rows
-//! * `progress`, `prepared`: what was applied, and which snapshot holds the rows
+//! * `snapshots`: save and restore all rows
+//! * `progress`, `prepared`: the applied requests, and the snapshot that holds the rows
 
 mod prepared;
 mod progress;
@@ -38,7 +38,7 @@ pub use progress::Progress;
 /// Limits of a [`Store`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
-    /// Rows over all tables, at least 1. Memory is allocated as rows come.
+    /// Rows over all tables, at least 1. Memory is allocated as rows are inserted.
     pub capacity: u64,
     /// Threads that write and read a snapshot. At least 1.
     pub snapshot_threads: usize,
@@ -72,8 +72,8 @@ impl Default for StoreOptions {
 /// * A *push* is checked as a whole and then applied. A row without an entry in the table, or with a gradient that is not
 ///   finite, is skipped. Neither affects other rows.
 /// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
-///   do not. Requests continue while a snapshot is written; rows are copied before they change. What replaces or drops
-///   all rows waits for the snapshot.
+///   do not. Requests continue while a snapshot is written; rows are copied before they change. An operation that
+///   replaces or drops all rows waits for the snapshot.
 pub struct Store {
     schema: Schema,
     options: StoreOptions,

@@ -1,4 +1,4 @@
-//! [`PreparedSnapshot`]: which snapshot holds the rows.
+//! [`PreparedSnapshot`]: the snapshot that holds the rows.
 
 use persia_types::TablesError;
 
@@ -9,12 +9,12 @@ use crate::request::check::malformed;
 pub(super) struct PreparedSnapshot {
     generation: u64,
     number: u64,
-    /// Whether its rows are held: it is neither written nor aborted.
+    /// Whether its rows are held, because it is neither written nor aborted.
     held: bool,
 }
 
 impl PreparedSnapshot {
-    /// Note that this snapshot is prepared. Returns false if it was before, and its rows are held.
+    /// Record that this snapshot is prepared. Returns false if it was already, and its rows are held.
     ///
     /// # Errors
     /// `BadShape` if it is not newer than the last snapshot that was released.
@@ -31,7 +31,7 @@ impl PreparedSnapshot {
         Ok(is_new)
     }
 
-    /// Note that rows are held no more. Returns whether they were.
+    /// Record that rows are no longer held. Returns whether they were.
     pub(super) fn release(&mut self) -> bool {
         std::mem::take(&mut self.held)
     }

@@ -1,4 +1,4 @@
-//! [`Progress`]: what was applied since a run began.
+//! [`Progress`]: the requests applied since a run began.
 
 use persia_types::tables::{LookupReport, PushReport};
 use persia_types::token::SeenTokens;

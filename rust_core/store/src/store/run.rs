@@ -11,8 +11,8 @@ use crate::store::Store;
 use crate::store::progress::{Counters, Progress};
 
 impl Store {
-    /// What [`Tables::begin`](persia_types::Tables::begin) would return, without its effect: of several stores all begin,
-    /// or none.
+    /// The result of [`Tables::begin`](persia_types::Tables::begin) without its effect, so that several stores all
+    /// begin, or none.
     ///
     /// # Errors
     /// As `begin`.
@@ -26,7 +26,7 @@ impl Store {
     }
 
     pub(super) fn begin_run(&self, run: &Run) -> Result<(), TablesError> {
-        // If this fails, a snapshot is being written, and its writer releases what it holds.
+        // If this fails, a snapshot is being written, and its writer releases it.
         let prepared = if run.fresh { Some(self.prepared.lock()) } else { self.prepared.try_lock() };
         let mut active = self.run.write();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
@@ -35,7 +35,7 @@ impl Store {
         }
         let layouts = self.resolve_layouts(&checked)?;
         if prepared.is_some_and(|mut prepared| prepared.release()) {
-            self.end_snapshot(); // it is of the generation before, and will not be written
+            self.end_snapshot(); // it belongs to the previous generation, and will not be written
         }
         self.shards.iter().for_each(|shard| shard.lock().set_layouts(&layouts));
         self.claims.begin(ActiveRun::job(run), run.generation);
@@ -46,24 +46,24 @@ impl Store {
         Ok(())
     }
 
-    /// What was applied since the run began. Consistent with the rows while no look-up and no push is in flight.
+    /// The requests applied since the run began. Consistent with the rows while no look-up and no push is in flight.
     pub fn progress(&self) -> Progress {
         let (lookups, pushes) = self.claims.applied();
         Progress { lookups, pushes, counters: *self.counters.lock() }
     }
 
-    /// Resume after what [`Self::progress`] returned. The rows are of the same instant.
+    /// Restore the result of [`Self::progress`]. The rows must be of the same instant.
     pub fn resume(&self, progress: Progress) {
         self.claims.resume(progress.lookups, progress.pushes);
         *self.counters.lock() = progress.counters;
     }
 
-    /// The layouts of the tables in `run`, or why rows that are held do not fit it.
+    /// The layouts of the tables in `run`, or why the current rows do not fit it.
     fn resolve_layouts(&self, run: &ActiveRun) -> Result<Vec<Layout>, TablesError> {
         let mut layouts = run.layouts();
         for (number, table) in self.schema.tables.iter().enumerate() {
             let (rows, held) = self.rows_and_layout(number);
-            // Without an optimizer nothing reads state: rows may keep theirs.
+            // Without an optimizer nothing reads state, so rows may keep theirs.
             if rows > 0 && held != layouts[number] && run.trains {
                 let (held, asked) = (held.state_len, layouts[number].state_len);
                 return bad(format!(

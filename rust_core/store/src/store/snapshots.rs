@@ -1,4 +1,4 @@
-//! To save and restore all rows.
+//! Saving and restoring all rows.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::snapshot;
 use crate::store::{Store, shard_budget};
 
 impl Store {
-    /// Hold the rows of now for the snapshot of this number.
+    /// Hold the current rows for the snapshot with this number.
     pub(super) fn prepare(&self, number: u64) -> Result<(), TablesError> {
         let mut prepared = self.prepared.lock();
         if prepared.prepare(self.generation.load(Ordering::Relaxed), number)? {
@@ -31,7 +31,7 @@ impl Store {
         }
     }
 
-    /// Write the rows of a prepared snapshot, or those of now, to files in `dir`. Afterwards no rows are held.
+    /// Write the rows of a prepared snapshot, or the current ones, to files in `dir`. Afterwards no rows are held.
     pub(super) fn write(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
         let mut prepared = self.prepared.lock();
         match number {
@@ -56,7 +56,7 @@ impl Store {
         saved
     }
 
-    /// What [`Tables::restore`](persia_types::Tables::restore) would return, without its effect: of several stores all
+    /// The result of [`Tables::restore`](persia_types::Tables::restore) without its effect, so that several stores all
     /// restore, or none.
     ///
     /// # Errors
@@ -96,12 +96,12 @@ impl Store {
         })
     }
 
-    /// Whether `file` may be of a shard that is held. A file of no shard passes: its reader refuses it.
+    /// Whether `file` may be of a shard that is held. A file of no shard passes, because its reader refuses it.
     fn may_hold(&self, file: &FileEntry) -> bool {
         shard_of_entry(&file.name).is_none_or(|shard| self.options.shards.contains(&shard))
     }
 
-    /// Hold the rows of now in every table.
+    /// Hold the current rows in every table.
     fn begin_snapshot(&self) {
         let _nothing_in_flight = self.run.write();
         let begin = |shard: usize| {
@@ -111,7 +111,7 @@ impl Store {
         snapshot::for_each_job(VIRTUAL_SHARDS, self.options.snapshot_threads, begin);
     }
 
-    /// Release the rows that are held.
+    /// Release the held rows.
     pub(super) fn end_snapshot(&self) {
         for shard in &self.shards {
             for table in 0..self.schema.tables.len() {

@@ -69,7 +69,7 @@ pub(crate) fn try_lookup(
     let tables: Vec<TableIds<'_>> =
         parts.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
     let floats = |(table, ids): &Ids| ids.len() * store.schema().tables[*table].dim;
-    // No row has this value, which shows what the store does not write.
+    // No row has this value, so it marks floats that the store did not write.
     let mut rows: Vec<Vec<f32>> = parts.iter().map(|part| vec![-77.0; floats(part)]).collect();
     let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
     let report = store.lookup(&LookupRequest { token, step, mode, tables: &tables }, &mut buffers)?;

@@ -50,7 +50,7 @@ impl EmbeddingConfig {
     /// Read and validate the text of `file`.
     ///
     /// # Errors
-    /// Everything that is wrong with it, at once.
+    /// All mistakes of the file.
     pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
         Reader::read(text, file, read)
     }

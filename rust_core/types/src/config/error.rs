@@ -1,17 +1,17 @@
-//! What is wrong with a configuration file, and where.
+//! Mistakes of a configuration file, and their places.
 
 use std::fmt;
 
 /// One mistake, or one warning, and its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// From 1.
+    /// Counted from 1.
     pub line: usize,
-    /// From 1.
+    /// Counted from 1.
     pub column: usize,
-    /// Key path such as `slots_config.age.dim`; empty when the text is no YAML at all.
+    /// Key path such as `slots_config.age.dim`; empty if the text is not YAML.
     pub path: String,
-    /// The value found, what is allowed, and what to do.
+    /// The value found, the allowed values, and what to do next.
     pub message: String,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Everything that is wrong with one file, in the order of its lines. Never empty.
+/// All mistakes of one file, in the order of its lines. Never empty.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigErrors {
     /// The file's name, as the caller gave it.

@@ -53,7 +53,7 @@ const SERVER_UNUSED: &[(&str, &str)] = &[
 const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];
 const LOG_SYNCS: &[(&str, LogSync)] = &[("every_second", LogSync::EverySecond), ("always", LogSync::Always)];
 
-/// When a server's log is durable against a power cut.
+/// The durability of a server's log against a power cut.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub enum LogSync {
     /// Within a second.
@@ -63,23 +63,23 @@ pub enum LogSync {
     Always,
 }
 
-/// A valid `global_config.yml`. The default is what an absent key means.
+/// A valid `global_config.yml`. The default has the values of absent keys.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GlobalConfig {
     /// `common_config.metrics_config.job_name`: two jobs never share rows.
     pub job_name: String,
     /// `common_config.checkpointing_config.num_workers`: threads that write and read a checkpoint.
     pub checkpoint_workers: usize,
-    /// `embedding_parameter_server_config.capacity`: rows the whole job holds before it evicts. Nothing is allocated
-    /// for it up front.
+    /// `embedding_parameter_server_config.capacity`: the number of rows that the whole job holds before it evicts. No
+    /// memory is allocated in advance.
     pub capacity: u64,
     /// `embedding_parameter_server_config.durability` and `.log_sync`: whether a killed server recovers
     /// alone from the last checkpoint and its log (`log`), or the whole job restarts from the last checkpoint (`checkpoint`, None).
     pub log: Option<LogSync>,
-    /// `embedding_parameter_server_config.max_copy_bytes`: most bytes of changed rows that each server copies while a
-    /// checkpoint is written; None is without limit, and at most the size of all rows.
+    /// `embedding_parameter_server_config.max_copy_bytes`: the most bytes of changed rows that each server copies while
+    /// a checkpoint is written; None means no limit, so up to the size of all rows.
     pub max_copy_bytes: Option<u64>,
-    /// `embedding_worker_config.wire_dtype`: what rows and gradients are between trainers, middlewares and servers.
+    /// `embedding_worker_config.wire_dtype`: the type of rows and gradients between trainers, middlewares and servers.
     pub wire_dtype: Dtype,
 }
 
@@ -100,7 +100,7 @@ impl GlobalConfig {
     /// Read and validate the text of `file`.
     ///
     /// # Errors
-    /// Everything that is wrong with it, at once.
+    /// All mistakes of the file.
     pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
         Reader::read(text, file, |reader, root| {
             let mut config = Self::default();

@@ -13,7 +13,7 @@ const PATH: &str = "feature_groups";
 #[derive(Debug)]
 pub(super) struct SlotEntry<'a> {
     pub(super) name: &'a str,
-    /// None when the file does not say, which was reported.
+    /// None if it is missing in the file, which was reported.
     pub(super) dim: Option<usize>,
     pub(super) pooling: Pooling,
     pub(super) sqrt_scaling: bool,
@@ -129,7 +129,7 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Buckets are numbered from 0, so that those of another stack, or plain ids, would be the same rows.
+    /// Buckets are numbered from 0, so buckets of another stack, or plain ids, would share their rows.
     fn check_hash_stack(&mut self, one: usize, other: usize, place: Place, path: &str) {
         let (one, other) = (&self.slots[one], &self.slots[other]);
         if one.hash_stack != other.hash_stack {

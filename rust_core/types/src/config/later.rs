@@ -2,7 +2,7 @@
 
 use super::tree::{Node, Value};
 
-/// A key of which only some values are accepted yet.
+/// A key that accepts only some of its values yet.
 #[derive(Debug)]
 pub(super) struct Later {
     /// The key.
@@ -25,7 +25,7 @@ pub(super) const SERVER: &[Later] = &[Later {
 }];
 
 impl Later {
-    /// Whether `node` is accepted today. A number or a boolean in quotes is a word, and is not.
+    /// Whether `node` is accepted by this version. A number or a boolean in quotes is a word, and is not.
     pub(super) fn accepts(&self, node: &Node) -> bool {
         let Value::Scalar { text, quoted } = &node.value else { return false };
         let word = !matches!(text.as_str(), "0" | "true" | "false");

@@ -1,11 +1,11 @@
 //! `embedding_config.yml` and `global_config.yml`: parsed to a tree, then validated by hand.
 //!
-//! Every mistake of a file is reported at once, with its place, the value found and what is allowed. No I/O: the
+//! All mistakes of a file are reported together, with their places, the values found and what is allowed. No I/O: the
 //! caller reads the file and passes its text and its name.
 //!
 //! * [`EmbeddingConfig`]: slots and the tables they share
 //! * [`GlobalConfig`]: the job and its limits
-//! * [`ConfigErrors`]: everything that is wrong with one file
+//! * [`ConfigErrors`]: all mistakes of one file
 //!
 //! `later.rs` lists the settings of PersiaML's files that this version does not have yet.
 
@@ -32,6 +32,6 @@ pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 pub struct Parsed<T> {
     /// The configuration.
     pub config: T,
-    /// Keys that are accepted and change nothing here, one entry each.
+    /// Keys that are accepted and have no effect, one entry each.
     pub warnings: Vec<Finding>,
 }

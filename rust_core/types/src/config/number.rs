@@ -1,4 +1,4 @@
-//! Numbers as people write them in YAML.
+//! Numbers in the notations that people use in YAML.
 
 /// Above this an `f64` no longer holds every whole number.
 const EXACT_F64: f64 = 9_007_199_254_740_992.0;

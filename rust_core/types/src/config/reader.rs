@@ -10,7 +10,7 @@ use super::tree::{Key, Node, Place, Value, shorten};
 use super::{Parsed, tree};
 use crate::limits::MAX_NAME_BYTES;
 
-/// A mapping being read, and where it is.
+/// A mapping that is being read, and its place.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Section<'a> {
     pub(super) place: Place,
@@ -42,7 +42,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// Parse `text` and let `read` take from its root what it needs.
+    /// Parse `text`, and let `read` read values from its root.
     pub(super) fn read<T>(
         text: &str,
         file: &str,
@@ -68,7 +68,7 @@ impl Reader {
         self.errors.len()
     }
 
-    /// `node` as a mapping with any keys; empty when it is no mapping.
+    /// `node` as a mapping with any keys; empty if it is not a mapping.
     pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
         let Value::Mapping(entries) = &node.value else {
             if !node.is_mapping() {
@@ -282,7 +282,7 @@ fn last(path: &str) -> &str {
 
 /// The most similar of `known`, if at most a third of the letters differ.
 pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // The comparison is quadratic, and a longer word is no typing error.
+    // The comparison is quadratic, and a longer word is not a typing error.
     if word.len() > MAX_NAME_BYTES {
         return None;
     }

@@ -1,4 +1,4 @@
-//! What a slot may say of its table: dtype, optimizer, initialiser, admission, time to live.
+//! The settings of a table in a slot: dtype, optimizer, initialiser, admission, time to live.
 
 use std::ops::RangeInclusive;
 
@@ -127,7 +127,8 @@ struct Entry<'r> {
 impl Entry<'_> {
     fn optimizer(&mut self, node: &Node) -> Option<Optimizer> {
         let (name, section) = self.reader.named(node, &self.path, OPTIMIZERS)?;
-        // NaN, which no range has, stands for what is missing or is no number: `check` reports all mistakes together.
+        // NaN, which is in no range, replaces a missing or malformed number, so that `check` reports all mistakes
+        // together.
         let number = |key: &str, default: f32| match section.get(key) {
             None => default,
             Some(node) => node.as_number().unwrap_or(f32::NAN),
@@ -224,7 +225,7 @@ impl Entry<'_> {
         Some(Admission { probability: probability?, min_count: min_count? })
     }
 
-    /// The number under `key`, `default` where there is none.
+    /// The number under `key`, else `default`.
     fn number(
         &mut self,
         section: &Section<'_>,
@@ -249,7 +250,7 @@ impl Entry<'_> {
     }
 }
 
-/// The key of an optimizer's number in the file, and what it may be.
+/// The key of an optimizer's number in the file, and its allowed values.
 fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
     let InvalidNumber { name, allowed, .. } = invalid;
     match *name {
@@ -258,7 +259,7 @@ fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
     }
 }
 
-/// `[beta1, beta2]`. NaN for what is no such list.
+/// `[beta1, beta2]`. NaN for any other value.
 fn betas(section: &Section<'_>) -> (f32, f32) {
     let Some(node) = section.get("betas") else { return (0.9, 0.999) };
     let numbers = match &node.value {

@@ -10,11 +10,11 @@ use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 use super::error::Finding;
 use super::number::number;
 
-/// Bytes a configuration file may have.
+/// The most bytes of a configuration file.
 pub const MAX_CONFIG_BYTES: usize = 4 << 20;
-/// Levels a configuration file may nest.
+/// The most nested levels of a configuration file.
 pub const MAX_CONFIG_DEPTH: usize = 32;
-/// Keys and values a configuration file may hold. What an anchor names, or an alias repeats, counts again.
+/// The most keys and values of a configuration file. Each alias counts the nodes that it repeats.
 pub const MAX_CONFIG_NODES: usize = 500_000;
 
 /// Line and column, both from 1.
@@ -25,7 +25,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// An error here that belongs to no key.
+    /// An error at this position that belongs to no key.
     pub(super) fn error(self, message: impl Into<String>) -> Finding {
         Finding { line: self.line, column: self.column, path: String::new(), message: message.into() }
     }
@@ -52,7 +52,7 @@ pub(super) enum Value {
         quoted: bool,
     },
     Sequence(Vec<Node>),
-    /// In the order of the file; a key that appears twice is here twice.
+    /// In the order of the file; a repeated key is repeated here.
     Mapping(Vec<(Key, Node)>),
 }
 
@@ -68,12 +68,13 @@ impl Node {
         matches!(&self.value, Value::Scalar { text, quoted: false } if matches!(text.as_str(), "" | "~" | "null"))
     }
 
-    /// Whether this is a mapping. One whose keys are all commented out is nothing to YAML, and empty to us.
+    /// Whether this is a mapping. A mapping whose keys are all commented out is null in YAML, and counts as an empty
+    /// one.
     pub(super) fn is_mapping(&self) -> bool {
         self.is_null() || matches!(self.value, Value::Mapping(_))
     }
 
-    /// The value where it is a finite number.
+    /// The value, if it is a finite number.
     pub(super) fn as_number(&self) -> Option<f32> {
         match &self.value {
             Value::Scalar { text, quoted: false } => number(text),
@@ -81,7 +82,7 @@ impl Node {
         }
     }
 
-    /// The value as an error message shows it.
+    /// The value in an error message.
     pub(super) fn found(&self) -> String {
         match &self.value {
             _ if self.is_null() => "nothing".into(),
@@ -142,7 +143,7 @@ fn syntax_error(error: &ScanError) -> Finding {
     Place::from(*error.marker()).error(format!("not valid YAML: {}", error.info()))
 }
 
-/// A collection whose end was not seen yet.
+/// A collection whose end was not parsed yet.
 struct Open {
     node: Node,
     /// The key whose value comes next.
@@ -150,7 +151,7 @@ struct Open {
     anchor: usize,
 }
 
-/// Puts nodes together. Anchor 0 means none.
+/// Assembles nodes. Anchor 0 means none.
 #[derive(Default)]
 struct Builder {
     open: Vec<Open>,
@@ -165,7 +166,7 @@ impl Builder {
             Event::Scalar(_, _, _, Some(tag))
             | Event::SequenceStart(_, Some(tag))
             | Event::MappingStart(_, Some(tag)) => {
-                // A tag may say any character by its number.
+                // A tag may escape any character by its number.
                 let tag = tag.to_string();
                 let tag = shorten(&tag).escape_debug().to_string();
                 Err(place.error(format!("the tag `{tag}` is not understood here: remove it")))

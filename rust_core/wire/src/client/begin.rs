@@ -25,7 +25,7 @@ impl Caller {
             })
             .await;
         match begun {
-            // The run may have begun before the connection broke: a second begin of one generation is refused.
+            // The run may have begun before the connection failed; a second begin of one generation is refused.
             Err(error @ TablesError::BadRun { .. }) if lost_a_reply => {
                 self.check_begun(run.generation, error).await?;
             }
@@ -35,8 +35,8 @@ impl Caller {
         Ok(())
     }
 
-    /// Whether the generation has begun on all servers, after a begin that was refused. On no server: that is the
-    /// `refusal`. On some: the run is lost, and the next one begins above it.
+    /// After a refused begin, whether the generation has begun on all servers. If it has on none, returns the
+    /// `refusal`. If it has on some, the run is lost, and the next one uses a higher generation.
     async fn check_begun(&self, generation: u64, refusal: TablesError) -> Result<(), TablesError> {
         let all = self.stats_by_server().await?;
         let without: Vec<usize> =

@@ -1,4 +1,4 @@
-//! [`Caller`]: one call, retried until it succeeds, is refused, or its time is over.
+//! [`Caller`]: one call, retried until it succeeds, is refused, or times out.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::error::{FORGOTTEN, from_failure, from_status, is_transient, is_transi
 use crate::proto::{Failure, Fence};
 use crate::rpc::Unary;
 
-/// Why an attempt failed.
+/// The failure of an attempt.
 #[derive(Debug)]
 pub(super) enum CallError {
-    /// A retry may succeed: the peer was not reached, or did not reach a server.
+    /// A retry may succeed, because the peer was not reached, or did not reach a server.
     Transient(TablesError),
     /// A retry fails as well.
     Permanent(TablesError),
@@ -54,7 +54,7 @@ impl CallError {
     }
 }
 
-/// How long a call may take.
+/// The time limits of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimeouts {
     /// All attempts together; zero is one attempt.
@@ -64,7 +64,7 @@ pub(super) struct CallTimeouts {
 }
 
 impl CallTimeouts {
-    /// What an attempt may take that starts after `elapsed`.
+    /// The time limit of an attempt that starts after `elapsed`.
     fn limit(&self, elapsed: Duration) -> Duration {
         if self.attempt > self.total {
             self.attempt
@@ -78,7 +78,7 @@ impl CallTimeouts {
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) options: ClientOptions,
-    /// Of the role that looks up, pushes and reads statistics.
+    /// Credentials of the role that looks up, pushes and reads statistics.
     pub(super) trainer: Credentials,
     admin: Credentials,
     /// Number of servers; 0 until it is known.
@@ -116,12 +116,12 @@ impl Caller {
         *self.fence.lock()
     }
 
-    /// For look-ups, pushes and questions.
+    /// For look-ups, pushes and statistics.
     pub(super) fn timeouts(&self) -> CallTimeouts {
         CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.attempt_timeout() }
     }
 
-    /// For long work, which is retried only where it did not start.
+    /// For long work, which is retried only if it did not start.
     pub(super) fn admin_timeouts(&self) -> CallTimeouts {
         CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout }
     }
@@ -131,7 +131,7 @@ impl Caller {
         CallTimeouts { total: Duration::ZERO, ..self.timeouts() }
     }
 
-    /// For long work that two peers must not do at once: an attempt whose reply was lost may still be running.
+    /// For long work that two peers must not run concurrently: an attempt whose reply was lost may still be running.
     pub(super) fn one_admin_attempt(&self) -> CallTimeouts {
         CallTimeouts { total: Duration::ZERO, ..self.admin_timeouts() }
     }
@@ -157,7 +157,7 @@ impl Caller {
         reply.map_err(|status| CallError::of_status(remote, &status))
     }
 
-    /// Run `attempt` with one peer after another, within the limit that it is given. `what` names the call in messages.
+    /// Run `attempt` with one peer after another, within its time limit. `what` names the call in messages.
     pub(super) async fn call<T>(
         &self,
         what: &str,
@@ -166,7 +166,7 @@ impl Caller {
     ) -> Result<T, TablesError> {
         let start = Instant::now();
         let mut attempts = 0;
-        // What a middleware said last of a server.
+        // The last report of a middleware about a server.
         let mut of_server = None;
         loop {
             let error = match self.pool.pick(&self.options).await {
@@ -200,7 +200,7 @@ impl Caller {
         }
     }
 
-    /// What an error means once a run has begun, and [`FORGOTTEN`] before.
+    /// The meaning of an error once a run has begun, and of [`FORGOTTEN`] before.
     fn judge(&self, error: TablesError) -> TablesError {
         if self.fence.lock().is_none() {
             let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
@@ -219,7 +219,7 @@ impl Caller {
 /// A message whose receiver gives up after `limit`.
 pub(super) fn with_deadline<T>(limit: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
-    // A little more than `within` waits: tonic's own timeout error has no duration.
+    // Slightly longer than the wait of `within`, because tonic's timeout error has no duration.
     request.set_timeout(limit + limit / 20);
     request
 }

@@ -1,4 +1,4 @@
-//! [`ClientOptions`]: where peers are, time limits, credentials.
+//! [`ClientOptions`]: addresses of peers, time limits, credentials.
 
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
@@ -11,12 +11,12 @@ use crate::auth::Secret;
 use crate::discovery::{Discovery, Service};
 use crate::settings::Endpoint;
 
-/// Where the peers are.
+/// The addresses of the peers.
 #[derive(Debug, Clone)]
 pub enum Targets {
     /// At these endpoints.
     Fixed(Vec<Endpoint>),
-    /// Where they are announced.
+    /// The connection that finds their announcements.
     Discovered(Discovery),
 }
 
@@ -37,7 +37,7 @@ impl fmt::Display for Targets {
 /// Options of a [`super::WireTables`].
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// Where the peers are.
+    /// The addresses of the peers.
     pub targets: Targets,
     /// [`Service::Middleware`], or [`Service::Server`] for a job's only server.
     pub service: Service,
@@ -47,7 +47,7 @@ pub struct ClientOptions {
     pub secret: Option<Secret>,
     /// TLS for TCP connections.
     pub tls: Option<ClientTlsConfig>,
-    /// Time limit of a look-up, push or question with its retries (`PERSIA_RPC_TIMEOUT`).
+    /// Time limit of a look-up, push or read of statistics with its retries (`PERSIA_RPC_TIMEOUT`).
     pub rpc_timeout: Duration,
     /// Time limit of the servers to begin, save, restore or clear.
     pub admin_timeout: Duration,
@@ -73,7 +73,7 @@ impl ClientOptions {
         }
     }
 
-    /// How long one attempt may take. Then another peer is asked, so that a hanging one leaves time for it.
+    /// The time limit of one attempt. Then another peer is tried, so that a hanging one leaves time for it.
     pub(super) fn attempt_timeout(&self) -> Duration {
         self.rpc_timeout / 4
     }

@@ -14,7 +14,7 @@ use crate::rpc::Rpc;
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
 
-/// How long a failed peer is passed over while there is another.
+/// The time for which a failed peer is skipped while there is another.
 const PASSED_OVER: Duration = Duration::from_secs(5);
 /// Shortest time between two refreshes in the background.
 const REFRESH_PAUSE: Duration = Duration::from_secs(2);
@@ -33,7 +33,7 @@ pub(super) struct Remote {
 }
 
 impl Remote {
-    /// Calls it with these credentials.
+    /// The client that calls it with these credentials.
     pub(super) fn rpc(&self, credentials: &Credentials) -> Rpc {
         Rpc::new(self.service, self.channel.clone(), credentials.clone())
     }
@@ -106,7 +106,7 @@ impl Pool {
     }
 }
 
-/// Replace `remotes` by the announced peers, in their order. Where none is announced, they stay.
+/// Replace `remotes` by the announced peers, in their order. If none is announced, they stay.
 async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> Result<(), TablesError> {
     let found = match &options.targets {
         Targets::Fixed(endpoints) => endpoints.clone(),

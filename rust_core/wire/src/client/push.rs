@@ -20,7 +20,7 @@ use crate::samples::{RequestKind, Samples};
 use crate::send::{gradient_chunks, id_chunks, word_chunks};
 
 impl Caller {
-    /// Gradients of samples, which a middleware sums, where they are fewer bytes than those of ids.
+    /// Gradients of samples, which a middleware sums, if they have fewer bytes than those of ids.
     fn push_part(&self, table: &TableGradients<'_>) -> Result<Part, TablesError> {
         let (ids, dtype) = (table.ids, self.options.wire_dtype);
         let dim = match &table.gradients {
@@ -110,7 +110,7 @@ fn messages<'a>(
         .map(|message| proto::PushRequest { part: Some(message) })
 }
 
-/// Which servers have acknowledged a push.
+/// The servers that have acknowledged a push.
 struct Progress {
     acknowledged: BTreeMap<u32, PushReport>,
     missing: BTreeSet<u32>,

@@ -16,7 +16,7 @@ impl Caller {
             files: files.iter().cloned().map(Into::into).collect(),
             check_only: false,
         };
-        self.stats_by_server().await?; // all servers answer: one attempt is enough
+        self.stats_by_server().await?; // all servers have answered, so one attempt is enough
         let what = format!("restore from {}", dir.display());
         self.administer(&what, self.one_admin_attempt(), &request).await.map(drop)
     }

@@ -31,7 +31,7 @@ impl Caller {
         number: Option<u64>,
     ) -> Result<Snapshot, TablesError> {
         let request = self.write_request(dir, number)?;
-        self.stats_by_server().await?; // all servers answer: one attempt is enough
+        self.stats_by_server().await?; // all servers have answered, so one attempt is enough
         let what = format!("write_snapshot into {}", dir.display());
         self.administer(&what, self.one_admin_attempt(), &request).await.map(Snapshot::from)
     }

@@ -17,7 +17,7 @@ impl Caller {
         self.stats(timeouts).await.map(drop)
     }
 
-    /// The number of servers. It is asked for once.
+    /// The number of servers, which is requested once.
     pub(super) async fn servers(&self) -> Result<u32, TablesError> {
         if let Some(servers) = self.known_servers() {
             return Ok(servers);

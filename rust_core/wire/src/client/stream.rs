@@ -27,7 +27,7 @@ pub(super) async fn while_sending<T, R>(
     }
 }
 
-/// Send until the reader is gone: then the exchange has the reason.
+/// Send until the reader ends; the exchange then has the reason.
 async fn send<T>(sender: mpsc::Sender<T>, messages: impl Iterator<Item = T>) {
     for message in messages {
         if sender.send(message).await.is_err() {

@@ -20,7 +20,7 @@ const IO_THREADS: usize = 2;
 /// The rows on the embedding servers of a job.
 ///
 /// Its methods block, so they must not be called on a thread that runs a tokio runtime. A request is retried under the
-/// same token, by another middleware where one failed, until [`ClientOptions::rpc_timeout`] has passed. Dropping the
+/// same token, through another middleware if one failed, until [`ClientOptions::rpc_timeout`] has passed. Dropping the
 /// client closes its connections without waiting.
 ///
 /// Before training: [`Self::wait_ready`], then rank 0 calls `begin` with `highest_generation() + 1` and the other ranks
@@ -61,7 +61,7 @@ impl WireTables {
     /// Wait until every server of the job has answered.
     ///
     /// # Errors
-    /// `Unreachable` after `limit`, naming what is missing; `Refused` and `Incompatible` at once.
+    /// `Unreachable` after `limit`, naming what is missing; `Refused` and `Incompatible` without waiting.
     pub fn wait_ready(&self, limit: Duration) -> Result<(), TablesError> {
         self.wait(self.caller.wait_ready(limit))
     }

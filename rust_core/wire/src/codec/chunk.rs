@@ -13,19 +13,19 @@ use crate::proto::Chunk;
 /// Bytes of the chunks that are sent: small enough to stay in the cache between copies.
 pub const CHUNK_BYTES: usize = 128 * 1024;
 
-/// Why a chunk, or a stream of chunks, is refused.
+/// The reason why a chunk, or a stream of chunks, is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ChunkError {
     /// Bits changed in transit. A retry helps.
     #[error("damaged in transit: {what}")]
     Damaged {
-        /// Which chunk, and both checksums.
+        /// The chunk, and both checksums.
         what: String,
     },
     /// The stream ended early. A retry helps.
     #[error("cut short: {what}")]
     CutShort {
-        /// What arrived and what was announced.
+        /// The received and the announced amount.
         what: String,
     },
     /// The content differs from what was announced. A retry does not help.

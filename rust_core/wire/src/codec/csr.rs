@@ -26,7 +26,7 @@ fn floats(values: Option<&[f32]>) -> &[u32] {
     bytemuck::cast_slice(values.unwrap_or(&[]))
 }
 
-/// Which ids of a part its samples use.
+/// The ids of a part that each of its samples uses.
 #[derive(Debug)]
 pub struct ReceivedCsr {
     head: Samples,

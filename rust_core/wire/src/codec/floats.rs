@@ -1,4 +1,4 @@
-//! [`RowFormat`]: how many floats a row or gradient has, and their format on the wire.
+//! [`RowFormat`]: the number of floats of a row or gradient, and their format on the wire.
 
 use bytemuck::pod_read_unaligned;
 use bytes::Bytes;

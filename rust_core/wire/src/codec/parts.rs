@@ -1,4 +1,4 @@
-//! A request's tables, checked, and what each server gets of them.
+//! The checked tables of a request, and their split among servers.
 
 use persia_types::id::{Id, ShardedIds, VIRTUAL_SHARDS, server_shards};
 use persia_types::limits::{MAX_DIM, MAX_IDS_PER_REQUEST, MAX_REQUEST_BYTES, MAX_SERVERS, MAX_SLOTS};
@@ -16,7 +16,7 @@ pub struct Part {
     pub table: usize,
     /// Format of rows and gradients. Its dimension is 0 only without ids.
     pub format: RowFormat,
-    /// Some where vectors of samples replace rows of ids.
+    /// Some if vectors of samples replace rows of ids.
     pub samples: Option<Samples>,
     offsets: Vec<u32>,
 }

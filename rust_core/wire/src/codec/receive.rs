@@ -14,7 +14,7 @@ use super::collect::Collector;
 use super::parts::{Part, check_parts};
 use crate::{convert, proto};
 
-/// How long a sender may be silent within a request.
+/// The longest silence of a sender within a request.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// A received look-up.

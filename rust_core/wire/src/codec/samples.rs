@@ -1,4 +1,4 @@
-//! [`Samples`]: what a head says of vectors of samples, which replace rows of ids where they are smaller.
+//! [`Samples`]: the part of a head that describes vectors of samples, which replace rows of ids if they are smaller.
 //!
 //! A middleware then pools rows and sums gradients, with the kernels of a trainer.
 
@@ -23,7 +23,7 @@ pub struct Samples {
     pub scale: f32,
 }
 
-/// What is summed: a look-up has indices for each sample, a push for each id.
+/// The direction of the sums: a look-up has indices for each sample, a push for each id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestKind {
     /// Rows, for each sample.

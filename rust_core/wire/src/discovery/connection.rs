@@ -127,7 +127,7 @@ impl Discovery {
         Ok(())
     }
 
-    /// Why the connection is down; None while it is up.
+    /// The reason why the connection is down; None while it is up.
     pub fn last_error(&self) -> Option<DiscoveryError> {
         if self.is_connected() {
             return None;

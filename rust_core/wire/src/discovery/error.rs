@@ -1,9 +1,9 @@
-//! What discovery can fail with.
+//! Errors of discovery.
 
 /// Longest name of a job, in bytes.
 pub const MAX_JOB_BYTES: usize = 64;
 
-/// Why a process is not announced or found.
+/// The reason why a process is not announced or found.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum DiscoveryError {
     /// An invalid job name.

@@ -1,4 +1,4 @@
-//! The address of this host, as others reach it.
+//! The address at which other hosts reach this one.
 
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 

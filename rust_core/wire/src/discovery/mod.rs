@@ -1,4 +1,4 @@
-//! Where the processes of a job are, through the services API of NATS (`$SRV.*`). Nothing else uses NATS.
+//! Discovery of a job's processes, through the services API of NATS (`$SRV.*`). Nothing else uses NATS.
 
 mod blocking;
 mod connection;

@@ -10,7 +10,7 @@ use super::error::{DiscoveryError, MAX_JOB_BYTES};
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
 
-/// Longest announcement that is read. NATS is configured to carry no more.
+/// The longest announcement that is read. NATS is configured with the same limit.
 const MAX_INFO_BYTES: usize = 64 << 10;
 
 /// Check a job's name, which becomes part of log lines, file names and metadata.
@@ -26,7 +26,7 @@ pub fn check_job_name(name: &str) -> Result<(), DiscoveryError> {
     }
 }
 
-/// The part of a job that a process is.
+/// The role of a process in its job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Service {
     /// Holds rows.
@@ -66,7 +66,7 @@ impl Service {
     }
 }
 
-/// What a process announces.
+/// The announcement of a process.
 #[derive(Debug, Clone)]
 pub struct Announcement {
     /// Its part of the job.
@@ -75,7 +75,7 @@ pub struct Announcement {
     pub index: u32,
     /// Number of replicas.
     pub replicas: u32,
-    /// Where others reach it; None if it serves nothing.
+    /// The address at which others reach it; None if it serves nothing.
     pub address: Option<Endpoint>,
     /// `host:port` of its metrics.
     pub metrics: Option<String>,
@@ -119,7 +119,7 @@ pub struct Peer {
     pub index: u32,
     /// Number of replicas.
     pub replicas: u32,
-    /// Where it is reached.
+    /// The address at which it is reached.
     pub address: Option<Endpoint>,
     /// Its protocol: compare [`PROTOCOL`].
     pub protocol: u32,

@@ -66,7 +66,7 @@ impl FromStr for Role {
     }
 }
 
-/// Why a secret is unusable or missing.
+/// The reason why a secret is unusable or missing.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
     /// A token file that cannot be read.

@@ -1,4 +1,4 @@
-//! Connections between processes: where, with which limits, and who may use them.
+//! Connections between processes: endpoints, limits and authentication.
 
 pub mod auth;
 pub mod backoff;

@@ -23,7 +23,7 @@ pub struct TlsFiles {
     pub name: Option<String>,
 }
 
-/// Why TLS cannot be used.
+/// The reason why TLS cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file that cannot be read.

@@ -4,7 +4,7 @@ use super::said;
 use crate::config::EmbeddingConfig;
 use crate::schema::{HashStack, Pooling};
 
-/// A file as people have it: comments, a list in flow style and one in block style, an anchor, keys of PersiaML.
+/// A realistic file: comments, a list in flow style and one in block style, an anchor, keys of PersiaML.
 const REAL: &str = "
 feature_index_prefix_bit: 12
 slots_config:
@@ -31,7 +31,7 @@ fn parse(text: &str) -> Vec<String> {
     said(EmbeddingConfig::parse(text, "embedding_config.yml"))
 }
 
-/// What is said about one slot `age` with these keys.
+/// The messages about one slot `age` with these keys.
 fn slot(keys: &str) -> Vec<String> {
     parse(&format!("slots_config:\n  age: {{{keys}}}"))
 }
@@ -301,7 +301,7 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
     let file = |slots: usize, bits: &str| {
         format!("{bits}\nslots_config:{}\nfeature_groups: {{g: [s0, s1]}}", many(slots))
     };
-    // One group of two slots: a table fewer than slots.
+    // One group of two slots: one table fewer than slots.
     EmbeddingConfig::parse(&file(256, ""), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 9"), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 0"), "f").unwrap();

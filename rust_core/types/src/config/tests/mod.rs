@@ -1,4 +1,4 @@
-//! What a person can write into a configuration file, and what is said about it.
+//! The possible content of a configuration file, and the messages about it.
 
 mod embedding;
 mod global;
@@ -8,7 +8,7 @@ mod syntax;
 
 use super::{ConfigErrors, Parsed};
 
-/// What is said about a wrong file, a line each.
+/// The messages about a wrong file, one per line.
 fn said<T: std::fmt::Debug>(result: Result<Parsed<T>, ConfigErrors>) -> Vec<String> {
     result.unwrap_err().errors.iter().map(ToString::to_string).collect()
 }

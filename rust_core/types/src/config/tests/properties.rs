@@ -1,4 +1,4 @@
-//! What holds for any text.
+//! Properties of parsing any text.
 
 use proptest::prelude::*;
 

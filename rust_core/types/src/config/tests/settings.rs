@@ -1,4 +1,4 @@
-//! What a slot says of its table.
+//! The settings of a table in its slot.
 
 use super::said;
 use crate::config::EmbeddingConfig;
@@ -10,7 +10,7 @@ fn settings(keys: &str) -> TableSettings {
     EmbeddingConfig::parse(&text, "f").unwrap().config.schema.tables[0].settings
 }
 
-/// What is said about a slot `age` with these keys, after its path.
+/// The messages about a slot `age` with these keys, after its path.
 fn refused(keys: &str) -> Vec<String> {
     let said = said(EmbeddingConfig::parse(&format!("slots_config: {{age: {{dim: 8, {keys}}}}}"), "f"));
     let after = |line: &String| line.split_once("slots_config.age.").unwrap().1.to_owned();

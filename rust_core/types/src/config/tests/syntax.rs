@@ -1,8 +1,8 @@
-//! Text that is no YAML, or YAML that means harm.
+//! Text that is not YAML, and malicious YAML.
 
 use crate::config::{EmbeddingConfig, MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH};
 
-/// The only thing that is said about `text`.
+/// The only message about `text`.
 fn parse(text: &str) -> String {
     let errors = EmbeddingConfig::parse(text, "f.yml").unwrap_err();
     assert_eq!(errors.errors.len(), 1, "{errors}");

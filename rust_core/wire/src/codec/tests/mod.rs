@@ -1,4 +1,4 @@
-//! What is sent arrives, and what is malformed is refused.
+//! Sent messages arrive unchanged, and malformed ones are refused.
 
 mod receive;
 mod samples;

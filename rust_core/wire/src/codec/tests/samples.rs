@@ -98,7 +98,7 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
     let samples =
         |samples, indices| Samples { samples, indices, per_sample_weights: false, factors: true, scale: 1.0 };
     let format = |dim, dtype| RowFormat { dim, dtype };
-    // 4,096 samples of 10 ids, 33,000 of them unique: what is sent beside the ids, in bytes.
+    // 4,096 samples of 10 ids, 33,000 of them unique: the bytes sent in addition to the ids.
     let many = samples(4096, 40_960);
     for (dim, dtype, times) in
         [(16, Dtype::F32, 3.6), (128, Dtype::F32, 6.6), (16, Dtype::F16, 1.8), (128, Dtype::Bf16, 5.0)]
@@ -202,7 +202,7 @@ fn lists_that_are_missing_damaged_or_out_of_place_are_refused() {
     assert!(receive(RequestKind::Lookup, &rows, vec![None]).unwrap().is_none());
 }
 
-/// Whatever the words say: refused, or added up without a panic.
+/// Any words are refused, or summed without a panic.
 #[test]
 fn no_words_do_harm() {
     let (mut taken, ids) = (0, ids(3));
