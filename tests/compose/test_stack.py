@@ -53,7 +53,7 @@ def test_reverse_order_and_a_restart_of_nats_change_nothing(stacks: Stacks) -> N
         project.up(service)
     project.says("emb_server", "NATS")  # it waits, and says for what
     project.up("persia_nats_service")
-    project.says("trainer", "epoch 1")
+    project.says("trainer", "generation 1")
     project("restart", "--timeout", "1", "persia_nats_service")
     assert project.ended("trainer") == [0, 0]
     assert finished(project)["world_size"] == 2
