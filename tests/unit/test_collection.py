@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -426,17 +427,23 @@ def test_a_staleness_that_reproducible_contradicts_is_refused(monkeypatch: pytes
 
 def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it cannot begin, and when it is closed in a run that has failed."""
-    gc.collect()  # collections of other tests, which must not be closed in between
     ends: list[BaseException | None] = []
-    close = LocalBackend.close
+    made: weakref.WeakSet[LocalBackend] = weakref.WeakSet()  # those of other tests may be closed meanwhile
+    make, close = LocalBackend.__init__, LocalBackend.close
+
+    def counted(self: LocalBackend, *arguments: Any, **options: Any) -> None:
+        made.add(self)
+        make(self, *arguments, **options)
 
     def closed(self: LocalBackend, error: BaseException | None = None) -> None:
-        ends.append(error)
+        if self in made:
+            ends.append(error)
         close(self, error)
 
     def fails(self: LocalBackend, settings: object) -> None:
         raise ConfigError("as planned")
 
+    monkeypatch.setattr(LocalBackend, "__init__", counted)
     monkeypatch.setattr(LocalBackend, "close", closed)
     tables = collection()
     tables.close()

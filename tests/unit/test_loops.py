@@ -1,5 +1,6 @@
 """Loops over data loaders, and contexts: left early, nested, misused."""
 
+import contextlib
 import gc
 import logging
 import threading
@@ -73,7 +74,10 @@ _before: list[str] = []
 
 def persia_threads() -> list[str]:
     """Return the names of the threads that persia, Rust included, has started in this process since the test began."""
-    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            names.append(path.read_text().strip())
     python = [thread.name for thread in threading.enumerate()]
     running = Counter(name for name in (*names, *python) if name.startswith("persia"))
     return sorted((running - Counter(_before)).elements())

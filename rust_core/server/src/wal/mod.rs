@@ -8,11 +8,11 @@
 //! A request is logged, applied, and then acknowledged, one request at a time. The record of a refused request is
 //! removed. A log without a readable base is not valid.
 //!
-//! * [`record`]: a request as bytes and back
-//! * [`segment`]: one file of records
-//! * [`files`]: the directory
-//! * [`sync`]: durability
-//! * [`replay`]: reading the log of an earlier process
+//! * [`record`][]: a request as bytes and back
+//! * [`segment`][]: one file of records
+//! * [`files`][]: the directory
+//! * [`sync`][]: durability
+//! * [`replay`][]: reading the log of an earlier process
 //!
 //! The caller defines the meaning of a base, and applies requests.
 
