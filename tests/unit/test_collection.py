@@ -443,6 +443,7 @@ def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) 
     def fails(self: LocalBackend, settings: object) -> None:
         raise ConfigError("as planned")
 
+    monkeypatch.setattr(run._process, "failed", "")  # a test before may have failed a run
     monkeypatch.setattr(LocalBackend, "__init__", counted)
     monkeypatch.setattr(LocalBackend, "close", closed)
     tables = collection()
