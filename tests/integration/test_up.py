@@ -231,13 +231,13 @@ def test_a_killed_server_without_restarts_never_looks_finished(up: StartUp, tmp_
 
 
 @pytest.mark.usefixtures("binaries")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_everything(up: StartUp, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
+def test_a_signal_ends_everything(up: StartUp, tmp_path: Path, number: int, expected: int) -> None:
     one = up(TWO, STEPS="1000", HOLD=str(tmp_path / "never"))
     one.says("step 2 rank 0")
     processes = one.children()
     one.send(number)
-    assert one.wait() == 75, one.output
+    assert one.wait() == expected, one.output
     assert ended(processes)
     assert not (tmp_path / "runs" / "two" / "summary.json").exists()
 

@@ -151,14 +151,14 @@ def test_one_rank_that_fails_ends_all(launch: Launch, tmp_path: Path, end: str, 
         assert "error: no such thing" in output and "Traceback" not in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_before_the_end_asks_for_a_restart(launch: Launch, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_the_end_stops_all_ranks(launch: Launch, tmp_path: Path, number: int, expected: int) -> None:
     (tmp_path / "train.py").write_text(WAIT)
     process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
     pids = up(process, 2)
     process.send_signal(number)
     code, output = result(process)
-    assert code == 75, output
+    assert code == expected, output
     wait_gone(pids)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from persia.launch.process import Process
-from persia.launch.supervision import SAVING_GRACE, Events, stop
+from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
@@ -37,7 +37,8 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
         nodes: The number of replicas.
 
     Returns:
-        The exit code: 0 if every rank ended with 0, or the run is finished already.
+        The exit code: 0 if every rank ended with 0, or the run is finished already; after a signal, that of
+        :func:`persia.launch.supervision.stopped_by`.
 
     Raises:
         UsageError: The numbers do not fit together, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
@@ -75,7 +76,7 @@ def _supervise(ranks: Sequence[Process], events: Events, folder: Path | None) ->
             _say(f"{signal.Signals(event).name}: ending {len(left)} rank(s)")
             stop(left, events, grace=SAVING_GRACE, say=_say)
             finished = folder is not None and job.finished_summary(folder, of=job.job_name()) is not None
-            return 0 if finished else AGAIN
+            return 0 if finished else stopped_by(event)
         if isinstance(event, Process):
             left.discard(event)
             if event.code != 0:

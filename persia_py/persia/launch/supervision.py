@@ -8,6 +8,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 
 from persia.launch.process import Process
+from persia.runtime.exit_codes import AGAIN, ExitCode
 
 GRACE = 20.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -48,6 +49,14 @@ class Events:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def stopped_by(number: int) -> ExitCode:
+    """Return the exit code of a launcher that a signal stopped before the run was finished.
+
+    SIGINT is a person's Ctrl-C: a restart is not wanted. Every other signal comes from a supervisor, which restarts.
+    """
+    return ExitCode.INTERRUPTED if number == signal.SIGINT else AGAIN
 
 
 def stop(

@@ -11,7 +11,7 @@ from persia.launch.job_config import JobConfig, makes_token, read_job_config
 from persia.launch.local_job import Command, LocalJob, private_folder
 from persia.launch.logs import Logs
 from persia.launch.process import Process
-from persia.launch.supervision import SAVING_GRACE, Events, stop
+from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job as jobs
 from persia.runtime.exit_codes import AGAIN, ExitCode
 
@@ -31,7 +31,8 @@ def up(path: Path) -> int:
         path: A YAML file with the keys of :class:`persia.launch.job_config.JobConfig`.
 
     Returns:
-        The trainer's exit code; 0 after a signal if the job has no trainer.
+        The trainer's exit code. After a signal: 0 if the run is finished or the job has no trainer, else that of
+        :func:`persia.launch.supervision.stopped_by`.
 
     Raises:
         ConfigError: The file, or one that it names, is wrong.
@@ -88,7 +89,7 @@ class _Run:
                 return self._failed[0]
             if isinstance(event, int):
                 self._say(f"{signal.Signals(event).name}: ending the job")
-                return self._interrupted()
+                return self._interrupted(event)
             if isinstance(event, Process) and self._processes.get(event.name) is event:
                 code = self._ended(event)
                 if code is not None:
@@ -155,11 +156,11 @@ class _Run:
     def _timeout(self) -> float | None:
         return None if self._failed is None else max(0.0, self._failed[1] - time.monotonic())
 
-    def _interrupted(self) -> int:
+    def _interrupted(self, number: int) -> int:
         if self._config.trainer is None:
             return 0
         stop([self._processes["trainer"]], self._events, grace=SAVING_GRACE + 5, say=self._say)
-        return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else AGAIN
+        return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else stopped_by(number)
 
     def _say_environment(self) -> None:
         self._say("the servers run until Ctrl-C; to use them, run in another shell:")
