@@ -10,7 +10,7 @@ use crate::{Case, Make, schema};
 
 pub(super) const CASES: &[Case] = &[
     ("a missing id shifts no other", a_missing_id_shifts_no_other),
-    ("a non-finite row is skipped alone", a_nonfinite_row_is_skipped_alone),
+    ("a row with a non-finite or huge gradient is skipped alone", a_nonfinite_row_is_skipped_alone),
     ("evaluation changes nothing and reads zeros", evaluation_changes_nothing),
     ("tables do not mix", tables_do_not_mix),
     ("a part of the ids may be pushed", a_part_may_be_pushed),
@@ -45,21 +45,22 @@ fn a_nonfinite_row_is_skipped_alone(make: Make<'_>) {
     let ids = ids(60);
     fixture.train(1, 1, &ids);
     let mut gradients = distinct_gradients(1, &ids);
-    let first_bad = *ShardedIds::group(&[ids[7], ids[40], ids[59]]).unwrap().ids().first().unwrap();
+    let first_bad = *ShardedIds::group(&[ids[7], ids[20], ids[40], ids[59]]).unwrap().ids().first().unwrap();
     gradients[7][0] = f32::NAN;
     gradients[40][18] = f32::INFINITY;
     gradients[59][9] = f32::NEG_INFINITY;
+    gradients[20][3] = 1e20; // its square would be infinite
     let report = fixture.push(1, 1, &ids, &gradients);
     let expected = PushReport {
         rows_pushed: 60,
-        rows_applied: 57,
-        rows_nonfinite: 3,
+        rows_applied: 56,
+        rows_nonfinite: 4,
         first_nonfinite: Some((1, first_bad)),
         ..Default::default()
     };
     assert_eq!(report, expected);
     let mut rows = pushed(1, &ids, 1.0);
-    for bad in [7, 40, 59] {
+    for bad in [7, 20, 40, 59] {
         rows[bad].fill(0.0);
     }
     assert_eq!(fixture.read(1, &ids), rows);

@@ -168,6 +168,36 @@ fn damage_anywhere_leaves_all_rows_unchanged() {
 }
 
 #[test]
+fn rows_that_are_not_finite_are_corrupt() {
+    let numbers = |bad: Option<f32>| vec![1.0, 1.0, bad.unwrap_or(1.0), 1.0];
+    for (bad, state) in
+        [(f32::NAN, true), (f32::INFINITY, true), (f32::NEG_INFINITY, false), (f32::NAN, false)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let ids = ids_of_shard(5, 2);
+        let rows = TableRows {
+            name: "table_0".into(),
+            dim: 4,
+            state_len: 4,
+            ids: ids.clone(),
+            last_used: vec![1; 2],
+            weights: [numbers(None), numbers(Some(bad).filter(|_| !state))].concat(),
+            state: [numbers(None), numbers(Some(bad).filter(|_| state))].concat(),
+            admission_counts: vec![],
+        };
+        let file = write_shard(dir.path(), &ShardRows { shard: 5, tables: vec![rows] }).unwrap();
+        let error = refusal(&settings(&[4, 7]), dir.path(), std::slice::from_ref(&file)).to_string();
+        assert!(
+            error.contains(&file.name) && error.contains(&format!("table_0: id {} has NaN", ids[1])),
+            "{error}"
+        );
+        // Evaluation reads no state.
+        let evaluation = store_of(&Run { optimizer: None, ..settings(&[4, 7]) }, 1 << 30);
+        assert_eq!(evaluation.restore(dir.path(), &[file]).is_ok(), state);
+    }
+}
+
+#[test]
 fn a_repeated_shard_and_an_impossible_step_are_corrupt() {
     let (dir, files) = saved(&trained());
     let mut twice = files.clone();

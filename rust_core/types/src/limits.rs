@@ -36,6 +36,12 @@ pub const MAX_STALENESS: usize = 64;
 pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;
 /// Most look-ups that admission may require before an id gets a row.
 pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
+/// A push skips a row if a number of its summed gradient, weight decay included, is 2 to this power or larger. Squares
+/// of smaller ones, however many are summed, cannot turn finite optimizer state into infinity: 2^102 is less than half
+/// of the last place of the largest f32.
+pub const MAX_GRADIENT_EXPONENT: i32 = 50;
+/// 2 to that power.
+pub const MAX_GRADIENT: f32 = (1u64 << MAX_GRADIENT_EXPONENT) as f32;
 /// Largest mean of the Poisson initialiser, which draws about as many numbers for each weight.
 pub const MAX_POISSON_MEAN: f32 = 500.0;
 /// Ids without a row whose look-ups a shard counts: twice its budget of rows, within this range.

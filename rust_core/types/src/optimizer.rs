@@ -5,8 +5,11 @@ use std::ops::RangeInclusive;
 use crate::schema::Optimizer;
 
 const AT_LEAST_ZERO: RangeInclusive<f32> = 0.0..=f32::MAX;
-const ABOVE_ZERO: RangeInclusive<f32> = f32::MIN_POSITIVE..=f32::MAX;
 const BELOW_ONE: RangeInclusive<f32> = 0.0..=1.0f32.next_down();
+/// A factor above 1 would let an accumulator grow to infinity.
+const AT_MOST_ONE: RangeInclusive<f32> = 0.0..=1.0;
+/// Added to the largest finite number, these leave it unchanged.
+const EPS: RangeInclusive<f32> = f32::MIN_POSITIVE..=1e30;
 
 /// A number that is not in its range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -23,7 +26,8 @@ pub struct InvalidNumber {
 impl Optimizer {
     /// Check that all numbers are finite and in range.
     ///
-    /// Momentum and betas are from 0 to below 1, `eps` is above 0, all others at least 0.
+    /// Momentum and betas are from 0 to below 1, `g_square_momentum` is from 0 to 1, `eps` is above 0 and at most 1e30,
+    /// all others are at least 0. Within these ranges an update turns no finite row into one that is not.
     ///
     /// # Errors
     /// Every number that is out of range, in the order of the fields. NaN is out of every range.
@@ -40,8 +44,8 @@ impl Optimizer {
                     ("lr", lr, AT_LEAST_ZERO),
                     ("weight_decay", weight_decay, AT_LEAST_ZERO),
                     ("initial_accumulator_value", initial_accumulator_value, AT_LEAST_ZERO),
-                    ("g_square_momentum", g_square_momentum, AT_LEAST_ZERO),
-                    ("eps", eps, ABOVE_ZERO),
+                    ("g_square_momentum", g_square_momentum, AT_MOST_ONE),
+                    ("eps", eps, EPS),
                 ]
             }
             Self::Adam { lr, beta1, beta2, weight_decay, eps } => vec![
@@ -49,7 +53,7 @@ impl Optimizer {
                 ("beta1", beta1, BELOW_ONE),
                 ("beta2", beta2, BELOW_ONE),
                 ("weight_decay", weight_decay, AT_LEAST_ZERO),
-                ("eps", eps, ABOVE_ZERO),
+                ("eps", eps, EPS),
             ],
         };
         let invalid: Vec<InvalidNumber> = numbers
@@ -104,8 +108,8 @@ mod tests {
         check_range("initial_accumulator_value", 0.0..=f32::MAX, |start| {
             adagrad(0.1, 0.0, start, 1.0, 1e-10)
         });
-        check_range("g_square_momentum", 0.0..=f32::MAX, |keep| adagrad(0.1, 0.0, 0.1, keep, 1e-10));
-        check_range("eps", f32::MIN_POSITIVE..=f32::MAX, |eps| adagrad(0.1, 0.0, 0.1, 1.0, eps));
+        check_range("g_square_momentum", 0.0..=1.0, |keep| adagrad(0.1, 0.0, 0.1, keep, 1e-10));
+        check_range("eps", f32::MIN_POSITIVE..=1e30, |eps| adagrad(0.1, 0.0, 0.1, 1.0, eps));
     }
 
     #[test]
@@ -116,7 +120,7 @@ mod tests {
         check_range("beta1", 0.0..=0.99999994, |beta1| adam(0.1, beta1, 0.999, 0.0, 1e-8));
         check_range("beta2", 0.0..=0.99999994, |beta2| adam(0.1, 0.9, beta2, 0.0, 1e-8));
         check_range("weight_decay", 0.0..=f32::MAX, |decay| adam(0.1, 0.9, 0.999, decay, 1e-8));
-        check_range("eps", f32::MIN_POSITIVE..=f32::MAX, |eps| adam(0.1, 0.9, 0.999, 0.0, eps));
+        check_range("eps", f32::MIN_POSITIVE..=1e30, |eps| adam(0.1, 0.9, 0.999, 0.0, eps));
     }
 
     #[test]

@@ -59,7 +59,7 @@ fn run(scheduler: &Scheduler) {
     drop(left);
 }
 
-/// Number of steps in which rows were skipped, because the sum of an id's gradients is not finite.
+/// Number of steps in which rows were skipped, because the sum of an id's gradients is not finite or too large.
 #[derive(Default)]
 struct Overflows(u64);
 
@@ -76,7 +76,7 @@ impl Overflows {
                 id,
                 rows = report.rows_nonfinite,
                 steps_so_far = self.0,
-                "rows were not updated: the sum of the gradients of an id is not finite; this is the first such id"
+                "rows were not updated: the sum of the gradients of an id is not finite, or is 2^50 or larger; this is the first such id"
             );
         }
     }

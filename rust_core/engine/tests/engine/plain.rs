@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard};
 
 use persia_types::id::{Id, hash_id};
+use persia_types::limits::MAX_GRADIENT;
 use persia_types::schema::{Initializer, Optimizer, Schema};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, Mode, PerSample, PushReport, PushRequest, Run, Snapshot, Stats,
@@ -253,7 +254,7 @@ impl Tables for PlainTables {
                 report.rows_pushed += 1;
                 if seen {
                     report.rows_duplicate += 1;
-                } else if !gradient.iter().all(|value| value.is_finite()) {
+                } else if !gradient.iter().all(|value| value.abs() < MAX_GRADIENT) {
                     report.rows_nonfinite += 1;
                     report.first_nonfinite = report.first_nonfinite.or(Some((table.table, *id)));
                 } else if let Some(row) = state.rows[table.table].get_mut(id) {

@@ -13,14 +13,28 @@ pub trait Lanes {
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
     /// The sum of all lanes: halves are added to halves, eight to eight, then four, two and one.
     fn fold(sums: &[f32; LANES]) -> f32;
+    /// Whether every magnitude is below 2^`exponent`, which is at most 128. NaN and infinity are below nothing.
+    fn all_below(values: &[f32; LANES], exponent: i32) -> bool;
     /// Whether no value is a NaN or an infinity.
-    fn all_finite(values: &[f32; LANES]) -> bool;
+    #[inline(always)]
+    fn all_finite(values: &[f32; LANES]) -> bool {
+        Self::all_below(values, 128)
+    }
     /// Bit `i` says whether `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
     /// Binary16 to f32, exact.
     fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
     /// To the nearest binary16, ties to even; a larger magnitude becomes the largest finite one.
     fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
+}
+
+/// The bits of an f32's exponent.
+const EXPONENT: i32 = 0x7F80_0000;
+
+/// The bits of 2^`exponent`; of infinity, if `exponent` is 128.
+#[inline(always)]
+const fn exponent_bits(exponent: i32) -> i32 {
+    (exponent + 127) << 23
 }
 
 /// No instruction set: every processor runs it.
@@ -47,8 +61,8 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    fn all_finite(values: &[f32; LANES]) -> bool {
-        values.iter().all(|value| value.is_finite())
+    fn all_below(values: &[f32; LANES], exponent: i32) -> bool {
+        values.iter().all(|value| value.to_bits().cast_signed() & EXPONENT < exponent_bits(exponent))
     }
 
     #[inline(always)]
@@ -74,9 +88,8 @@ pub(crate) use x86::{Avx2, Avx512};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{LANES, Lanes};
+    use super::{EXPONENT, LANES, Lanes, exponent_bits};
 
-    const EXPONENT: i32 = 0x7F80_0000;
     /// The largest finite binary16.
     const F16_MAX: f32 = 65_504.0;
 
@@ -108,14 +121,14 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn all_finite(values: &[f32; LANES]) -> bool {
+        fn all_below(values: &[f32; LANES], exponent: i32) -> bool {
             // SAFETY: as above.
             unsafe {
-                let exponent = _mm256_set1_epi32(EXPONENT);
-                let low = _mm256_and_si256(_mm256_loadu_si256(values.as_ptr().cast()), exponent);
-                let high = _mm256_and_si256(_mm256_loadu_si256(values.as_ptr().add(8).cast()), exponent);
-                let bad =
-                    _mm256_or_si256(_mm256_cmpeq_epi32(low, exponent), _mm256_cmpeq_epi32(high, exponent));
+                let (mask, below) =
+                    (_mm256_set1_epi32(EXPONENT), _mm256_set1_epi32(exponent_bits(exponent) - 1));
+                let low = _mm256_and_si256(_mm256_loadu_si256(values.as_ptr().cast()), mask);
+                let high = _mm256_and_si256(_mm256_loadu_si256(values.as_ptr().add(8).cast()), mask);
+                let bad = _mm256_or_si256(_mm256_cmpgt_epi32(low, below), _mm256_cmpgt_epi32(high, below));
                 _mm256_testz_si256(bad, bad) == 1
             }
         }
@@ -201,12 +214,12 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn all_finite(values: &[f32; LANES]) -> bool {
+        fn all_below(values: &[f32; LANES], exponent: i32) -> bool {
             // SAFETY: as above.
             unsafe {
-                let exponent = _mm512_set1_epi32(EXPONENT);
-                let bits = _mm512_and_si512(_mm512_loadu_si512(values.as_ptr().cast()), exponent);
-                _mm512_cmpeq_epi32_mask(bits, exponent) == 0
+                let mask = _mm512_set1_epi32(EXPONENT);
+                let bits = _mm512_and_si512(_mm512_loadu_si512(values.as_ptr().cast()), mask);
+                _mm512_cmpge_epi32_mask(bits, _mm512_set1_epi32(exponent_bits(exponent))) == 0
             }
         }
 

@@ -11,16 +11,31 @@
 //!   `w -= (a * m) / (sqrt(v * b) + eps)` where `a = lr / (1 - beta1^t)` and `b = 1 / (1 - beta2^t)` are
 //!   computed in f64 and rounded once
 //!
-//! Finally, `w` is clamped if `weight_bound > 0`.
+//! Finally, `w` is clamped to ± `weight_bound`, or without a bound to the largest finite number.
+//!
+//! Finite weights and state stay finite: a push skips a row whose `g + wd * w` is too large
+//! ([`is_within_limit`]), learning rates are clamped to the largest finite number, and [`Optimizer::check`] bounds the
+//! rest.
 
 use persia_types::Optimizer;
+use persia_types::limits::{MAX_GRADIENT, MAX_GRADIENT_EXPONENT};
 
 use crate::simd::{LANES, Lanes};
 
 /// Updates one row.
 pub(crate) trait RowRule: Copy {
     /// `weights` and `gradient` are equally long; the length of `state` is [`Optimizer::state_len`].
-    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
+    fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
+
+    /// The weight decay.
+    fn decay(&self) -> f32;
+
+    /// Whether the weight decay of all weights is within the limit of a gradient.
+    #[inline(always)]
+    fn decays_within_limit(&self, weights: &[f32]) -> bool {
+        let decay = self.decay();
+        decay == 0.0 || weights.iter().all(|weight| (decay * weight).abs() < MAX_GRADIENT)
+    }
 }
 
 /// An optimizer with the hyper-parameters of one push.
@@ -36,21 +51,21 @@ pub(crate) enum Rule {
 impl Rule {
     /// For a push of `step`. A `weight_bound` of 0 means no bound.
     pub(crate) fn new(optimizer: &Optimizer, lr_factor: f32, weight_bound: f32, step: u32) -> Self {
-        let bound = if weight_bound > 0.0 { weight_bound } else { f32::INFINITY };
+        let bound = if weight_bound > 0.0 { weight_bound } else { f32::MAX };
+        let rate = |lr: f32| (lr * lr_factor).min(f32::MAX);
         match *optimizer {
             Optimizer::Sgd { lr, momentum: 0.0, weight_decay } => {
-                Self::Sgd(Sgd { lr: lr * lr_factor, decay: weight_decay, bound })
+                Self::Sgd(Sgd { lr: rate(lr), decay: weight_decay, bound })
             }
             Optimizer::Sgd { lr, momentum, weight_decay } => {
-                Self::Momentum(Momentum { lr: lr * lr_factor, momentum, decay: weight_decay, bound })
+                Self::Momentum(Momentum { lr: rate(lr), momentum, decay: weight_decay, bound })
             }
             Optimizer::Adagrad { lr, weight_decay, g_square_momentum, eps, vectorwise_shared, .. } => {
-                let lr = lr * lr_factor;
-                let rule = Adagrad { lr, decay: weight_decay, keep: g_square_momentum, eps, bound };
+                let rule = Adagrad { lr: rate(lr), decay: weight_decay, keep: g_square_momentum, eps, bound };
                 if vectorwise_shared { Self::RowAdagrad(RowAdagrad(rule)) } else { Self::Adagrad(rule) }
             }
             Optimizer::Adam { lr, beta1, beta2, weight_decay, eps } => Self::Adam(Adam {
-                rate: (f64::from(lr * lr_factor) / (1.0 - power(beta1, step))) as f32,
+                rate: ((f64::from(rate(lr)) / (1.0 - power(beta1, step))) as f32).min(f32::MAX),
                 scale: (1.0 / (1.0 - power(beta2, step))) as f32,
                 beta1,
                 beta2,
@@ -83,17 +98,17 @@ fn power(base: f32, mut exponent: u32) -> f64 {
     result
 }
 
-/// Whether no value is NaN or infinite.
+/// Whether a gradient may be applied: no number is NaN, infinite, or [`MAX_GRADIENT`] or larger.
 #[inline(always)]
-pub(crate) fn all_finite<L: Lanes>(values: &[f32]) -> bool {
-    let (blocks, rest) = values.as_chunks::<LANES>();
+pub(crate) fn is_within_limit<L: Lanes>(gradient: &[f32]) -> bool {
+    let (blocks, rest) = gradient.as_chunks::<LANES>();
     // A loop in place of `all`, whose closure would be compiled without the instruction set of `L`.
     for block in blocks {
-        if !L::all_finite(block) {
+        if !L::all_below(block, MAX_GRADIENT_EXPONENT) {
             return false;
         }
     }
-    rest.iter().all(|value| value.is_finite())
+    rest.iter().all(|value| value.abs() < MAX_GRADIENT)
 }
 
 /// A rule for elements that do not depend on each other, with `S` numbers of state per weight.
@@ -184,7 +199,12 @@ impl ElementRule<0> for Sgd {
 
 impl RowRule for Sgd {
     #[inline(always)]
-    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn decay(&self) -> f32 {
+        self.decay
+    }
+
+    #[inline(always)]
+    fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }
@@ -208,7 +228,12 @@ impl ElementRule<1> for Momentum {
 
 impl RowRule for Momentum {
     #[inline(always)]
-    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn decay(&self) -> f32 {
+        self.decay
+    }
+
+    #[inline(always)]
+    fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }
@@ -234,7 +259,12 @@ impl ElementRule<1> for Adagrad {
 
 impl RowRule for Adagrad {
     #[inline(always)]
-    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn decay(&self) -> f32 {
+        self.decay
+    }
+
+    #[inline(always)]
+    fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }
@@ -259,7 +289,12 @@ impl ElementRule<0> for Rooted {
 
 impl RowRule for RowAdagrad {
     #[inline(always)]
-    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn decay(&self) -> f32 {
+        self.0.decay
+    }
+
+    #[inline(always)]
+    fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         let rule = self.0;
         let grown = state[0] * rule.keep + mean_square::<L>(weights, gradient, rule.decay);
         elements(&Rooted { rule, root: (state[0] + rule.eps).sqrt() }, weights, &mut [], gradient);
@@ -305,14 +340,20 @@ impl ElementRule<2> for Adam {
         let gradient = gradient + self.decay * weight;
         let first = self.beta1 * first + (1.0 - self.beta1) * gradient;
         let second = self.beta2 * second + (1.0 - self.beta2) * (gradient * gradient);
-        let weight = weight - self.rate * first / ((second * self.scale).sqrt() + self.eps);
+        let scaled = clamp(second * self.scale, f32::MAX);
+        let weight = weight - self.rate * first / (scaled.sqrt() + self.eps);
         (clamp(weight, self.bound), [first, second])
     }
 }
 
 impl RowRule for Adam {
     #[inline(always)]
-    fn row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+    fn decay(&self) -> f32 {
+        self.decay
+    }
+
+    #[inline(always)]
+    fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
         elements(self, weights, state, gradient);
     }
 }

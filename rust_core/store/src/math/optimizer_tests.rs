@@ -17,7 +17,7 @@ impl<R: RowRule> SimdLoop for Update<'_, R> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        self.rule.row::<L>(self.weights, self.state, self.gradient);
+        self.rule.update_row::<L>(self.weights, self.state, self.gradient);
     }
 }
 
@@ -200,20 +200,91 @@ fn one_bad_value_anywhere_is_seen_on_every_level() {
         type Output = bool;
         #[inline(always)]
         fn run<L: Lanes>(self) -> bool {
-            all_finite::<L>(self.0)
+            is_within_limit::<L>(self.0)
         }
     }
     for level in InstructionSet::supported() {
         for dim in [1, 7, 16, 33, 64] {
-            let mut values = vec![f32::MAX; dim];
+            let mut values = vec![MAX_GRADIENT.next_down(); dim];
             assert!(level.run(Check(&values)));
             for at in 0..dim {
-                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN] {
+                let (limit, max) = (MAX_GRADIENT, f32::MAX);
+                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN, limit, -limit, max] {
                     values[at] = bad;
                     assert!(!level.run(Check(&values)), "{bad} at {at} of {dim}");
                 }
                 values[at] = f32::MIN_POSITIVE;
             }
+        }
+    }
+}
+
+/// The ends of the ranges of [`Optimizer::check`].
+fn extremes() -> Vec<Optimizer> {
+    let mut optimizers = all(f32::MAX).to_vec();
+    for (lr, weight_decay) in [(f32::MAX, 0.0), (f32::MAX, f32::MAX), (0.0, 1.0), (1.0, 1e-3)] {
+        let near_one = 1.0f32.next_down();
+        optimizers.push(Optimizer::Sgd { lr, momentum: 0.0, weight_decay });
+        optimizers.push(Optimizer::Sgd { lr, momentum: near_one, weight_decay });
+        for (vectorwise_shared, eps, initial_accumulator_value) in [
+            (false, 1e30, f32::MAX),
+            (true, 1e30, f32::MAX),
+            (false, f32::MIN_POSITIVE, 0.0),
+            (true, 1e-10, 0.0),
+        ] {
+            optimizers.push(Optimizer::Adagrad {
+                lr,
+                weight_decay,
+                initial_accumulator_value,
+                g_square_momentum: 1.0,
+                eps,
+                vectorwise_shared,
+            });
+        }
+        optimizers.push(Optimizer::Adam { lr, beta1: near_one, beta2: near_one, weight_decay, eps: 1e-30 });
+        optimizers.push(Optimizer::Adam { lr, beta1: 0.0, beta2: 0.0, weight_decay, eps: 1e30 });
+    }
+    optimizers
+}
+
+#[test]
+fn gradients_within_the_limit_keep_rows_finite() {
+    struct Apply<'a>(Rule, &'a mut [f32], &'a mut [f32], &'a [f32]);
+    fn apply<L: Lanes, R: RowRule>(rule: R, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
+        if is_within_limit::<L>(gradient) && rule.decays_within_limit(weights) {
+            rule.update_row::<L>(weights, state, gradient);
+        }
+    }
+    impl SimdLoop for Apply<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes>(self) {
+            let Self(rule, weights, state, gradient) = self;
+            match rule {
+                Rule::Sgd(rule) => apply::<L, _>(rule, weights, state, gradient),
+                Rule::Momentum(rule) => apply::<L, _>(rule, weights, state, gradient),
+                Rule::Adagrad(rule) => apply::<L, _>(rule, weights, state, gradient),
+                Rule::RowAdagrad(rule) => apply::<L, _>(rule, weights, state, gradient),
+                Rule::Adam(rule) => apply::<L, _>(rule, weights, state, gradient),
+            }
+        }
+    }
+    let largest = MAX_GRADIENT.next_down();
+    let gradients = [[largest; 19], [-largest; 19], [0.0; 19], [1e-30; 19], [1e20; 19], [f32::MAX; 19]];
+    for (optimizer, level, factor) in extremes().into_iter().flat_map(|optimizer| {
+        InstructionSet::supported()
+            .into_iter()
+            .flat_map(move |level| [0.0, 1.0, f32::MAX].map(|factor| (optimizer, level, factor)))
+    }) {
+        assert_eq!(optimizer.check(), Ok(()));
+        let mut weights = values(19, 1);
+        let mut state = vec![Rule::initial_state(&optimizer); optimizer.state_len(19)];
+        for step in 1..=200 {
+            let rule = Rule::new(&optimizer, factor, 0.0, step);
+            let gradient = &gradients[(step as usize * 7 / 3) % gradients.len()];
+            level.run(Apply(rule, &mut weights, &mut state, gradient));
+            let finite = weights.iter().chain(&state).all(|number| number.is_finite());
+            assert!(finite, "step {step}, {level:?}, factor {factor}: {optimizer:?} {weights:?} {state:?}");
         }
     }
 }

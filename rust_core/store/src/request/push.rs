@@ -7,7 +7,7 @@ use persia_kernels::Gradients;
 use persia_types::Dtype;
 use persia_types::tables::{PushReport, TableGradients};
 
-use crate::math::optimizer::{RowRule, Rule, all_finite};
+use crate::math::optimizer::{RowRule, Rule, is_within_limit};
 use crate::math::random::{Rounder, RowDraws};
 use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch};
 use crate::request::slot_cache::{LookupSlots, PartSlots};
@@ -95,7 +95,8 @@ impl PartPush<'_> {
     }
 }
 
-/// Applies the gradients of one batch. As in a look-up, each loop prefetches for the next one.
+/// Applies the gradients of one batch: the place where a row changes. As in a look-up, each loop prefetches for the next
+/// one.
 struct ApplyBatch<'a, 'b, 's, 'p, R> {
     batch: ShardBatch<'b, 's>,
     part: &'a mut PartPush<'p>,
@@ -138,9 +139,8 @@ impl<R: RowRule> SimdLoop for ApplyBatch<'_, '_, '_, '_, R> {
                         sum
                     }
                 };
-                if !all_finite::<L>(gradient) {
-                    report.rows_nonfinite += 1;
-                    report.first_nonfinite.get_or_insert((number, ids[at]));
+                if !is_within_limit::<L>(gradient) {
+                    report.add_nonfinite(number, ids[at]);
                     continue;
                 }
                 let (slot, id) = (slots[at], ids[at]);
@@ -156,20 +156,39 @@ impl<R: RowRule> SimdLoop for ApplyBatch<'_, '_, '_, '_, R> {
                     table.preserve(slot);
                 }
                 let row = table.row_mut(slot);
-                if layout.dtype == Dtype::F32 {
+                let updated = if layout.dtype == Dtype::F32 {
                     let (weights, state) = row.split_at_mut(dim);
-                    rule.row::<L>(weights, state, gradient);
+                    update_floats::<L, R>(rule, weights, state, gradient)
                 } else {
                     let draws = rounder.map(|rounder| rounder.row(id, push.step));
-                    update_halves::<L, R>(rule, *layout, row, wide, gradient, draws);
+                    update_halves::<L, R>(rule, *layout, row, wide, gradient, draws)
+                };
+                if updated {
+                    report.rows_applied += 1;
+                } else {
+                    report.add_nonfinite(number, id);
                 }
-                report.rows_applied += 1;
             }
         }
     }
 }
 
-/// Update a row with weights of 16 bits, on an f32 copy of them.
+/// Update a row, unless the weight decay is beyond the limit of a gradient. Return whether it was updated.
+#[inline(always)]
+fn update_floats<L: Lanes, R: RowRule>(
+    rule: R,
+    weights: &mut [f32],
+    state: &mut [f32],
+    gradient: &[f32],
+) -> bool {
+    let updates = rule.decays_within_limit(weights);
+    if updates {
+        rule.update_row::<L>(weights, state, gradient);
+    }
+    updates
+}
+
+/// As [`update_floats`], for a row with weights of 16 bits, on an f32 copy of them.
 #[inline(always)]
 fn update_halves<L: Lanes, R: RowRule>(
     rule: R,
@@ -178,8 +197,11 @@ fn update_halves<L: Lanes, R: RowRule>(
     wide: &mut [f32],
     gradient: &[f32],
     draws: Option<RowDraws>,
-) {
+) -> bool {
     layout.read::<L>(row, wide);
-    rule.row::<L>(wide, &mut row[layout.weight_words()..], gradient);
-    layout.write::<L>(row, wide, draws);
+    let updated = update_floats::<L, R>(rule, wide, &mut row[layout.weight_words()..], gradient);
+    if updated {
+        layout.write::<L>(row, wide, draws);
+    }
+    updated
 }

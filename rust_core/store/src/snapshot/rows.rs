@@ -96,9 +96,16 @@ fn import_table(
                 u32::MAX
             )));
         };
+        let weights = &table.weights[at * table.dim..][..table.dim];
+        let state = &table.state[at * table.state_len..][..layout.state_len];
+        if !(all_finite(weights) && all_finite(state)) {
+            return Err(corrupt(format!(
+                "table {}: id {id} has NaN or infinity in its weights or optimizer state; load an older checkpoint",
+                table.name
+            )));
+        }
         let fill = |row: &mut [f32]| {
-            layout.write::<Portable>(row, &table.weights[at * table.dim..][..table.dim], None);
-            let state = &table.state[at * table.state_len..][..layout.state_len];
+            layout.write::<Portable>(row, weights, None);
             row[layout.weight_words()..].copy_from_slice(state);
         };
         shard.load(number, *id, step, fill).map_err(|error| no_memory(&table.name, error))?;
@@ -107,6 +114,11 @@ fn import_table(
         shard.load_count(number, *id, *count).map_err(|error| no_memory(&table.name, error))?;
     }
     Ok(())
+}
+
+fn all_finite(numbers: &[f32]) -> bool {
+    // Without a branch for each number, so that it becomes vector instructions.
+    numbers.iter().fold(true, |finite, number| finite & number.is_finite())
 }
 
 /// The number of the table that `rows` belong to.
