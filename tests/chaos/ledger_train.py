@@ -11,6 +11,8 @@ linear. Its rows are not compared here.
 With ``evaluate`` the ranks that it names evaluate forever: after a step, ``in`` its body or ``behind`` the loop, which
 all ranks leave there, or ``before`` it.
 
+With ``pause``, the ranks wait behind that loop until the file ``until`` exists; rank 0 makes the file ``reached``.
+
 With ``poison``, the number of a batch, training always fails at that batch. In the end its step is skipped, on all
 ranks.
 """
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 from ledger_data import DIM, POISON, expected
 from torch.utils.dlpack import from_dlpack
+from waiting import wait_until
 
 from persia import distributed, env
 from persia.ctx import Checkpoints, TrainCtx, eval_ctx
@@ -101,6 +104,10 @@ def train(ctx: TrainCtx, loader: DataLoader) -> None:
         if (PLAN["evaluate"]["where"], PLAN["evaluate"]["step"]) == ("behind", ctx.step):
             break
     if evaluate("behind", ctx.step):
+        if pause := PLAN.get("pause"):
+            if env.get_rank() == 0:
+                Path(pause["reached"]).touch()
+            wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 60)
         train(ctx, loader)
 
 

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, Batches, TinyModel
 from stack import TESTS, MakeStack, Part, Stack
+from waiting import wait_until
 
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.optim import SGD
+from persia.errors import RunLostError
 from persia.launch.supervision import SAVING_GRACE
 
 CHAOS = ROOT / "tests" / "chaos"
@@ -48,6 +54,10 @@ def exact(stack: Stack) -> None:
 
 def saves(stack: Stack) -> list[str]:
     return sorted(path.name for path in (stack.folder / "checkpoints").glob("*/step-*"))
+
+
+def written(stack: Stack, save: str) -> bool:
+    return any((stack.folder / "checkpoints").glob(f"*/{save}/MANIFEST.json"))
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -137,6 +147,72 @@ def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger:
     assert [first.wait(180), second.wait(180)] == [0, 0]
     first.says("training starts from the beginning")
     exact(ledger)
+
+
+def test_a_server_that_lost_its_rows_between_two_loops_ends_the_run_which_resumes(ledger: Stack) -> None:
+    reached, until = ledger.folder / "reached", ledger.folder / "until"
+    behind = {"where": "behind", "step": 12, "ranks": []}
+    plan = {"every": 5, "evaluate": behind, "pause": {"reached": str(reached), "until": str(until)}}
+    parts = nodes(ledger, **plan)
+    wait_until("the end of the first loop", reached.exists, 60, evidence=lambda: parts[0].output)
+    wait_until("the checkpoint of step 10", lambda: written(ledger, "step-10"), 30)
+    ledger.kill("server-1")
+    ledger.start_part("server", 1)
+    ledger.wait_ready()
+    until.touch()
+    assert [part.wait() for part in parts] == [75, 75], parts[0].output
+    assert "server 1 of 2" in parts[0].output and "lost the rows of generation" in parts[0].output, parts[0].output
+    parts = nodes(ledger, **plan)
+    assert [part.wait() for part in parts] == [0, 0], parts[0].output
+    parts[0].says("training resumes after step 10")
+    exact(ledger)
+
+
+@pytest.mark.parametrize("where", ["between loops", "after a load", "before a load", "in an evaluation"])
+def test_rows_that_a_server_lost_are_missed_wherever_they_are_needed(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    stack = make_stack(servers=2)
+    stack.use(monkeypatch)
+    model = TinyModel()
+    with (
+        pytest.raises(RunLostError, match=r"server 1 of 2 .* lost"),
+        TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx,
+    ):
+        train(ctx)
+        ctx.dump_checkpoint("here")
+        if where == "after a load":
+            ctx.load_checkpoint("here")
+        stack.kill("server-1")
+        stack.start_part("server", 1)
+        stack.wait_ready()
+        if where == "before a load":
+            ctx.load_checkpoint("here")
+        if where == "in an evaluation":
+            ctx.get_embedding_from_data(Batches(1).batch(0, requires_grad=False))
+        else:
+            train(ctx)
+
+
+def test_a_server_with_a_log_continues_with_the_next_loop(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = make_stack(servers=2, log="always")
+    stack.use(monkeypatch)
+    model = TinyModel()
+    with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
+        train(ctx)
+        rows = ctx.get_embedding_size()
+        stack.kill("server-1")
+        stack.start_part("server", 1)
+        stack.wait_ready()
+        train(ctx)
+        assert ctx.get_embedding_size() == rows
+
+
+def train(ctx: TrainCtx) -> None:
+    """Make a pass over a few batches, the same each time."""
+    for batch in DataLoader(Batches(5)):
+        output, labels = ctx.forward(batch)
+        ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
 
 
 ANY_NUMBER = """

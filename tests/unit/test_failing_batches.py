@@ -615,6 +615,20 @@ def test_an_error_after_the_context_was_used_again_is_not_written_down(folder: P
     assert "poison" not in names(folder)
 
 
+def test_an_evaluation_that_is_refused_is_not_blamed_on_an_open_batch(folder: Path) -> None:
+    """A loop was left at a batch that was not trained on; then the look-up of another batch is refused."""
+    with (
+        pytest.raises(DataError, match="without a slot: c"),
+        make(checkpoints=Checkpoints(folder, every=10)) as ctx,
+    ):
+        for batch in DataLoader(Batches(STEPS, ids=20), reproducible=True):
+            if batch.step > BAD:
+                break
+            step(ctx, batch)
+        ctx.get_embedding_from_data(Marked(refused=True).batch(BAD))
+    assert "poison" not in names(folder)
+
+
 @pytest.mark.parametrize("through", THROUGH)
 @pytest.mark.parametrize(
     "how",

@@ -1,4 +1,4 @@
-"""Agreements of the ranks of a run, over their control plane."""
+"""Agreements of the ranks on failures, NaN and settings. They agree on a step in ``TrainingLoop._agree_on_step``."""
 
 import contextlib
 from collections.abc import Iterator

@@ -110,7 +110,7 @@ class TrainingLoop:
         try:
             while True:
                 self._hooks.before_step()
-                if (skip := self._agree()) is None or (batch := self._take()) is None:
+                if (skip := self._agree_on_step()) is None or (batch := self._take()) is None:
                     return None
                 if not skip:
                     self._hooks.after_lookup(batch.step)
@@ -122,7 +122,7 @@ class TrainingLoop:
             self._open = next(iter(self._feeder.fed), None)
             raise
 
-    def _agree(self) -> bool | None:
+    def _agree_on_step(self) -> bool | None:
         """Agree with the other ranks on the next step, before any of them takes its batch.
 
         Returns:

@@ -5,7 +5,7 @@ use persia_types::tables::{Mode, Run, TablesError};
 use persia_types::token::{JobId, Token};
 
 use crate::fixture::{
-    Fixture, GENERATION, LEDGER, begun, begun_with, distinct_gradients, ids, pushed, run, token,
+    Fixture, GENERATION, LEDGER, begun, begun_with, distinct_gradients, ids, next_run, pushed, run, token,
 };
 use crate::{Case, Make};
 
@@ -36,7 +36,7 @@ fn a_generation_must_be_above(make: Make<'_>) {
         assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
     }
     fixture.train(1, 0, &[1]); // refused requests changed nothing
-    fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
+    fixture.0.begin(&next_run()).unwrap();
 }
 
 fn another_generation_or_job_is_stale(make: Make<'_>) {
@@ -63,7 +63,7 @@ fn a_new_generation_keeps_rows(make: Make<'_>) {
     let ids = ids(40);
     fixture.train(1, 0, &ids);
     fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
-    fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
+    fixture.0.begin(&next_run()).unwrap();
     let again = Token { generation: GENERATION + 1, ..token(0, 1) };
     let read = || fixture.try_lookup(again, Mode::Eval, 0, &ids).expect("an eval look-up").0;
     assert_eq!(read(), pushed(0, &ids, 1.0));
@@ -106,7 +106,7 @@ fn other_state_is_refused(make: Make<'_>) {
     let momentum = Optimizer::Sgd { lr: 1.0, momentum: 0.5, weight_decay: 0.0 };
     let fixture = begun_with(make, &Run { optimizer: Some(momentum), ..run() });
     fixture.train(1, 0, &[1]);
-    let next = Run { generation: GENERATION + 1, optimizer: Some(LEDGER), ..run() };
+    let next = Run { optimizer: Some(LEDGER), ..next_run() };
     let error = fixture.0.begin(&next).unwrap_err();
     assert!(matches!(error, TablesError::BadRun { .. }), "{error}");
     fixture.0.clear().unwrap();

@@ -6,7 +6,9 @@ use persia_types::schema::{Initializer, Optimizer};
 use persia_types::tables::{FileEntry, Run, TablesError};
 use persia_types::token::Token;
 
-use crate::fixture::{Fixture, GENERATION, begun, begun_with, distinct_gradients, ids, pushed, run, token};
+use crate::fixture::{
+    Fixture, GENERATION, begun, begun_with, distinct_gradients, ids, next_run, pushed, run, token,
+};
 use crate::{Case, Make};
 
 pub(super) const CASES: &[Case] = &[
@@ -103,7 +105,7 @@ fn restore_replaces(make: Make<'_>) {
     fixture.0.restore(dir.path(), &files).unwrap();
     assert_eq!(fixture.rows_held(), [50, 0]);
     assert_eq!(fixture.read(0, &early), pushed(0, &early, 1.0));
-    fixture.0.begin(&Run { generation: GENERATION + 1, ..run() }).unwrap();
+    fixture.0.begin(&next_run()).unwrap();
     let next = Token { generation: GENERATION + 1, ..token(0, 1) };
     let report = fixture.try_push(next, 0, &early, &distinct_gradients(0, &early), 1.0).unwrap();
     assert_eq!(report.rows_applied, 50);

@@ -19,6 +19,11 @@ pub(super) const GENERATION: u64 = 3;
 /// `w -= g`: the rows show the number of pushes.
 pub(super) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
 
+/// A run that continues with the rows of [`run`].
+pub(super) fn next_run() -> Run {
+    Run { generation: GENERATION + 1, continues: GENERATION, ..run() }
+}
+
 /// The run most cases begin.
 pub(super) fn run() -> Run {
     Run {
@@ -32,6 +37,7 @@ pub(super) fn run() -> Run {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     }

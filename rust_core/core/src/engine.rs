@@ -137,6 +137,7 @@ impl Engine {
             admit_min_count,
             weight_bound,
             fresh,
+            continues: 0,
             world_size: self.world_size,
             reproducible: false,
         };
@@ -360,9 +361,11 @@ impl Engine {
         engine.ok_or_else(|| not_begun(py))
     }
 
-    /// Begin `run` in a generation above its own and all known ones.
+    /// Begin `run` in a generation above its own and all known ones. Unless it is fresh, it continues with the rows of the
+    /// engine's generation.
     fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
         run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
+        run.continues = if run.fresh { 0 } else { self.generation() };
         let tables = self.tables();
         py.detach(|| tables.begin(&run)).map_err(|error| errors::tables(py, &error))?;
         let generation = run.generation;

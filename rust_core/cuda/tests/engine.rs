@@ -186,6 +186,7 @@ fn tables(pooled_dim: usize) -> Arc<dyn Tables> {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     };

@@ -184,6 +184,7 @@ fn begun_store(dim: usize, vectorwise_shared: bool) -> Arc<Store> {
         admit_min_count: 1,
         weight_bound: 10.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     };

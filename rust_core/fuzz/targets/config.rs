@@ -78,6 +78,7 @@ fn run(schema: Schema) -> Run {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: true,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     }

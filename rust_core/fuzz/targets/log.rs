@@ -91,6 +91,7 @@ fn run() -> Run {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: true,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     }

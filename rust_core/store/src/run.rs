@@ -222,6 +222,7 @@ mod tests {
             admit_min_count: 1,
             weight_bound: 0.0,
             fresh: false,
+            continues: 0,
             world_size: 1,
             reproducible: false,
         }

@@ -51,6 +51,10 @@ pub struct Run {
     /// Drop the rows: the run starts empty.
     #[serde(default)]
     pub fresh: bool,
+    /// Unless `fresh`, the generation whose rows the run continues with; 0 if there are none. A server with other rows
+    /// refuses the run.
+    #[serde(default)]
+    pub continues: u64,
     /// Trainer ranks, at least 1.
     #[serde(default = "one")]
     pub world_size: u32,
@@ -202,7 +206,8 @@ pub struct PushReport {
     pub rows_applied: u64,
     /// Rows skipped because their id has none (evicted since the look-up, or never admitted).
     pub rows_missing: u64,
-    /// Rows skipped because their gradient has a NaN or an infinity.
+    /// Rows skipped because their gradient has a NaN, an infinity, or a number of 2^50 or larger
+    /// ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
     pub rows_nonfinite: u64,
     /// Rows of a push that was applied before.
     pub rows_duplicate: u64,
@@ -211,6 +216,12 @@ pub struct PushReport {
 }
 
 impl PushReport {
+    /// Count a row that is skipped because of its gradient.
+    pub fn add_nonfinite(&mut self, table: usize, id: Id) {
+        self.rows_nonfinite += 1;
+        self.first_nonfinite.get_or_insert((table, id));
+    }
+
     /// Whether the counts add up to `rows`.
     pub fn accounts_for(&self, rows: u64) -> bool {
         let Self { rows_pushed, rows_applied, rows_missing, rows_nonfinite, rows_duplicate, .. } = *self;
@@ -273,6 +284,9 @@ pub struct Stats {
     /// The generation of the run that began last; 0 before any.
     #[serde(default)]
     pub generation: u64,
+    /// The generation of the run in progress; 0 if none has begun since the process started.
+    #[serde(default)]
+    pub begun: u64,
 }
 
 /// The rows: the in-process store, or the network client.
@@ -284,7 +298,8 @@ pub trait Tables: Send + Sync {
     ///
     /// # Errors
     /// `BadRun` when the schema differs, the generation is not above the current one, a number is out of range, or
-    /// rows are held whose optimizer state does not fit the new optimizer.
+    /// rows are held whose optimizer state does not fit the new optimizer. `Lost` when a server does not have the rows
+    /// of the generation that the run continues.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
     /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): if

@@ -67,7 +67,7 @@ impl SeenTokens {
         self.generation
     }
 
-    /// Whether `token` was inserted before.
+    /// Whether `token` was inserted before. A token of another job or generation is refused.
     ///
     /// # Errors
     /// [`TablesError::StaleGeneration`] for another job or generation than the current one.
@@ -81,6 +81,11 @@ impl SeenTokens {
         }
         let age = window.highest - token.seq;
         Ok(age >= 128 || window.seen >> age & 1 == 1)
+    }
+
+    /// Whether no token of the current generation was inserted.
+    pub fn is_empty(&self) -> bool {
+        self.ranks.is_empty()
     }
 
     /// Remember `token`; true when it was new.

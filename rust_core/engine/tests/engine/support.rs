@@ -50,6 +50,7 @@ pub(crate) fn run(schema: &Schema) -> Run {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     }

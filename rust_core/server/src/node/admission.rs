@@ -1,12 +1,15 @@
-//! The path of a training request through a server: throttle → turn → log → token → apply.
+//! The path of a training request through a server: throttle → generation → turn → log → token → apply.
 //!
 //! 1. *Throttle*: wait while a snapshot in progress has used up its copy budget.
-//! 2. *Turn*: in a reproducible run with several ranks, wait for the requests before this one.
-//! 3. *Log*: with `durability: log`, append the request, for a replay.
-//! 4. *Token*: a request whose token was applied before changes nothing.
-//! 5. *Apply*; then the turn advances.
+//! 2. *Generation*: refuse a request of another generation.
+//! 3. *Turn*: in a reproducible run with several ranks, wait for the requests before this one.
+//! 4. *Log*: with `durability: log`, append the request, for a replay.
+//! 5. *Token*: a request whose token was applied before changes nothing.
+//! 6. *Apply*; then the turn advances.
 //!
-//! [`Node::admit`] waits for the first two and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the
+//! This is the admission of requests. The admission of ids, by which an id gets a row, is in the store.
+//!
+//! [`Node::admit`] does the first three and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the
 //! rest, which computes and may wait for a disk. A failed request leaves neither a record nor a token and keeps its
 //! turn, so that its retry takes the same path.
 
@@ -27,7 +30,8 @@ impl Node {
     /// requests.
     pub async fn admit(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
         self.throttle().await?;
-        self.wait_turn(token, phase).await
+        self.check_generation_of(token)?;
+        self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
 
     /// Read rows. A training look-up must be [admitted](Self::admit); others have no turn and are not logged.
@@ -73,12 +77,13 @@ impl Node {
         self.store.is_full()
     }
 
-    async fn wait_turn(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
+    /// Refuse a training request of another job or generation.
+    pub(super) fn check_generation_of(&self, token: Token) -> Result<(), TablesError> {
         let Fence { job, generation } = self.current()?;
-        if (job, generation) != (token.job, token.generation) {
-            return Err(TablesError::StaleGeneration { token, current: generation });
+        if (job, generation) == (token.job, token.generation) {
+            return Ok(());
         }
-        self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
+        Err(TablesError::StaleGeneration { token, current: generation })
     }
 
     fn log_and_apply<T>(

@@ -1,4 +1,6 @@
 //! [`GenerationFile`]: the highest generation that a server accepted, in a directory that one process owns.
+//!
+//! Requests of an older generation are refused in `admission.rs`.
 
 use std::fs::{self, File};
 use std::io;

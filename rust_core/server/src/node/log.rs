@@ -132,6 +132,12 @@ impl RequestLog {
         Ok(replayed)
     }
 
+    /// Refuse records until a restart, because the rows are not those of the log.
+    pub(super) fn close(&self) {
+        *self.cut.lock() = None;
+        self.wal.close();
+    }
+
     /// Whether the log has a base.
     pub(super) fn has_base(&self) -> bool {
         self.wal.has_base()

@@ -15,6 +15,7 @@ mod sequencer;
 mod snapshot;
 
 use std::io;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -69,6 +70,8 @@ pub struct Node {
     log: Option<RequestLog>,
     /// The run in progress.
     begun: RwLock<Option<Run>>,
+    /// The oldest generation whose rows were those at the start of the run in progress.
+    oldest: Mutex<u64>,
     /// Locked by an administrative request, so that its checks stay valid until it ends.
     admin: Mutex<()>,
 }
@@ -116,6 +119,7 @@ impl Node {
             sequencer: Arc::default(),
             log,
             begun: RwLock::new(None),
+            oldest: Mutex::default(),
             admin: Mutex::new(()),
         };
         if let Err(why) = node.recover() {
@@ -123,6 +127,7 @@ impl Node {
             node.store = empty_store(&node.options)?;
             node.sequencer = Arc::default();
             node.begun = RwLock::new(None);
+            node.log.iter().for_each(RequestLog::close);
         }
         Ok(node)
     }
@@ -140,19 +145,26 @@ impl Node {
     /// Begin a run, or with `check_only` report why it cannot begin. The generation is durable before this returns.
     ///
     /// # Errors
-    /// `Incompatible` for another job or number of servers, `Io` if the generation cannot be written; otherwise as
-    /// [`Tables::begin`].
+    /// `Incompatible` for another job or number of servers, `Io` if the generation cannot be written, `Lost` if the rows
+    /// are not those that the run continues with; otherwise as [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check_begin(servers, run)?;
         if check_only {
             return Ok(());
         }
-        // First, because a begin that fails here has dropped no row.
-        self.generation.set(run.generation)?;
+        let continues_log = !run.fresh && self.log.as_ref().is_some_and(RequestLog::has_base);
+        if !continues_log {
+            // First, because a begin that fails here has dropped no row.
+            self.generation.set(run.generation)?;
+        }
         match &self.log {
             None => self.start(run)?,
-            Some(log) if !run.fresh && log.has_base() => log.begin(run, || self.start(run))?,
+            Some(log) if continues_log => {
+                // The log first: a server that is killed in between recovers the run.
+                log.begin(run, || self.start(run))?;
+                self.generation.set(run.generation)?;
+            }
             // A log without these rows would lose them. It stays closed until a restore or a fresh run.
             Some(_) if !run.fresh && self.holds_rows()? => {
                 tracing::warn!(
@@ -191,12 +203,35 @@ impl Node {
             let what = format!("generation {generation} is not above {highest}, the highest so far");
             return Err(TablesError::BadRun { what });
         }
+        self.check_continues(run)?;
         self.store.check_begin(run)
+    }
+
+    /// Refuse a run that continues with other rows than those of this server.
+    fn check_continues(&self, run: &Run) -> Result<(), TablesError> {
+        let (expected, own) = (run.continues, self.generations_of_rows());
+        if run.fresh || own.contains(&expected) {
+            return Ok(());
+        }
+        let what = match own.end() {
+            0 => format!("it was restarted and has lost the rows of generation {expected}"),
+            own => format!("its rows are of generation {own}, the run continues generation {expected}"),
+        };
+        Err(TablesError::Lost { peer: self.peer.clone(), what })
+    }
+
+    /// The generations that ended, or began, with the rows of now. 0 stands for an empty server before its first run.
+    fn generations_of_rows(&self) -> RangeInclusive<u64> {
+        let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
+        let unchanged = self.store.progress().is_empty();
+        if unchanged { *self.oldest.lock()..=begun } else { begun..=begun }
     }
 
     /// Begin `run`, whose checks passed.
     fn start(&self, run: &Run) -> Result<(), TablesError> {
+        let oldest = *self.generations_of_rows().start();
         self.store.begin(run)?;
+        *self.oldest.lock() = if run.fresh || oldest == 0 { run.generation } else { oldest };
         let ordered = run.reproducible && run.optimizer.is_some();
         self.sequencer.begin(run.generation, if ordered { run.world_size } else { 1 });
         *self.begun.write() = Some(run.clone());
@@ -213,7 +248,8 @@ impl Node {
     /// None of its own.
     pub fn stats(&self) -> Result<Stats, TablesError> {
         let stats = self.store.stats()?;
-        Ok(Stats { generation: stats.generation.max(self.generation.get()), ..stats })
+        let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
+        Ok(Stats { generation: stats.generation.max(self.generation.get()), begun, ..stats })
     }
 
     /// Bytes of the log, if there is one.
@@ -232,14 +268,9 @@ impl Node {
         Ok(Fence { job: JobId::from_name(&run.job), generation: run.generation })
     }
 
-    /// Refuse a request of another run.
-    fn check(&self, fence: Fence) -> Result<(), TablesError> {
-        let begun = self.current()?;
-        if fence == begun {
-            return Ok(());
-        }
-        let token = Token { job: fence.job, generation: fence.generation, rank: 0, seq: 0 };
-        Err(TablesError::StaleGeneration { token, current: begun.generation })
+    /// Refuse an administrative request of another job or generation, as [`admission`] does for training requests.
+    fn check_generation(&self, Fence { job, generation }: Fence) -> Result<(), TablesError> {
+        self.check_generation_of(Token { job, generation, rank: 0, seq: 0 })
     }
 
     fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {

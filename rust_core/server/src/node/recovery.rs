@@ -25,10 +25,14 @@ impl Node {
         let replayed = log.replay(&base, |op| self.replay(op).map_err(|error| error.to_string()))?;
         let generation = self.current().map_err(|error| error.to_string())?.generation;
         let highest = self.generation.get();
-        if generation != highest {
+        if generation < highest {
             return Err(format!(
                 "it is of generation {generation}, but generation {highest} has begun since"
             ));
+        }
+        if generation > highest {
+            // The process was killed after it had logged the begin of this generation.
+            self.generation.set(generation).map_err(|error| error.to_string())?;
         }
         if replayed.torn > 0 {
             let bytes = replayed.torn;

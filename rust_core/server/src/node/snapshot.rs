@@ -19,13 +19,13 @@ impl Node {
     /// # Errors
     /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
-        self.check(fence)?;
+        self.check_generation(fence)?;
         // The cut does not wait for a disk, because all ranks wait for the cut.
         let Some(_alone) = self.admin.try_lock_for(CUT_TIMEOUT) else {
             let what = "the files of an earlier snapshot are still being written";
             return Err(self.io(io::ErrorKind::ResourceBusy, what));
         };
-        self.check(fence)?;
+        self.check_generation(fence)?;
         match &self.log {
             None => self.store.prepare_snapshot(number),
             Some(log) => log.prepare_snapshot(number, || {
@@ -41,7 +41,7 @@ impl Node {
     /// `NotBegun`, `StaleGeneration`.
     pub fn abort_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        self.check(fence)?;
+        self.check_generation(fence)?;
         self.release(number)
     }
 
@@ -60,7 +60,7 @@ impl Node {
     /// # Errors
     /// As [`Self::write_snapshot`].
     pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
-        self.check(fence)?;
+        self.check_generation(fence)?;
         let probed = self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir));
         probed.map_err(|error| match error {
             TablesError::Io { path, source } => {
@@ -83,7 +83,7 @@ impl Node {
         number: Option<u64>,
     ) -> Result<Snapshot, TablesError> {
         let _alone = self.admin.lock();
-        self.check(fence)?;
+        self.check_generation(fence)?;
         let dir = self.options.checkpoints.resolve(directory);
         let snapshot = dir.and_then(|dir| self.store.write_snapshot(&dir, number));
         if let (Err(_), Some(number)) = (&snapshot, number) {
@@ -107,7 +107,7 @@ impl Node {
         files: &[FileEntry],
     ) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        self.check(fence)?;
+        self.check_generation(fence)?;
         self.options.checkpoints.resolve(directory)?;
         let Some(log) = &self.log else { return Ok(()) };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
@@ -127,7 +127,7 @@ impl Node {
         check_only: bool,
     ) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        self.check(fence)?;
+        self.check_generation(fence)?;
         let dir = self.options.checkpoints.resolve(directory)?;
         if check_only {
             return self.store.check_restore(&dir, files);
@@ -144,7 +144,7 @@ impl Node {
     /// `NotBegun`, `StaleGeneration`.
     pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        self.check(fence)?;
+        self.check_generation(fence)?;
         self.replace(None, || self.store.clear())?;
         tracing::info!("rows dropped");
         Ok(())
@@ -156,8 +156,9 @@ impl Node {
         rows: Option<Rows>,
         change: impl FnOnce() -> Result<(), TablesError>,
     ) -> Result<(), TablesError> {
-        let Some(log) = &self.log else { return change() };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
+        *self.oldest.lock() = run.generation;
+        let Some(log) = &self.log else { return change() };
         log.restart(|| {
             change()?;
             Ok((run, rows, self.position()))

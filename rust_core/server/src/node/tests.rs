@@ -1,5 +1,6 @@
 use std::path::PathBuf;
 
+use persia_types::config::LogSync;
 use persia_types::tables::{LookupRequest, TableIds};
 use persia_types::{Initializer, Mode, Optimizer, ShardedIds, Table};
 
@@ -27,6 +28,29 @@ fn node_with(data: &std::path::Path, checkpoints: Option<PathBuf>) -> Node {
     Node::new(options, GenerationFile::open(Some(data)).unwrap()).unwrap()
 }
 
+fn node_with_log(dir: &std::path::Path) -> Node {
+    let node = node(&dir.join("data"));
+    let options = NodeOptions {
+        log: Some(LogOptions { dir: dir.join("log"), sync: LogSync::Always }),
+        ..node.options.clone()
+    };
+    drop(node);
+    Node::new(options, GenerationFile::open(Some(&dir.join("data"))).unwrap()).unwrap()
+}
+
+/// A run that continues with the rows of another.
+fn continuing(node: &Node, generation: u64, continues: u64) -> Run {
+    Run { fresh: false, continues, ..run(node, generation) }
+}
+
+fn train(node: &Node, generation: u64, seq: u64) {
+    let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
+    let token = Token { job: JobId::from_name("job"), generation, rank: 0, seq };
+    let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
+    let request = LookupRequest { token, step: seq, mode: Mode::Train, tables: &tables };
+    node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
+}
+
 fn run(node: &Node, generation: u64) -> Run {
     Run {
         job: "job".into(),
@@ -39,6 +63,7 @@ fn run(node: &Node, generation: u64) -> Run {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: true,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     }
@@ -50,11 +75,7 @@ fn a_begin_whose_generation_cannot_be_written_changes_nothing() {
     let data = dir.path().join("data");
     let node = node(&data);
     node.begin(1, &run(&node, 1), false).unwrap();
-    let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
-    let token = Token { job: JobId::from_name("job"), generation: 1, rank: 0, seq: 1 };
-    let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
-    let request = LookupRequest { token, step: 1, mode: Mode::Train, tables: &tables };
-    node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
+    train(&node, 1, 1);
     std::fs::remove_dir_all(&data).unwrap();
     let error = node.begin(1, &run(&node, 2), false).unwrap_err();
     assert!(matches!(error, TablesError::Io { .. }), "{error}");
@@ -71,4 +92,96 @@ fn a_directory_that_this_server_cannot_write_is_reported() {
     let fence = Fence { job: JobId::from_name("job"), generation: 1 };
     let error = node.check_storage(fence, "sys").unwrap_err().to_string();
     assert!(error.contains("/proc/sys: server 0: user ") && error.contains("cannot write here"), "{error}");
+}
+
+#[test]
+fn a_run_continues_only_with_the_rows_of_its_generation() {
+    let dir = tempfile::tempdir().unwrap();
+    let node = node(dir.path());
+    let refused = |generation, continues| {
+        let error = node.begin(1, &continuing(&node, generation, continues), false).unwrap_err();
+        assert!(matches!(&error, TablesError::Lost { peer, .. } if peer.starts_with("server 0")), "{error}");
+        error.to_string()
+    };
+    assert!(refused(4, 3).contains("it was restarted and has lost the rows of generation 3"));
+    node.begin(1, &run(&node, 4), false).unwrap();
+    assert!(refused(5, 3).contains("its rows are of generation 4, the run continues generation 3"));
+    train(&node, 4, 1);
+    node.begin(1, &continuing(&node, 5, 4), false).unwrap();
+    // Nothing has changed since: another server may not have begun generation 5.
+    node.begin(1, &continuing(&node, 7, 4), false).unwrap();
+    node.begin(1, &continuing(&node, 8, 5), false).unwrap();
+    train(&node, 8, 1);
+    for continues in [4, 5, 7] {
+        refused(9, continues);
+    }
+    node.begin(1, &continuing(&node, 9, 8), false).unwrap();
+    node.clear(Fence { job: JobId::from_name("job"), generation: 9 }).unwrap();
+    refused(10, 8);
+    node.begin(1, &continuing(&node, 10, 9), false).unwrap();
+    assert_eq!(node.stats().unwrap().begun, 10);
+}
+
+#[test]
+fn a_restarted_server_without_a_log_does_not_continue() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = node(dir.path());
+    first.begin(1, &run(&first, 1), false).unwrap();
+    train(&first, 1, 1);
+    drop(first);
+    let second = node(dir.path());
+    let error = second.begin(1, &continuing(&second, 2, 1), true).unwrap_err();
+    assert!(matches!(error, TablesError::Lost { .. }), "{error}");
+    let stats = second.stats().unwrap();
+    assert_eq!((stats.generation, stats.begun), (1, 0));
+    second.begin(1, &run(&second, 2), false).unwrap();
+}
+
+#[test]
+fn a_restarted_server_with_a_log_continues() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = node_with_log(dir.path());
+    first.begin(1, &run(&first, 1), false).unwrap();
+    train(&first, 1, 1);
+    first.begin(1, &continuing(&first, 2, 1), false).unwrap();
+    drop(first);
+    let second = node_with_log(dir.path());
+    assert_eq!(second.stats().unwrap().rows, [3]);
+    second.begin(1, &continuing(&second, 3, 1), false).unwrap();
+}
+
+/// The process was killed between the record of a begin and the file of the generation.
+#[test]
+fn a_begin_that_is_only_in_the_log_has_begun() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = node_with_log(dir.path());
+    first.begin(1, &run(&first, 1), false).unwrap();
+    train(&first, 1, 1);
+    let file = dir.path().join("data/generation");
+    let before = std::fs::read(&file).unwrap();
+    first.begin(1, &continuing(&first, 2, 1), false).unwrap();
+    drop(first);
+    std::fs::write(&file, before).unwrap();
+    let second = node_with_log(dir.path());
+    let stats = second.stats().unwrap();
+    assert_eq!((stats.rows, stats.generation, stats.begun), (vec![3], 2, 2));
+    assert_eq!(std::fs::read_to_string(&file).unwrap().trim(), "2");
+}
+
+#[test]
+fn a_log_of_an_older_generation_is_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = node_with_log(dir.path());
+    first.begin(1, &run(&first, 1), false).unwrap();
+    train(&first, 1, 1);
+    drop(first);
+    std::fs::write(dir.path().join("data/generation"), "2\n").unwrap();
+    let second = node_with_log(dir.path());
+    assert!(!second.log.as_ref().unwrap().has_base(), "the log describes rows that are not there");
+    assert_eq!(second.stats().unwrap().rows, [0]);
+    assert!(matches!(second.begin(1, &continuing(&second, 3, 1), false), Err(TablesError::Lost { .. })));
+    second.begin(1, &run(&second, 3), false).unwrap();
+    train(&second, 3, 1);
+    drop(second);
+    assert_eq!(node_with_log(dir.path()).stats().unwrap().rows, [3]);
 }

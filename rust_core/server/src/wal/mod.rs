@@ -100,6 +100,11 @@ impl Wal {
         self.shared.writer.lock().first.is_some()
     }
 
+    /// Refuse records until a reset. The files stay.
+    pub(crate) fn close(&self) {
+        *self.shared.writer.lock() = Writer::default();
+    }
+
     /// Replace the log by an empty one. `base` gets the number of its first segment; no record is appended meanwhile.
     /// The old log is removed before anything is written, which frees a full disk; a process that is killed
     /// in between leaves no log.

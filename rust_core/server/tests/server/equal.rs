@@ -215,7 +215,8 @@ fn several_servers_begin_and_restore_all_or_none() {
     // One id: two of three servers hold no row that another optimizer would not match.
     let one = vec![vec![], vec![], vec![4]];
     lookup(client.as_ref(), token(0, 1), Mode::Train, &DIMS, &one).unwrap();
-    let sgd = Run { generation: 2, optimizer: run_of(&stack.plan).optimizer, ..run(&stack.plan, 1) };
+    let sgd =
+        Run { generation: 2, continues: 1, optimizer: run_of(&stack.plan).optimizer, ..run(&stack.plan, 1) };
     let error = client.begin(&sgd).unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, TablesError::BadRun { .. }) && text.contains("of 3 at 127.0.0.1:"), "{text}");

@@ -175,7 +175,7 @@ fn messages_out_of_place_are_refused() {
 #[test]
 fn another_job_generation_count_or_version_is_refused() {
     let (stack, client) = begun(2);
-    let run = Run { generation: 2, ..run_of(&stack.plan) };
+    let run = Run { generation: 2, continues: 1, ..run_of(&stack.plan) };
     let error = client.begin(&Run { job: "another".into(), ..run.clone() }).unwrap_err();
     assert!(matches!(error, TablesError::Incompatible { .. }), "{error}");
     assert!(error.to_string().contains("\"another\"") && error.to_string().contains("\"test\""), "{error}");

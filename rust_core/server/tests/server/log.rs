@@ -30,6 +30,7 @@ fn run(generation: u64, fresh: bool) -> Run {
     let mut run = Run {
         generation,
         fresh,
+        continues: generation.saturating_sub(1),
         schema: schema(&DIMS),
         optimizer: Some(Optimizer::Adagrad {
             lr: 0.1,

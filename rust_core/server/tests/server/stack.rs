@@ -241,6 +241,7 @@ pub(crate) fn run_of(plan: &Plan) -> Run {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     }

@@ -78,6 +78,7 @@ impl Bench {
             admit_min_count: 1,
             weight_bound: 10.0,
             fresh: false,
+            continues: 0,
             world_size: 1,
             reproducible: false,
         };

@@ -78,6 +78,7 @@ fn begun(policy: Policy) -> Store {
         admit_min_count: policy.min_count,
         weight_bound: 0.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: false,
     };

@@ -1,4 +1,5 @@
-//! [`Claims`]: which look-ups and pushes were applied, and which are in flight.
+//! [`Claims`]: which look-ups and pushes were applied, and which are in flight. [`SeenTokens`] refuses those of another
+//! generation.
 
 use std::collections::BTreeMap;
 

@@ -37,6 +37,7 @@ fn begun(level: InstructionSet, optimizer: Optimizer) -> Store {
         admit_min_count: 1,
         weight_bound: 0.0,
         fresh: false,
+        continues: 0,
         world_size: 1,
         reproducible: true,
     };

@@ -200,6 +200,7 @@ impl Tables for Store {
             pushes,
             tokens: self.claims.highest_pushes(),
             generation: self.generation.load(Ordering::Relaxed),
+            begun: self.generation.load(Ordering::Relaxed),
             ..Stats::default()
         };
         for shard in &self.shards {

@@ -27,3 +27,10 @@ pub struct Progress {
     pub(super) pushes: SeenTokens,
     pub(super) counters: Counters,
 }
+
+impl Progress {
+    /// Whether no training request was applied since the run began.
+    pub fn is_empty(&self) -> bool {
+        self.lookups.is_empty() && self.pushes.is_empty()
+    }
+}

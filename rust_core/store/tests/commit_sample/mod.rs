@@ -72,6 +72,7 @@ pub(crate) fn head(step: u64) -> Head {
             admit_min_count: 1,
             weight_bound: 10.0,
             fresh: false,
+            continues: 0,
             world_size: 1,
             reproducible: false,
         },

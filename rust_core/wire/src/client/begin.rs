@@ -39,8 +39,7 @@ impl Caller {
     /// `refusal`. If it has on some, the run is lost, and the next one uses a higher generation.
     async fn check_begun(&self, generation: u64, refusal: TablesError) -> Result<(), TablesError> {
         let all = self.stats_by_server().await?;
-        let without: Vec<usize> =
-            (0..all.len()).filter(|server| all[*server].generation != generation).collect();
+        let without: Vec<usize> = (0..all.len()).filter(|server| all[*server].begun != generation).collect();
         match without.first() {
             None => Ok(()),
             Some(_) if without.len() == all.len() => Err(refusal),

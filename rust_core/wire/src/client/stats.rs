@@ -92,6 +92,7 @@ pub(super) fn sum(all: Vec<Stats>) -> Stats {
             *highest = seq.max(*highest);
         }
         sum.generation = sum.generation.max(stats.generation);
+        sum.begun = sum.begun.max(stats.begun);
     }
     sum
 }

@@ -22,6 +22,7 @@ fn run(generation: u64) -> Run {
         admit_min_count: 1,
         weight_bound: 0.1,
         fresh: true,
+        continues: 0,
         world_size: 2,
         reproducible: true,
     }

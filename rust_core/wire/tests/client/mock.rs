@@ -348,7 +348,7 @@ impl Middleware for Mock {
             let tokens = BTreeMap::from([(0, 5 + u64::from(server)), (server, 9)]);
             let generation =
                 if seen.begun_only.is_none_or(|only| only == server) { seen.generation } else { 0 };
-            Stats { rows, tokens, generation, payload_bytes: 100, ..Stats::default() }
+            Stats { rows, tokens, generation, begun: generation, payload_bytes: 100, ..Stats::default() }
         };
         let answer = |server: u32| proto::ServerStats {
             server,
