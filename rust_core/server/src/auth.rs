@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use persia_wire::auth::Guard;
+use persia_wire::peer::PeerInfo;
 use tonic::service::Interceptor;
 use tonic::{Request, Status};
 
@@ -36,11 +37,18 @@ impl AuthInterceptor {
 
 impl Interceptor for AuthInterceptor {
     fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
-        let peer = request.remote_addr();
-        self.guard.call(request).inspect_err(|status| {
-            metrics::count_refused();
-            self.log.lock().refused(peer, status.message());
-        })
+        let peer = PeerInfo::of(&request).cloned();
+        match self.guard.call(request) {
+            Ok(request) => {
+                peer.iter().for_each(PeerInfo::set_authenticated);
+                Ok(request)
+            }
+            Err(status) => {
+                metrics::count_refused();
+                self.log.lock().refused(peer.and_then(|peer| peer.address()), status.message());
+                Err(status)
+            }
+        }
     }
 }
 

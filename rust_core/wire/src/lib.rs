@@ -30,7 +30,7 @@ pub mod rpc;
 mod transport;
 
 pub use codec::{chunk, collect, csr, floats, parts, receive, samples, scatter, send};
-pub use transport::{auth, backoff, listen, settings, tls};
+pub use transport::{auth, backoff, listen, peer, settings, tls};
 
 /// Messages, clients and servers of `persia.v1`, generated; `tests/generated.rs` says how.
 #[allow(missing_docs, unreachable_pub, clippy::all, reason = "generated code")]

@@ -13,3 +13,4 @@ mod pooled_limits;
 mod processes;
 mod running;
 mod stack;
+mod unauthenticated;

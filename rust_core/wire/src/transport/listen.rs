@@ -1,4 +1,4 @@
-//! [`Listener`]: a bounded number of connections. Silent ones are closed.
+//! [`Listener`]: a bounded number of connections. Those that are silent, or do not authenticate, are closed.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,8 +16,9 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, Sleep, sleep};
 use tokio_util::either::Either;
-use tonic::transport::server::{Connected, TcpConnectInfo};
+use tonic::transport::server::Connected;
 
+use crate::peer::{AUTHENTICATION_TIMEOUT, PeerInfo, Unauthenticated};
 use crate::settings::{Endpoint, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
 /// Time limit of a new connection to send the preface of HTTP/2, or TLS.
@@ -88,11 +89,15 @@ impl Listener {
 
     fn limited(self, connections: usize) -> impl Stream<Item = io::Result<Connection>> + Send {
         let permits = Arc::new(Semaphore::new(connections));
-        futures_util::stream::unfold((self.socket, permits), |(socket, permits)| async move {
+        let state = (self.socket, permits, Unauthenticated::default());
+        futures_util::stream::unfold(state, |(socket, permits, unauthenticated)| async move {
             let permit = Arc::clone(&permits).acquire_owned().await.ok()?;
             let (stream, peer) = loop {
                 match socket.accept().await {
-                    Ok(accepted) => break accepted,
+                    Ok((stream, address)) => match unauthenticated.admit(address) {
+                        Some(peer) => break (stream, peer),
+                        None => tracing::debug!(?address, "closed: too many connections without a token"),
+                    },
                     Err(error) => {
                         tracing::warn!(%error, "cannot accept a connection");
                         sleep(ACCEPT_PAUSE).await;
@@ -100,9 +105,10 @@ impl Listener {
                 }
             };
             let timer = Box::pin(sleep(FIRST_BYTES_TIMEOUT));
+            let now = Instant::now();
             let connection =
-                Connection { stream, peer, timer, heard: Instant::now(), read: 0, _permit: permit };
-            Some((Ok(connection), (socket, permits)))
+                Connection { stream, peer, timer, accepted: now, heard: now, read: 0, _permit: permit };
+            Some((Ok(connection), (socket, permits, unauthenticated)))
         })
     }
 }
@@ -137,21 +143,45 @@ type SocketStream = Either<TcpStream, UnixStream>;
 #[derive(Debug)]
 pub struct Connection {
     stream: SocketStream,
-    /// None for a Unix socket.
-    peer: Option<SocketAddr>,
+    peer: PeerInfo,
     /// Fires at the deadline of the next byte, or before.
     timer: Pin<Box<Sleep>>,
-    /// When the last byte arrived; until the preface is complete, when the connection was accepted.
+    accepted: Instant,
+    /// When the last byte arrived.
     heard: Instant,
     read: usize,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Connected for Connection {
-    type ConnectInfo = TcpConnectInfo;
+    type ConnectInfo = PeerInfo;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        TcpConnectInfo { local_addr: None, remote_addr: self.peer }
+        self.peer.clone()
+    }
+}
+
+impl Connection {
+    /// When the connection is closed, unless it is used as it should, and why.
+    fn deadline(&self) -> (Instant, &'static str, Duration) {
+        let due = |since: Instant, missing, limit| (since + limit, missing, limit);
+        if self.read < FIRST_BYTES {
+            return due(self.accepted, "HTTP/2 preface", FIRST_BYTES_TIMEOUT);
+        }
+        let silent = due(self.heard, "byte, and no answer to a ping,", SILENCE);
+        if self.peer.has_authenticated() {
+            return silent;
+        }
+        silent.min(due(self.accepted, "call with a valid token", AUTHENTICATION_TIMEOUT))
+    }
+
+    fn check_deadline(&self) -> io::Result<Instant> {
+        let (end, missing, limit) = self.deadline();
+        if Instant::now() < end {
+            return Ok(end);
+        }
+        let what = format!("no {missing} within {} s", limit.as_secs());
+        Err(io::Error::new(io::ErrorKind::TimedOut, what))
     }
 }
 
@@ -165,23 +195,15 @@ impl AsyncRead for Connection {
         let polled = Pin::new(&mut self.stream).poll_read(cx, buf);
         if polled.is_ready() {
             self.read = self.read.saturating_add(buf.filled().len() - before);
-            if self.read >= FIRST_BYTES {
-                self.heard = Instant::now();
+            self.heard = Instant::now();
+            if !self.peer.has_authenticated() {
+                self.check_deadline()?; // one that sends bytes all the time never waits for the timer
             }
             return polled;
         }
         loop {
             ready!(self.timer.as_mut().poll(cx));
-            let (missing, limit) = if self.read < FIRST_BYTES {
-                ("HTTP/2 preface", FIRST_BYTES_TIMEOUT)
-            } else {
-                ("byte, and no answer to a ping,", SILENCE)
-            };
-            let end = self.heard + limit;
-            if Instant::now() >= end {
-                let what = format!("no {missing} within {} s", limit.as_secs());
-                return Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, what)));
-            }
+            let end = self.check_deadline()?;
             self.timer.as_mut().reset(end);
         }
     }
@@ -254,6 +276,7 @@ mod tests {
             let mut client = TcpStream::connect(at).await.unwrap();
             client.write_all(&[b'P'; FIRST_BYTES]).await.unwrap();
             let mut connection = connections.next().await.unwrap().unwrap();
+            connection.peer.set_authenticated();
             let mut bytes = [0; 64];
             assert_eq!(connection.read(&mut bytes).await.unwrap(), FIRST_BYTES);
             tokio::time::pause();
@@ -271,6 +294,31 @@ mod tests {
             let error = connection.read(&mut bytes).await.unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::TimedOut);
             assert!(since.elapsed() >= SILENCE - Duration::from_secs(1), "{error}");
+        });
+    }
+
+    #[test]
+    fn a_connection_that_does_not_authenticate_is_closed_even_if_it_sends() {
+        run(async {
+            let (listener, at) = bound().await;
+            let mut connections = Box::pin(listener.connections());
+            let mut clients = Vec::new();
+            for sends in [true, false] {
+                let mut client = TcpStream::connect(&at).await.unwrap();
+                client.write_all(&[b'P'; FIRST_BYTES]).await.unwrap();
+                let mut connection = connections.next().await.unwrap().unwrap();
+                let mut bytes = [0; 64];
+                assert_eq!(connection.read(&mut bytes).await.unwrap(), FIRST_BYTES);
+                tokio::time::pause();
+                tokio::time::advance(AUTHENTICATION_TIMEOUT).await;
+                tokio::time::resume();
+                if sends {
+                    client.write_all(b"ping").await.unwrap();
+                }
+                let error = connection.read(&mut bytes).await.unwrap_err();
+                assert_eq!(error.to_string(), "no call with a valid token within 10 s");
+                clients.push(client);
+            }
         });
     }
 

@@ -3,5 +3,6 @@
 pub mod auth;
 pub mod backoff;
 pub mod listen;
+pub mod peer;
 pub mod settings;
 pub mod tls;
