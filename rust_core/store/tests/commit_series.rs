@@ -62,6 +62,26 @@ fn latest_is_the_newest_and_never_falls_back_to_an_older_one() {
     assert_eq!(latest(parent.path()).unwrap().0, parent.path().join("step-1"));
 }
 
+/// The process was killed between the manifest and `LATEST`, or `LATEST` is lost.
+#[test]
+fn a_damaged_manifest_that_may_be_the_newest_is_not_passed_over() {
+    let parent = tempfile::tempdir().unwrap();
+    series(parent.path(), &[9, 10, 20]);
+    publish_latest(&parent.path().join("step-10")).unwrap();
+    flip_last_byte(parent.path().join("step-9/MANIFEST.json"));
+    assert_eq!(latest(parent.path()).unwrap().1.head.step, 20, "an older one does not matter");
+    flip_last_byte(parent.path().join("step-20/MANIFEST.json"));
+    let error = latest(parent.path()).unwrap_err();
+    assert!(
+        matches!(&error, CheckpointError::Corrupt { path, .. } if path.ends_with("step-20/MANIFEST.json")),
+        "{error}"
+    );
+    fs::rename(parent.path().join("step-20"), parent.path().join("by-hand")).unwrap();
+    assert!(matches!(latest(parent.path()), Err(CheckpointError::Corrupt { .. })), "its age is unknown");
+    fs::remove_dir_all(parent.path().join("by-hand")).unwrap();
+    assert_eq!(latest(parent.path()).unwrap().1.head.step, 10);
+}
+
 #[test]
 fn a_damaged_hint_is_only_a_hint_and_a_foreign_one_is_not_replaced() {
     let parent = tempfile::tempdir().unwrap();

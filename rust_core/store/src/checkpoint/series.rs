@@ -64,18 +64,32 @@ fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<
 /// The newest checkpoint below `parent`. Of several equally new ones, the one that `LATEST` names.
 ///
 /// # Errors
-/// The error of the checkpoint that `LATEST` names, if that cannot be used: an older one is never returned silently.
-/// `Missing` if there is none. `Io`, also for an unreadable manifest, which may be of a newer checkpoint.
+/// The error of the checkpoint that `LATEST` names, or of one that may be newer, if that cannot be used: an older one is
+/// never returned silently. `Missing` if there is none. `Io`, also for an unreadable manifest.
 pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     let hint = read_hint(parent)?;
     let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();
     let mut listed = list_readable(parent)?;
-    fail_on(&mut listed, |one| hinted(one) && one.manifest.is_err())?;
+    let newest =
+        listed.iter().filter_map(|one| one.manifest.as_ref().ok()).map(|manifest| manifest.head.step).max();
+    let unusable = |one: &Listed| {
+        let damaged =
+            matches!(&one.manifest, Err(error) if !matches!(error, CheckpointError::Missing { .. }));
+        damaged && !is_older(one, newest)
+    };
+    fail_on(&mut listed, |one| hinted(one) && one.manifest.is_err() || unusable(one))?;
     let newest = listed.into_iter().max_by_key(|one| (one.age(), hinted(one)));
     match newest {
         Some(Listed { path, manifest }) => manifest.map(|manifest| (path, manifest)),
         None => Manifest::open(parent).map(|manifest| (parent.into(), manifest)),
     }
+}
+
+/// Whether a checkpoint whose manifest is damaged is older than that of step `newest`, by its name, `step-N`.
+fn is_older(one: &Listed, newest: Option<u64>) -> bool {
+    let name = one.path.file_name().and_then(|name| name.to_str());
+    let step = name.and_then(|name| name.strip_prefix("step-")?.parse::<u64>().ok());
+    step.zip(newest).is_some_and(|(step, newest)| step < newest)
 }
 
 /// Write the name of `dir` to `LATEST` in its parent directory: a hint for people and for [`latest`]. Call it after the commit.
