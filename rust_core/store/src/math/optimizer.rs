@@ -13,9 +13,9 @@
 //!
 //! Finally, `w` is clamped to ± `weight_bound`, or without a bound to the largest finite number.
 //!
-//! Finite weights and state stay finite: a push skips a row whose `g + wd * w` is too large
-//! ([`is_within_limit`]), learning rates are clamped to the largest finite number, and [`Optimizer::check`] bounds the
-//! rest.
+//! A row stays finite: a push skips a row whose `g` or `wd * w` is too large ([`is_within_limit`]), learning rates are
+//! clamped to the largest finite number, and [`Optimizer::check`] bounds the rest. So Adam's `v` is below 2^103, and
+//! `v * b` is finite.
 
 use persia_types::Optimizer;
 use persia_types::limits::{MAX_GRADIENT, MAX_GRADIENT_EXPONENT};
@@ -34,7 +34,7 @@ pub(crate) trait RowRule: Copy {
     #[inline(always)]
     fn decays_within_limit(&self, weights: &[f32]) -> bool {
         let decay = self.decay();
-        decay == 0.0 || weights.iter().all(|weight| (decay * weight).abs() < MAX_GRADIENT)
+        weights.iter().fold(true, |within, weight| within & ((decay * weight).abs() < MAX_GRADIENT))
     }
 }
 
@@ -340,8 +340,7 @@ impl ElementRule<2> for Adam {
         let gradient = gradient + self.decay * weight;
         let first = self.beta1 * first + (1.0 - self.beta1) * gradient;
         let second = self.beta2 * second + (1.0 - self.beta2) * (gradient * gradient);
-        let scaled = clamp(second * self.scale, f32::MAX);
-        let weight = weight - self.rate * first / (scaled.sqrt() + self.eps);
+        let weight = weight - self.rate * first / ((second * self.scale).sqrt() + self.eps);
         (clamp(weight, self.bound), [first, second])
     }
 }
