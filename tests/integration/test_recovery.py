@@ -194,7 +194,9 @@ def test_rows_that_a_server_lost_are_missed_wherever_they_are_needed(
             train(ctx)
 
 
-def test_a_server_with_a_log_continues_with_the_next_loop(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_log_continues_with_the_next_loop(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stack = make_stack(servers=2, log="always")
     stack.use(monkeypatch)
     model = TinyModel()

@@ -96,6 +96,31 @@ def test_a_run_goes_on_from_its_copy_on_a_new_disk_with_equal_bits(configure: Co
     assert [each.name for each in ObjectStore(URL).whole()] == ["step-25"]
 
 
+def test_a_run_that_lost_its_disk_is_found_by_its_replicas(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a job, where the folder has the name of the run."""
+    saved = checkpoint(configure, tmp_path / "elsewhere")
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.setenv("PERSIA_JOB", "census")
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
+    name = "census-20260101-000000"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "RUN").write_text(f"{name}\n")
+    checkpoints = Checkpoints(upload_to=URL)
+    assert checkpoints.name() == name
+    store = checkpoints.store()
+    assert store is not None and store.url == f"{URL}/{name}"
+    store.put(saved, saved.name)
+    shutil.rmtree(tmp_path / "run")
+    assert Checkpoints(upload_to=URL).name() == name, "not finished"
+    checkpoints._mark_finished()
+    assert [each.name for each in store.whole()] == ["step-10"]
+    shutil.rmtree(tmp_path / "run")
+    assert Checkpoints(upload_to=URL).name() != name
+
+
 def test_the_newer_one_of_folder_and_store_counts(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,12 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
 from persia.runtime.files import is_url
+from persia.runtime.job import MANIFEST
 from persia_core import checkpoint as _core
-
-MANIFEST = "MANIFEST.json"
-"""The file that makes a folder, or what is below a prefix, a checkpoint."""
 
 PART_BYTES = 16 << 20
 """Bytes of one part of an upload; S3 takes up to 10,000 of one file."""
@@ -213,6 +212,30 @@ class ObjectStore:
 
         obstore.delete(self._store, f"{name}/{MANIFEST}")
         obstore.delete(self._store, [each["path"] for each in obstore.list(self._store, f"{name}/").collect()])
+
+    def interrupted_run(self, of: str) -> str | None:
+        """Return the newest run of job ``of`` with a replica below the URL that is not finished, if any.
+
+        Raises:
+            StorageError: The runs cannot be listed.
+        """
+        with self._reporting("runs are not listed"):
+            for name in sorted((name for name in self._names() if job.is_run_of(name, of)), reverse=True):
+                run = ObjectStore(f"{self.url}/{name}")
+                if run.whole():
+                    return name if run._read(job.FINISHED) is None else None
+        return None
+
+    def finish_run(self) -> None:
+        """Mark the run whose replicas are below the URL as finished.
+
+        Raises:
+            StorageError: The mark cannot be written.
+        """
+        import obstore
+
+        with self._reporting("not marked as finished"):
+            obstore.put(self._store, job.FINISHED, b"")
 
     def _names(self) -> list[str]:
         import obstore

@@ -8,6 +8,7 @@ from typing import Any
 from persia.backend.base import Backend
 from persia.checkpoint import snapshot
 from persia.checkpoint.object_store import ObjectStore
+from persia.distributed import run
 from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, UsageError
 from persia.runtime.settings import settings
@@ -39,8 +40,8 @@ class Checkpoints:
         upload_to: A URL such as ``s3://bucket/prefix``, below which each save is uploaded when it is written, before
             the next one is. ``keep_last`` applies there too. If the newest replica is newer than the folder's saves
             (after a disk was replaced, for example), the run resumes from it. If no folder is given, replicas are below
-            the name of the run. Credentials come from the environment: see
-            :class:`persia.checkpoint.object_store.ObjectStore`.
+            the name of the run; a run whose name was lost with its disk is found by its replicas. Credentials come from
+            the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
         state: Further objects of the run by name, each with ``state_dict`` and ``load_state_dict``. All ranks
             receive what rank 0 saved, with tensors on the CPU.
         allow_previous: Where the newest save is damaged, resume from the newest whole one; a warning names both.
@@ -117,7 +118,20 @@ class Checkpoints:
 
     def name(self) -> str:
         """Return the folder as given, or the name of the run."""
-        return job.run_name() if self._given is None else os.fspath(self._given)
+        return self._run_name() if self._given is None else os.fspath(self._given)
+
+    def _run_name(self) -> str:
+        """Return the name of the current run. One that lost its disk is found by its replicas."""
+        upload_to = self._upload_to
+        if upload_to is None:
+            return job.run_name()
+        run.at_finish(self._mark_finished)
+        return job.run_name(lambda: job.interrupted_run() or ObjectStore(upload_to).interrupted_run(job.job_name()))
+
+    def _mark_finished(self) -> None:
+        store = self.store()
+        if store is not None:
+            store.finish_run()
 
     def folder(self, backend: Backend) -> Path:
         """Return the folder of the saves; made if missing.
@@ -136,7 +150,7 @@ class Checkpoints:
         """Return the object store that saves are uploaded to, if any."""
         if self._upload_to is None:
             return None
-        whole = self._upload_to if self._given is not None else f"{self._upload_to.rstrip('/')}/{job.run_name()}"
+        whole = self._upload_to if self._given is not None else f"{self._upload_to.rstrip('/')}/{self._run_name()}"
         return ObjectStore(whole)
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:

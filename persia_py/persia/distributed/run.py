@@ -4,6 +4,7 @@ import atexit
 import json
 import time
 import weakref
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -12,7 +13,7 @@ from torch import distributed as torch_distributed
 
 from persia.distributed.control_plane import Peers
 from persia.runtime import files, job
-from persia.runtime.errors import ConfigError, RunLostError, UsageError
+from persia.runtime.errors import ConfigError, PersiaError, RunLostError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
@@ -42,6 +43,7 @@ class _Process:
         self.steps = 0
         self.failed = ""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self.at_finish: Callable[[], None] | None = None
 
 
 _process = _Process()
@@ -132,6 +134,11 @@ def report(result: dict[str, Any]) -> None:
     _process.result.update(result)
 
 
+def at_finish(mark: Callable[[], None]) -> None:
+    """Call ``mark`` when the run is finished, on rank 0, after its summary is written. The last one counts."""
+    _process.at_finish = mark
+
+
 def finish() -> None:
     """End the run: once every rank has arrived, rank 0 writes ``summary.json``; then all ranks exit together.
 
@@ -181,6 +188,16 @@ def _write_summary(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
-        (folder / job.RUN).unlink(missing_ok=True)
+        _mark_finished()
     except OSError as error:
         raise ConfigError(f"PERSIA_RUN_DIR: {path}: {error.strerror}; the run's summary cannot be written") from error
+
+
+def _mark_finished() -> None:
+    """Let no later run resume from the checkpoints of this one."""
+    if _process.at_finish is not None:
+        try:
+            _process.at_finish()
+        except PersiaError as error:
+            _logger.error("the run is finished, but its replicas are not marked as finished: %s", error)
+    job.finish_run()

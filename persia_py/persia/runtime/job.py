@@ -3,19 +3,29 @@
 import contextlib
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from persia.runtime import files
 from persia.runtime.errors import ConfigError
+from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+
+_logger = get_logger("job")
 
 RUN = "RUN"
 """Names the current run; removed when it is finished."""
 
+FINISHED = "FINISHED"
+"""Marks the folder of checkpoints of a finished run, and its replicas: no later run resumes from them."""
+
 SUMMARY = "summary.json"
 """Written into the run's folder by rank 0, at the end and only then."""
+
+MANIFEST = "MANIFEST.json"
+"""The file that makes a folder, or what is below a prefix, a checkpoint."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -45,10 +55,15 @@ def run_dir() -> Path:
     return Path(settings.run_dir or Path("runs", job_name()))
 
 
-def run_name() -> str:
-    """Return the name of the current run in :func:`run_dir`; if there is none, start a new run.
+def run_name(find: Callable[[], str | None] | None = None) -> str:
+    """Return the name of the current run in :func:`run_dir`; if there is none, start a run.
 
     For rank 0. A run that is interrupted and restarted keeps its name: ``JOB-`` and the time of its start, in UTC.
+
+    Args:
+        find: Called if the file ``RUN`` is missing or empty, as after the loss of a disk or of power. Returns the name
+            of an interrupted run, which becomes the current one; None starts a new run. The default is
+            :func:`interrupted_run`.
 
     Raises:
         ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
@@ -56,13 +71,50 @@ def run_name() -> str:
     path = run_dir() / RUN
     try:
         with contextlib.suppress(FileNotFoundError):
-            return _checked(path.read_text(encoding="utf-8").strip(), str(path))
-        name = f"{job_name()}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+            if name := path.read_text(encoding="utf-8").strip():
+                return _checked(name, str(path))
+        found = (find or interrupted_run)()
+        if found is not None:
+            _logger.warning(
+                "%s does not name the current run: resuming %s, which is not finished; to begin a new run, move its "
+                "checkpoints away and remove %s",
+                path,
+                found,
+                path,
+            )
+        name = found or f"{job_name()}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, f"{name}\n".encode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; it names the current run") from error
     return name
+
+
+def is_run_of(name: str, job: str) -> bool:
+    """Whether this is the name of a run of ``job``."""
+    return re.fullmatch(rf"{re.escape(job)}-\d{{8}}-\d{{6}}", name) is not None
+
+
+def interrupted_run() -> str | None:
+    """Return the newest run of this job with a checkpoint below ``PERSIA_CKPT_DIR`` that is not finished, if any."""
+    root, job = settings.checkpoint_root, job_name()
+    runs = sorted(path for path in Path(root).glob(f"{job}-*") if is_run_of(path.name, job)) if root else []
+    newest = next((run for run in reversed(runs) if next(run.glob(f"*/{MANIFEST}"), None)), None)
+    return None if newest is None or (newest / FINISHED).exists() else newest.name
+
+
+def finish_run() -> None:
+    """Mark the current run as finished, so that the next one starts anew.
+
+    Raises:
+        OSError: A file cannot be written or removed.
+    """
+    path, root = run_dir() / RUN, settings.checkpoint_root
+    with contextlib.suppress(FileNotFoundError):
+        name = path.read_text(encoding="utf-8").strip()
+        if root and name and Path(root, name).is_dir():
+            files.write_whole(Path(root, name, FINISHED), b"")
+    path.unlink(missing_ok=True)
 
 
 def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] | None:

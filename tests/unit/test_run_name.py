@@ -1,0 +1,73 @@
+"""The name of a run survives the loss of the file that holds it."""
+
+from pathlib import Path
+
+import pytest
+
+from persia.distributed import run
+from persia.runtime import job
+
+FIRST, SECOND = "census-20260101-000000", "census-20260102-000000"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of checkpoints of a job."""
+    monkeypatch.setenv("PERSIA_JOB", "census")
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
+    return tmp_path / "checkpoints"
+
+
+def checkpoint(root: Path, name: str) -> None:
+    (root / name / "step-10").mkdir(parents=True)
+    (root / name / "step-10" / "MANIFEST.json").touch()
+
+
+def test_a_run_keeps_its_name(root: Path) -> None:
+    name = job.run_name()
+    assert name.startswith("census-") and job.run_name() == name
+    checkpoint(root, "census-20990101-000000")
+    assert job.run_name() == name, "the file counts"
+
+
+@pytest.mark.parametrize("lost", ["missing", "empty"])
+def test_a_run_whose_name_is_lost_is_found_by_its_checkpoints(
+    root: Path, lost: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in (FIRST, SECOND, "census-2-20260103-000000", "census-20260104", "other-20260105-000000"):
+        checkpoint(root, name)
+    (root / "census-20260106-000000").mkdir()  # without a checkpoint
+    if lost == "empty":
+        job.run_dir().mkdir(parents=True)
+        (job.run_dir() / job.RUN).touch()
+    assert job.run_name() == SECOND
+    assert f"resuming {SECOND}, which is not finished" in caplog.text
+    assert (job.run_dir() / job.RUN).read_text() == f"{SECOND}\n"
+
+
+def test_a_finished_run_is_not_resumed(root: Path) -> None:
+    checkpoint(root, FIRST)
+    assert job.run_name() == FIRST
+    job.finish_run()
+    assert not (job.run_dir() / job.RUN).exists()
+    new = job.run_name()
+    assert new != FIRST
+    job.finish_run()  # without a checkpoint there is no folder to mark
+    assert not (root / new).exists()
+
+
+def test_a_mark_that_fails_does_not_unfinish_the_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from persia.errors import StorageError
+
+    def refuse() -> None:
+        raise StorageError("no bucket")
+
+    monkeypatch.setattr(run, "_process", run._Process())
+    checkpoint(root, job.run_name())
+    run.at_finish(refuse)
+    run.finish()
+    assert (job.run_dir() / job.SUMMARY).exists() and not (job.run_dir() / job.RUN).exists()
+    assert "not marked as finished: no bucket" in caplog.text
