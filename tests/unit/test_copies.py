@@ -17,11 +17,12 @@ from test_training import SLOTS, everything, make, train
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from persia.checkpoint.object_store import MANIFEST, ObjectStore, copy
+from persia.checkpoint.object_store import ObjectStore, copy
 from persia.cli.main import app
 from persia.ctx import Checkpoints
 from persia.data import DataLoader
 from persia.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.runtime.job import MANIFEST
 from persia_core import checkpoint as core
 
 URL = "s3://bucket/runs/census"
