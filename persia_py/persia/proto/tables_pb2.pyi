@@ -102,18 +102,14 @@ class LookupRequest(_message.Message):
     def __init__(self, head: _Optional[_Union[LookupHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., csr: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class LookupReport(_message.Message):
-    __slots__ = ("hits", "inserted", "missing", "evicted", "expired")
+    __slots__ = ("hits", "initial", "missing")
     HITS_FIELD_NUMBER: _ClassVar[int]
-    INSERTED_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_FIELD_NUMBER: _ClassVar[int]
-    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     hits: int
-    inserted: int
+    initial: int
     missing: int
-    evicted: int
-    expired: int
-    def __init__(self, hits: _Optional[int] = ..., inserted: _Optional[int] = ..., missing: _Optional[int] = ..., evicted: _Optional[int] = ..., expired: _Optional[int] = ...) -> None: ...
+    def __init__(self, hits: _Optional[int] = ..., initial: _Optional[int] = ..., missing: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("rows", "report")
@@ -150,20 +146,26 @@ class PushRequest(_message.Message):
     def __init__(self, head: _Optional[_Union[PushHead, _Mapping]] = ..., ids: _Optional[_Union[Chunk, _Mapping]] = ..., gradients: _Optional[_Union[Chunk, _Mapping]] = ..., csr: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class PushReport(_message.Message):
-    __slots__ = ("rows_pushed", "rows_applied", "rows_missing", "rows_nonfinite", "rows_duplicate", "first_nonfinite")
+    __slots__ = ("rows_pushed", "rows_applied", "rows_missing", "rows_nonfinite", "rows_duplicate", "first_nonfinite", "rows_inserted", "rows_evicted", "rows_expired")
     ROWS_PUSHED_FIELD_NUMBER: _ClassVar[int]
     ROWS_APPLIED_FIELD_NUMBER: _ClassVar[int]
     ROWS_MISSING_FIELD_NUMBER: _ClassVar[int]
     ROWS_NONFINITE_FIELD_NUMBER: _ClassVar[int]
     ROWS_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     FIRST_NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_INSERTED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
     rows_pushed: int
     rows_applied: int
     rows_missing: int
     rows_nonfinite: int
     rows_duplicate: int
     first_nonfinite: NonFinite
-    def __init__(self, rows_pushed: _Optional[int] = ..., rows_applied: _Optional[int] = ..., rows_missing: _Optional[int] = ..., rows_nonfinite: _Optional[int] = ..., rows_duplicate: _Optional[int] = ..., first_nonfinite: _Optional[_Union[NonFinite, _Mapping]] = ...) -> None: ...
+    rows_inserted: int
+    rows_evicted: int
+    rows_expired: int
+    def __init__(self, rows_pushed: _Optional[int] = ..., rows_applied: _Optional[int] = ..., rows_missing: _Optional[int] = ..., rows_nonfinite: _Optional[int] = ..., rows_duplicate: _Optional[int] = ..., first_nonfinite: _Optional[_Union[NonFinite, _Mapping]] = ..., rows_inserted: _Optional[int] = ..., rows_evicted: _Optional[int] = ..., rows_expired: _Optional[int] = ...) -> None: ...
 
 class NonFinite(_message.Message):
     __slots__ = ("table", "id")

@@ -158,7 +158,7 @@ fn counts_add_up(make: Make<'_>) {
         (sum.rows_applied, sum.rows_missing, sum.rows_nonfinite, sum.rows_duplicate),
         (79, 20, 1, 100)
     );
-    assert_eq!(stats.lookups.inserted, 80);
+    assert_eq!(stats.pushes.rows_inserted, 80);
     assert_eq!(stats.rows, [80, 0]);
     assert!(stats.payload_bytes >= 80 * 4 * 4);
     assert!(stats.memory_bytes >= stats.payload_bytes);

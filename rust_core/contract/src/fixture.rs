@@ -15,6 +15,7 @@ use crate::{Make, schema};
 
 pub(super) const JOB: &str = "contract";
 pub(super) const GENERATION: u64 = 3;
+const RANKS: u32 = 8;
 
 /// `w -= g`: the rows show the number of pushes.
 pub(super) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
@@ -38,7 +39,7 @@ pub(super) fn run() -> Run {
         weight_bound: 0.0,
         fresh: false,
         continues: 0,
-        world_size: 1,
+        world_size: RANKS,
         reproducible: false,
     }
 }
@@ -109,6 +110,12 @@ impl Fixture {
 
     pub(super) fn push(&self, seq: u64, table: usize, ids: &[Id], gradients: &[Vec<f32>]) -> PushReport {
         self.try_push(token(0, seq), table, ids, gradients, 1.0).expect("a push")
+    }
+
+    /// Insert rows as a rank of its own, by gradients of 0.
+    pub(super) fn insert(&self, seq: u64, table: usize, ids: &[Id]) -> PushReport {
+        let gradients = vec![vec![0.0; schema().tables[table].dim]; ids.len()];
+        self.try_push(token(RANKS - 1, seq), table, ids, &gradients, 1.0).expect("a push")
     }
 
     /// Rows held in all tables.

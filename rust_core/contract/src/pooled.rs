@@ -191,5 +191,5 @@ fn misfits(make: Make<'_>) {
         assert!(matches!(refused, Err(TablesError::BadShape { .. })), "{refused:?}");
     }
     assert_eq!(fixture.rows_held(), [0, 0]);
-    assert_eq!(fixture.train(1, TABLE, many.ids.ids()).1.inserted, many.ids.len() as u64);
+    assert_eq!(fixture.train(1, TABLE, many.ids.ids()).1.initial, many.ids.len() as u64);
 }

@@ -77,11 +77,11 @@ fn evaluation_changes_nothing(make: Make<'_>) {
         let (read, report) = fixture.try_lookup(token(0, 2), mode, 0, &both).unwrap();
         assert_eq!(read[..30], rows);
         assert_eq!(read[30..], vec![vec![0.0; 4]; 3]);
-        assert_eq!((report.hits, report.missing, report.inserted), (30, 3, 0));
+        assert_eq!((report.hits, report.missing, report.initial), (30, 3, 0));
     }
     assert_eq!(fixture.0.stats().unwrap(), before);
     let (_, report) = fixture.train(2, 0, &unknown); // the token is still fresh
-    assert_eq!(report.inserted, 3);
+    assert_eq!(report.initial, 3);
 }
 
 fn tables_do_not_mix(make: Make<'_>) {
@@ -93,7 +93,7 @@ fn tables_do_not_mix(make: Make<'_>) {
         (0..2).map(|table| TableIds { table, ids: &grouped, per_sample: None }).collect();
     let request = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-    assert_eq!(fixture.0.lookup(&request, &mut targets).unwrap().inserted, 160);
+    assert_eq!(fixture.0.lookup(&request, &mut targets).unwrap().initial, 160);
     assert_eq!(fixture.rows_held(), [80, 80]);
 
     let gradients: Vec<Vec<f32>> =
@@ -122,7 +122,7 @@ fn an_empty_request_is_answered(make: Make<'_>) {
     let fixture = begun(make);
     let (rows, report) = fixture.train(1, 0, &[]);
     assert!(rows.is_empty());
-    assert_eq!(report.inserted, 0);
+    assert_eq!(report.initial, 0);
     assert_eq!(fixture.push(1, 0, &[], &[]), PushReport::default());
     let nothing = PushRequest { token: token(0, 2), step: 2, lr_factor: 1.0, tables: &[] };
     assert_eq!(fixture.0.push(&nothing).unwrap(), PushReport::default());
@@ -158,15 +158,15 @@ fn not_admitted(make: Make<'_>) {
     let ids = ids(40);
     let (rows, report) = fixture.train(1, 0, &ids);
     assert_eq!(rows, vec![vec![0.0; 4]; 40]);
-    assert_eq!((report.missing, report.inserted), (40, 0));
+    assert_eq!((report.missing, report.initial), (40, 0));
     assert_eq!(fixture.push(1, 0, &ids, &distinct_gradients(0, &ids)).rows_missing, 40);
     assert_eq!(fixture.rows_held(), [0, 0]);
 
     let half = begun_with(make, &Run { admit_probability: 0.5, initializer, ..run() });
     let many: Vec<u64> = (0..2000).collect();
     let (_, report) = half.train(1, 0, &many);
-    assert_eq!(report.inserted + report.missing, 2000);
-    assert!((800..1200).contains(&report.inserted), "{report:?}");
+    assert_eq!(report.initial + report.missing, 2000);
+    assert!((800..1200).contains(&report.initial), "{report:?}");
 }
 
 fn the_factor_multiplies(make: Make<'_>) {

@@ -37,11 +37,11 @@ fn a_lookup_inserts_once(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(50);
     let (_, report) = fixture.train(1, 0, &ids);
-    assert_eq!(report, LookupReport { inserted: 50, ..Default::default() });
+    assert_eq!(report, LookupReport { initial: 50, ..Default::default() });
     assert_eq!(fixture.rows_held(), [50, 0]);
     fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
     let (rows, report) = fixture.train(1, 0, &ids); // the reply was lost: the same token again
-    assert_eq!(report.inserted, 0);
+    assert_eq!(report.initial, 0);
     assert_eq!(rows, pushed(0, &ids, 1.0));
     let (_, report) = fixture.train(2, 0, &ids);
     assert_eq!(report, LookupReport { hits: 50, ..Default::default() });

@@ -27,6 +27,7 @@ const REQUESTS_FAILED: &str = "persia_requests_failed_total";
 const REFUSED_CALLS: &str = "persia_refused_calls_total";
 const LOOKUP_ROWS: &str = "persia_lookup_rows_total";
 const PUSH_ROWS: &str = "persia_push_rows_total";
+const ROW_CHANGES: &str = "persia_row_changes_total";
 const CONNECTIONS: &str = "persia_connections";
 const GENERATION: &str = "persia_generation";
 const ROWS: &str = "persia_rows";
@@ -58,6 +59,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_counter!(REFUSED_CALLS, "Calls with a missing or wrong token");
     metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
+    metrics::describe_counter!(ROW_CHANGES, "Rows that pushes inserted, evicted, or found expired");
     metrics::describe_gauge!(CONNECTIONS, "Open connections");
     metrics::describe_gauge!(GENERATION, "Generation of the last run");
     metrics::describe_gauge!(ROWS, "Rows, by table");
@@ -120,15 +122,8 @@ impl Timer {
 }
 
 pub(crate) fn looked_up(report: &LookupReport) {
-    let LookupReport { hits, inserted, missing, evicted, expired } = *report;
-    let outcomes = [
-        ("hit", hits),
-        ("inserted", inserted),
-        ("missing", missing),
-        ("evicted", evicted),
-        ("expired", expired),
-    ];
-    for (outcome, rows) in outcomes {
+    let LookupReport { hits, initial, missing } = *report;
+    for (outcome, rows) in [("hit", hits), ("initial", initial), ("missing", missing)] {
         counter!(LOOKUP_ROWS, "outcome" => outcome).increment(rows);
     }
 }
@@ -142,6 +137,14 @@ pub(crate) fn pushed(report: &PushReport) {
     ];
     for (outcome, rows) in outcomes {
         counter!(PUSH_ROWS, "outcome" => outcome).increment(rows);
+    }
+    let changes = [
+        ("inserted", report.rows_inserted),
+        ("evicted", report.rows_evicted),
+        ("expired", report.rows_expired),
+    ];
+    for (change, rows) in changes {
+        counter!(ROW_CHANGES, "change" => change).increment(rows);
     }
 }
 

@@ -24,7 +24,7 @@ fn eviction_never_overwrites_or_returns_another_row() {
         let ids: Vec<Id> = ids_of_shard(9, 60).into_iter().cycle().skip(seq as usize * 7).take(15).collect();
         let (report, rows) = train(&small, seq, 0, &ids);
         assert_eq!(rows, train(&unbounded, seq, 0, &ids).1, "look-up {seq}");
-        assert_eq!(report.hits + report.inserted, 15);
+        assert_eq!(report.hits + report.initial, 15);
     }
     let held = all_rows(&small);
     assert_eq!(held.len(), 20);
@@ -39,8 +39,7 @@ fn a_missing_id_never_shifts_a_neighbour() {
     // With the token of the look-up the slots are cached, with another they are searched.
     for seq in [1, 2] {
         let store = store_of(&Run { admit_probability: 0.5, ..run(&[3]) }, 1 << 20);
-        let admitted = train(&store, 1, 0, &ids).0.inserted;
-        let present = all_rows(&store);
+        let admitted = train(&store, 1, 0, &ids).0.initial;
         let parts = [(0, grouped(&ids))];
         let gradients = vec![parts[0].1.ids().iter().flat_map(|id| [*id as f32; 3]).collect()];
         let report = try_push(&store, token(0, seq), seq, &parts, &gradients).unwrap();
@@ -157,10 +156,10 @@ fn all_64_bits_of_an_id_count_and_tables_are_separate() {
 fn requests_may_have_more_than_65_536_ids_of_one_table_or_shard() {
     let spread: Vec<Id> = (0..200_000).collect();
     let store = store_of(&run(&[1]), 1 << 40);
-    assert_eq!(train(&store, 1, 0, &spread).0.inserted, 200_000);
+    assert_eq!(train(&store, 1, 0, &spread).0.initial, 200_000);
     assert_eq!(push(&store, 1, 0, &spread, 1.0).rows_applied, 200_000);
     let crowded: Vec<Id> = (200_000..).filter(|id| shard_of(*id) == 77).take(70_000).collect();
-    assert_eq!(train(&store, 2, 0, &crowded).0.inserted, 70_000);
+    assert_eq!(train(&store, 2, 0, &crowded).0.initial, 70_000);
     assert_eq!(push(&store, 2, 0, &crowded, 2.0).rows_applied, 70_000);
     let rows = all_rows(&store);
     assert_eq!(rows.len(), 270_000);

@@ -55,7 +55,7 @@ fn files(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
 fn rows_and_files_equal_those_of_one_store_under_eviction() {
     let whole = store_of(&settings(), CAPACITY);
     trained(&whole, <[Id]>::to_vec);
-    assert!(whole.stats().unwrap().lookups.evicted > 0);
+    assert!(whole.stats().unwrap().pushes.rows_evicted > 0);
     let mut rows = Default::default();
     let mut entries = Vec::new();
     for (index, store) in parts().iter().enumerate() {

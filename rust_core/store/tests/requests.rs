@@ -120,7 +120,7 @@ fn malformed_look_ups_are_refused_whole() {
     assert!(look(&[(0, ids(&[1]))], &[2], 0).contains("step 0"));
     assert!(look(&[(0, ids(&[1]))], &[2], 1 << 32).contains("step 4294967296"));
     assert!(all_rows(&store).is_empty());
-    assert_eq!(train(&store, 1, 0, &[1]).0.inserted, 1);
+    assert_eq!(train(&store, 1, 0, &[1]).0.initial, 1);
 }
 
 #[test]

@@ -83,7 +83,8 @@ fn a_snapshot_does_not_contain_what_is_trained_while_it_is_written() {
         assert_eq!(found, expected, "round {round}");
         assert_ne!(export(&store), expected);
     }
-    assert!(store.stats().unwrap().lookups.evicted > 0 && store.stats().unwrap().lookups.expired > 0);
+    let pushes = store.stats().unwrap().pushes;
+    assert!(pushes.rows_evicted > 0 && pushes.rows_expired > 0);
 }
 
 #[test]

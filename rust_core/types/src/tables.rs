@@ -17,9 +17,9 @@ use crate::token::Token;
 /// The mode of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
-    /// Missing rows are admitted, initialised and inserted; recency is updated.
+    /// A missing row that a push of the same step would insert reads as it is inserted, others as zeros.
     Train,
-    /// Changes nothing; missing rows read as zeros.
+    /// Missing rows read as zeros.
     Eval,
     /// As [`Mode::Eval`].
     Infer,
@@ -43,7 +43,7 @@ pub struct Run {
     pub initializer: Initializer,
     /// Share of missing ids that get a row, decided by a hash of (seed, id, step). In `0..=1`.
     pub admit_probability: f32,
-    /// Training look-ups of an id before it gets a row, from 1: see [`Admission`].
+    /// Pushes of an id until it gets a row, from 1: see [`Admission`].
     #[serde(default = "one")]
     pub admit_min_count: u32,
     /// Weights are clamped to ± this after an update; 0 means no bound.
@@ -119,10 +119,10 @@ impl<'a> TableIds<'a> {
     }
 }
 
-/// A look-up of unique ids.
+/// A look-up of unique ids. It changes no row.
 #[derive(Debug, Clone, Copy)]
 pub struct LookupRequest<'a> {
-    /// Its side effects (insertion, recency) happen once per token. Ignored unless [`Mode::Train`].
+    /// That of the push that follows. Ignored unless [`Mode::Train`].
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
@@ -154,18 +154,14 @@ macro_rules! counters {
 pub struct LookupReport {
     /// Ids that had a row.
     pub hits: u64,
-    /// Ids without a row that got one.
-    pub inserted: u64,
-    /// Ids without a row that got none: they read as zeros.
-    pub missing: u64,
-    /// Rows evicted to make room.
-    pub evicted: u64,
-    /// Expired rows that were found: looked up again, swept, or evicted.
+    /// Ids without a row that read as the row that their push will insert.
     #[serde(default)]
-    pub expired: u64,
+    pub initial: u64,
+    /// Ids without a row that read as zeros.
+    pub missing: u64,
 }
 
-counters!(LookupReport { hits, inserted, missing, evicted, expired });
+counters!(LookupReport { hits, initial, missing });
 
 impl std::ops::AddAssign for LookupReport {
     fn add_assign(&mut self, more: Self) {
@@ -204,13 +200,22 @@ pub struct PushReport {
     pub rows_pushed: u64,
     /// Rows updated.
     pub rows_applied: u64,
-    /// Rows skipped because their id has none (evicted since the look-up, or never admitted).
+    /// Rows skipped because their id has none, and was not admitted.
     pub rows_missing: u64,
     /// Rows skipped because their gradient has a NaN, an infinity, or a number of 2^50 or larger
     /// ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
     pub rows_nonfinite: u64,
     /// Rows of a push that was applied before.
     pub rows_duplicate: u64,
+    /// Rows inserted. They count as applied, too, unless they are skipped.
+    #[serde(default)]
+    pub rows_inserted: u64,
+    /// Rows evicted to make room.
+    #[serde(default)]
+    pub rows_evicted: u64,
+    /// Expired rows that left: pushed again, swept, or evicted.
+    #[serde(default)]
+    pub rows_expired: u64,
     /// The first row counted in `rows_nonfinite`: (table, id).
     pub first_nonfinite: Option<(usize, Id)>,
 }
@@ -234,7 +239,10 @@ counters!(PushReport {
     rows_applied,
     rows_missing,
     rows_nonfinite,
-    rows_duplicate;
+    rows_duplicate,
+    rows_inserted,
+    rows_evicted,
+    rows_expired;
     first_nonfinite
 });
 

@@ -67,13 +67,16 @@ macro_rules! same_fields {
     };
 }
 
-same_fields!(LookupReport as LookupReport { hits, inserted, missing, evicted, expired });
+same_fields!(LookupReport as LookupReport { hits, initial, missing });
 same_fields!(PushReport as PushReport {
     rows_pushed,
     rows_applied,
     rows_missing,
     rows_nonfinite,
-    rows_duplicate;
+    rows_duplicate,
+    rows_inserted,
+    rows_evicted,
+    rows_expired;
     first_nonfinite
 });
 same_fields!(FileEntry as File { name, bytes, blake3 });
@@ -129,10 +132,13 @@ mod tests {
             rows_missing: 2,
             rows_nonfinite: 4,
             rows_duplicate: 8,
+            rows_inserted: 3,
+            rows_evicted: 5,
+            rows_expired: 6,
             first_nonfinite: Some((1, u64::MAX)),
         };
         assert_eq!(PushReport::from(proto::PushReport::from(report)), report);
-        let report = LookupReport { hits: 1, inserted: 2, missing: 3, evicted: 4, expired: 5 };
+        let report = LookupReport { hits: 1, initial: 2, missing: 3 };
         assert_eq!(LookupReport::from(proto::LookupReport::from(report)), report);
         let file = FileEntry { name: "shard-003.arrow".into(), bytes: 7, blake3: "ab".into() };
         let snapshot = Snapshot { files: vec![file], rows: vec![1, 2] };

@@ -1,11 +1,11 @@
 //! The path of a training request through a server: throttle → generation → turn → log → token → apply.
 //!
-//! 1. *Throttle*: wait while a snapshot in progress has used up its copy budget.
+//! 1. *Throttle*: a push waits while a snapshot in progress has used up its copy budget.
 //! 2. *Generation*: refuse a request of another generation.
 //! 3. *Turn*: in a reproducible run with several ranks, wait for the requests before this one.
-//! 4. *Log*: with `durability: log`, append the request, for a replay.
-//! 5. *Token*: a request whose token was applied before changes nothing.
-//! 6. *Apply*; then the turn advances.
+//! 4. *Log*: with `durability: log`, append a push, and the turn of a look-up, for a replay.
+//! 5. *Token*: a push whose token was applied before changes nothing.
+//! 6. *Apply*; then the turn advances. A look-up changes nothing.
 //!
 //! This is the admission of requests. The admission of ids, by which an id gets a row, is in the store.
 //!
@@ -17,7 +17,7 @@ use std::io;
 use std::sync::Arc;
 
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
-use persia_types::{Mode, Tables, TablesError, Token};
+use persia_types::{Tables, TablesError, Token};
 
 use super::{Fence, Node, Phase, Turn};
 use crate::wal::WalRecord;
@@ -29,7 +29,9 @@ impl Node {
     /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming the missing
     /// requests.
     pub async fn admit(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
-        self.throttle().await?;
+        if phase == Phase::Push {
+            self.throttle().await?;
+        }
         self.check_generation_of(token)?;
         self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
@@ -44,13 +46,12 @@ impl Node {
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
-        match request.mode {
-            Mode::Train => {
-                let record = || WalRecord::lookup(request);
-                self.log_and_apply(turn, record, || self.store.lookup(request, rows))
-            }
-            Mode::Eval | Mode::Infer => self.store.lookup(request, rows).map_err(|error| self.named(error)),
+        if turn.is_none() {
+            return self.store.lookup(request, rows).map_err(|error| self.named(error));
         }
+        // After a restart, pushes of this step do not wait for a look-up that was answered.
+        let record = || WalRecord::lookup(request.token);
+        self.log_and_apply(turn, record, || self.store.lookup(request, rows))
     }
 
     /// Apply the gradients of a push that was [admitted](Self::admit).

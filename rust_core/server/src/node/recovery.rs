@@ -4,8 +4,8 @@
 use std::time::Instant;
 
 use persia_kernels::Gradients;
-use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients, TableIds};
-use persia_types::{Mode, ShardedIds, Tables, TablesError, Token};
+use persia_types::tables::{PushRequest, Run, TableGradients};
+use persia_types::{ShardedIds, Tables, TablesError, Token};
 
 use super::Node;
 use super::log::{Rows, WalBase, WalPosition};
@@ -75,30 +75,12 @@ impl Node {
                 return Ok(Some((number, self.position())));
             }
             ReplayOp::AbortSnapshot(number) => self.store.abort_snapshot(number)?,
-            ReplayOp::Lookup { token, step, tables } => self.replay_lookup(token, step, &tables)?,
+            ReplayOp::Lookup(token) => self.sequencer.advance(token, Phase::Lookup),
             ReplayOp::Push { token, step, lr_factor, tables } => {
                 self.replay_push(token, step, lr_factor, &tables)?;
             }
         }
         Ok(None)
-    }
-
-    fn replay_lookup(
-        &self,
-        token: Token,
-        step: u64,
-        tables: &[(usize, ShardedIds)],
-    ) -> Result<(), TablesError> {
-        let dim = |table: usize| self.options.schema.tables.get(table).map_or(0, |table| table.dim);
-        let mut rows: Vec<Vec<f32>> =
-            tables.iter().map(|(table, ids)| vec![0.0; dim(*table) * ids.len()]).collect();
-        let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
-        let tables: Vec<TableIds<'_>> =
-            tables.iter().map(|(table, ids)| TableIds { table: *table, ids, per_sample: None }).collect();
-        let request = LookupRequest { token, step, mode: Mode::Train, tables: &tables };
-        self.store.lookup(&request, &mut rows)?;
-        self.sequencer.advance(token, Phase::Lookup);
-        Ok(())
     }
 
     fn replay_push(

@@ -3,8 +3,8 @@
 //! ```text
 //! record  = length of the payload, u32 | crc32c of that, u32 | crc32c of the payload, u32 | payload
 //! payload = kind, u8, then
-//!   look-up  token, step, tables: table, number of ids, ids
-//!   push     token, step, learning-rate factor, tables: as above, number of gradients, gradients
+//!   look-up  token
+//!   push     token, step, learning-rate factor, tables: table, number of ids, ids, number of gradients, gradients
 //!   begin    the run as JSON
 //!   prepare  number of the snapshot, u64
 //!   abort    number of the snapshot, u64
@@ -17,7 +17,7 @@ use std::io::{self, Read};
 
 use bytes::{Buf, TryGetError};
 use persia_kernels::Gradients;
-use persia_types::tables::{LookupRequest, PushRequest, Run};
+use persia_types::tables::{PushRequest, Run};
 use persia_types::{Id, JobId, ShardedIds, Token};
 
 /// Length and checksums. The length has its own: a damaged length must not look like a torn record.
@@ -34,21 +34,16 @@ const END: u8 = 0xE5;
 pub(crate) struct WalRecord(Vec<u8>);
 
 impl WalRecord {
-    /// A training look-up.
-    pub(crate) fn lookup(request: &LookupRequest<'_>) -> Self {
-        Self::framed(LOOKUP, |out| {
-            put_head(out, request.token, request.step);
-            put_count(out, request.tables.len());
-            for part in request.tables {
-                put_ids(out, part.table, part.ids);
-            }
-        })
+    /// A training look-up that had a turn.
+    pub(crate) fn lookup(token: Token) -> Self {
+        Self::framed(LOOKUP, |out| put_token(out, token))
     }
 
     /// A push.
     pub(crate) fn push(request: &PushRequest<'_>) -> Self {
         Self::framed(PUSH, |out| {
-            put_head(out, request.token, request.step);
+            put_token(out, request.token);
+            out.extend_from_slice(&request.step.to_le_bytes());
             out.extend_from_slice(&request.lr_factor.to_le_bytes());
             put_count(out, request.tables.len());
             for part in request.tables {
@@ -107,12 +102,11 @@ impl WalRecord {
     }
 }
 
-fn put_head(out: &mut Vec<u8>, token: Token, step: u64) {
+fn put_token(out: &mut Vec<u8>, token: Token) {
     out.extend_from_slice(&token.job.0.to_le_bytes());
     out.extend_from_slice(&token.generation.to_le_bytes());
     out.extend_from_slice(&token.rank.to_le_bytes());
     out.extend_from_slice(&token.seq.to_le_bytes());
-    out.extend_from_slice(&step.to_le_bytes());
 }
 
 /// `count` is below 2^32: [`WalRecord::bytes`] refuses larger payloads.
@@ -134,7 +128,7 @@ fn put_floats(out: &mut Vec<u8>, floats: &[f32]) {
 /// A decoded record.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum ReplayOp {
-    Lookup { token: Token, step: u64, tables: Vec<(usize, ShardedIds)> },
+    Lookup(Token),
     Push { token: Token, step: u64, lr_factor: f32, tables: Vec<(usize, ShardedIds, Vec<f32>)> },
     Begin(Box<Run>),
     PrepareSnapshot(u64),
@@ -207,11 +201,7 @@ fn decode(payload: &[u8]) -> Result<ReplayOp, Malformed> {
     let mut rest = payload.strip_suffix(&[END]).ok_or(Malformed::Unterminated)?;
     let rest = &mut rest;
     let op = match rest.try_get_u8()? {
-        LOOKUP => {
-            let (token, step) = (get_token(rest)?, rest.try_get_u64_le()?);
-            let tables = (0..rest.try_get_u32_le()?).map(|_| get_ids(rest)).collect::<Result<_, _>>()?;
-            ReplayOp::Lookup { token, step, tables }
-        }
+        LOOKUP => ReplayOp::Lookup(get_token(rest)?),
         PUSH => {
             let (token, step) = (get_token(rest)?, rest.try_get_u64_le()?);
             let lr_factor = rest.try_get_f32_le()?;
@@ -254,8 +244,7 @@ fn get_ids(rest: &mut &[u8]) -> Result<(usize, ShardedIds), Malformed> {
 
 #[cfg(test)]
 mod tests {
-    use persia_types::Mode;
-    use persia_types::tables::{TableGradients, TableIds};
+    use persia_types::tables::TableGradients;
 
     use super::*;
 
@@ -277,12 +266,8 @@ mod tests {
 
     #[test]
     fn a_record_is_decoded_as_it_was_encoded() {
-        let ids = ShardedIds::group(&[1, 2, 3, u64::MAX]).unwrap();
-        let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
-        let lookup = LookupRequest { token: TOKEN, step: 4, mode: Mode::Train, tables: &tables };
-        let expected = ReplayOp::Lookup { token: TOKEN, step: 4, tables: vec![(0, ids.clone())] };
         for (record, expected) in [
-            (WalRecord::lookup(&lookup), expected),
+            (WalRecord::lookup(TOKEN), ReplayOp::Lookup(TOKEN)),
             push(),
             (WalRecord::prepare_snapshot(7), ReplayOp::PrepareSnapshot(7)),
         ] {

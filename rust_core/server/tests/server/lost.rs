@@ -158,7 +158,7 @@ fn a_middleware_that_was_killed_is_replaced_by_another_under_the_same_token() {
     client.wait_ready(PATIENCE).unwrap();
     client.begin(&run_of(&plan())).unwrap();
     let first = lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
-    assert_eq!(first.0.inserted, 200);
+    assert_eq!(first.0.initial, 200);
     middlewares[0].kill();
     let report = push(&client, token(0, 1), &[4], &ids()).unwrap();
     assert_eq!(report.rows_applied, 200);

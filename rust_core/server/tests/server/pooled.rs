@@ -228,7 +228,7 @@ fn in_memory() -> Trained {
 #[test]
 fn training_on_samples_pooled_elsewhere_gives_the_bits_of_a_store_in_memory() {
     let reference = in_memory();
-    assert!(reference.1.lookups.evicted > 0, "the test is to evict");
+    assert!(reference.1.pushes.rows_evicted > 0, "the test is to evict");
     for plan in [plan(1), plan(3), Plan { middleware: false, ..plan(1) }] {
         let stack = Stack::start(plan);
         let tables = Watched::new(&stack, false, None);

@@ -77,8 +77,9 @@ fn started_in_reverse_order_everything_finds_everything_and_nats_may_go() {
     let metrics = http(&servers[0].metrics(), "/metrics");
     for series in [
         "persia_request_duration_seconds_bucket{method=\"lookup\"",
-        "persia_lookup_rows_total{outcome=\"inserted\"}",
+        "persia_lookup_rows_total{outcome=\"initial\"}",
         "persia_push_rows_total{outcome=\"applied\"}",
+        "persia_row_changes_total{change=\"inserted\"}",
         "persia_rows{table=\"a\"}",
         "persia_generation 1",
         "persia_connections",
@@ -286,4 +287,27 @@ fn a_secret_opens_the_door_and_stands_in_no_log() {
     let hidden = hidden.token(persia_wire::auth::Role::Admin);
     let log = server.log();
     assert!(!log.contains(secret) && !log.contains(hidden.reveal()), "{log}");
+}
+
+/// As a Procfile starts them: without an address for metrics, and with a configuration of PersiaML.
+#[test]
+fn servers_of_one_host_share_the_default_port_of_metrics_or_serve_none() {
+    let setting = Setting::new();
+    let (embedding, general) = (setting.path("embedding_config.yml"), setting.path("global_config.yml"));
+    let usual = ["--embedding-config", &embedding, "--job", JOB, "--listen", "127.0.0.1:0"];
+    let both = [Process::start(SERVER, &usual), Process::start(SERVER, &usual)];
+    let addresses = both.each_ref().map(Process::metrics);
+    assert_ne!(addresses[0], addresses[1]);
+    for address in addresses {
+        assert!(http(&address, "/metrics").contains("200 OK"));
+    }
+    let text = "common_config: {metrics_config: {enable_metrics: false, push_interval_seconds: 10}, job_type: Train}\n";
+    fs::write(&general, text).unwrap();
+    let quiet = Process::start(SERVER, &[&usual[..], &["--global-config", &general]].concat());
+    quiet.logged("\"ready\"");
+    assert!(!quiet.log().contains("serving metrics"), "{}", quiet.log());
+    let warning = quiet.logged("push_interval_seconds");
+    assert!(warning.contains("job_type"), "one line names all keys without effect: {warning}");
+    let asked = [&usual[..], &["--global-config", &general, "--metrics-listen", "127.0.0.1:0"]].concat();
+    Process::start(SERVER, &asked).metrics();
 }

@@ -1,22 +1,24 @@
-//! [`CheckedPush`]: applies gradients. All checks were made before, so nothing here can fail.
+//! [`CheckedPush`]: admits ids and applies gradients.
 
 use std::convert::Infallible;
 
 use parking_lot::Mutex;
 use persia_kernels::Gradients;
-use persia_types::Dtype;
 use persia_types::tables::{PushReport, TableGradients};
+use persia_types::{Dtype, Id, Schema, TablesError};
 
 use crate::math::optimizer::{RowRule, Rule, is_within_limit};
 use crate::math::random::{Rounder, RowDraws};
 use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch};
 use crate::request::slot_cache::{LookupSlots, PartSlots};
 use crate::run::ActiveRun;
-use crate::shard::{Layout, NO_SLOT, Shard};
+use crate::shard::{Layout, NO_SLOT, Shard, ShardTable, no_memory};
 use crate::simd::{InstructionSet, Lanes, SimdLoop};
 
 /// A push whose request was checked.
 pub(crate) struct CheckedPush<'a> {
+    pub(crate) schema: &'a Schema,
+    pub(crate) run: &'a ActiveRun,
     pub(crate) level: InstructionSet,
     pub(crate) step: u32,
     pub(crate) tables: &'a [TableGradients<'a>],
@@ -41,9 +43,33 @@ impl TableUpdate {
     }
 }
 
+/// The progress of a push.
+#[derive(Default)]
+struct Outcome {
+    report: PushReport,
+    /// The first row that memory was missing for.
+    failed: Option<TablesError>,
+}
+
+/// The part of a push that a pass covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Pass {
+    /// Ids with a row.
+    Existing,
+    /// The others. They come after all existing rows of the request, which are then not the first to be evicted.
+    Missing,
+}
+
 impl CheckedPush<'_> {
     /// Apply the push. `found` has the slots of its look-up, if they are cached.
-    pub(crate) fn apply(&self, shards: &[Mutex<Shard>], found: &mut Option<LookupSlots>) -> PushReport {
+    ///
+    /// # Errors
+    /// `OutOfMemory` if an admitted id got no row. The rest of the push was applied: it must not be repeated.
+    pub(crate) fn apply(
+        &self,
+        shards: &[Mutex<Shard>],
+        found: &mut Option<LookupSlots>,
+    ) -> Result<PushReport, TablesError> {
         // A push has the parts of its look-up: either all slots are cached or all are searched.
         let lookup_part =
             |found: &LookupSlots, part: &TableGradients<'_>| found.part_of(part.table, part.ids.len());
@@ -54,21 +80,68 @@ impl CheckedPush<'_> {
         if !cached {
             found.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
         }
-        let rows_pushed = self.tables.iter().map(|part| part.ids.len() as u64).sum();
-        let mut report = PushReport { rows_pushed, ..PushReport::default() };
-        for (index, update) in self.updates.iter().enumerate() {
-            let lookup_part = lookup_part(found, &self.tables[index]).unwrap_or(index);
-            let found = found.part(lookup_part, 2 * update.layout.dim);
-            let part = PartPush { push: self, index, found, cached, report: &mut report };
-            match update.rule {
-                Rule::Sgd(rule) => part.apply(shards, rule),
-                Rule::Momentum(rule) => part.apply(shards, rule),
-                Rule::Adagrad(rule) => part.apply(shards, rule),
-                Rule::RowAdagrad(rule) => part.apply(shards, rule),
-                Rule::Adam(rule) => part.apply(shards, rule),
+        let mut outcome = Outcome::default();
+        outcome.report.rows_pushed = self.tables.iter().map(|part| part.ids.len() as u64).sum();
+        outcome.report.rows_expired = self.sweep(shards);
+        for pass in [Pass::Existing, Pass::Missing] {
+            for (index, update) in self.updates.iter().enumerate() {
+                let lookup_part = lookup_part(found, &self.tables[index]).unwrap_or(index);
+                let found = found.part(lookup_part, 2 * update.layout.dim);
+                if pass == Pass::Missing && !found.slots.contains(&NO_SLOT) {
+                    continue;
+                }
+                let part = PartPush { push: self, index, found, cached, outcome: &mut outcome };
+                match update.rule {
+                    Rule::Sgd(rule) => part.apply(shards, rule, pass),
+                    Rule::Momentum(rule) => part.apply(shards, rule, pass),
+                    Rule::Adagrad(rule) => part.apply(shards, rule, pass),
+                    Rule::RowAdagrad(rule) => part.apply(shards, rule, pass),
+                    Rule::Adam(rule) => part.apply(shards, rule, pass),
+                }
             }
         }
-        report
+        outcome.failed.map_or(Ok(outcome.report), Err)
+    }
+
+    /// Remove the expired rows of the shard that is due at this step, if the request has ids there.
+    fn sweep(&self, shards: &[Mutex<Shard>]) -> u64 {
+        let due = self.step as usize % shards.len();
+        let asked = self.tables.iter().any(|part| !part.ids.range(due).is_empty());
+        if asked { shards[due].lock().sweep_once(self.step) } else { 0 }
+    }
+
+    /// The slot of an id that had no row when the first pass looked for it, after inserting its row if it is admitted.
+    /// None if it is not. `scratch` has `2 * dim` floats.
+    fn admit(
+        &self,
+        shard: &mut Shard,
+        table: usize,
+        id: Id,
+        slot: u32,
+        scratch: &mut [f32],
+        report: &mut PushReport,
+    ) -> Result<Option<u32>, TablesError> {
+        let (run, step) = (self.run.table(table), self.step);
+        if slot != NO_SLOT {
+            if shard.tables[table].is_alive(slot, run.layout.oldest_alive(step)) {
+                return Ok(Some(slot)); // another request inserted it between the passes
+            }
+            shard.remove(table, id);
+            report.rows_expired += 1;
+        }
+        let no_memory = |error| no_memory(&self.schema.tables[table].name, error);
+        let enough = shard.count(table, id, run.admission.min_count).map_err(no_memory)?;
+        if !enough || !self.run.draws_admission(table, id, step) {
+            return Ok(None);
+        }
+        let (weights, scratch) = scratch.split_at_mut(run.layout.dim);
+        run.initial_weights(id, weights, scratch);
+        let (slot, left) =
+            shard.insert(table, id, step, |row| run.write_initial(row, weights)).map_err(no_memory)?;
+        report.rows_inserted += 1;
+        report.rows_evicted += left.evicted;
+        report.rows_expired += left.expired;
+        Ok(Some(slot))
     }
 }
 
@@ -77,31 +150,32 @@ struct PartPush<'a> {
     push: &'a CheckedPush<'a>,
     /// In the tables of the push.
     index: usize,
-    /// Slots of all ids of the part. Its scratch is for a gradient, and for f32 weights of a row of 16 bits.
+    /// Slots of all ids of the part; after the first pass [`NO_SLOT`] where there was no row. Its scratch is for a
+    /// gradient, and for f32 weights of a row of 16 bits.
     found: PartSlots<'a>,
     /// Whether the slots are those of the look-up, and need no search.
     cached: bool,
-    report: &'a mut PushReport,
+    outcome: &'a mut Outcome,
 }
 
 impl PartPush<'_> {
-    fn apply<R: RowRule>(mut self, shards: &[Mutex<Shard>], rule: R) {
+    fn apply<R: RowRule>(mut self, shards: &[Mutex<Shard>], rule: R, pass: Pass) {
         let push = self.push;
         let TableGradients { table, ids, .. } = &push.tables[self.index];
         let Ok(()) = for_each_batch(shards, *table, ids, |batch| {
             let part = &mut self;
-            if rule.decay() == 0.0 {
-                push.level.run(ApplyBatch::<R, false> { batch, part, rule });
-            } else {
-                push.level.run(ApplyBatch::<R, true> { batch, part, rule });
+            match (pass, rule.decay() == 0.0) {
+                (Pass::Existing, true) => push.level.run(ApplyBatch::<R, false> { batch, part, rule }),
+                (Pass::Existing, false) => push.level.run(ApplyBatch::<R, true> { batch, part, rule }),
+                (Pass::Missing, true) => push.level.run(AdmitBatch::<R, false> { batch, part, rule }),
+                (Pass::Missing, false) => push.level.run(AdmitBatch::<R, true> { batch, part, rule }),
             }
             Ok::<(), Infallible>(())
         });
     }
 }
 
-/// Applies the gradients of one batch: the place where a row changes. As in a look-up, each loop prefetches for the next
-/// one.
+/// Applies the gradients of one batch to existing rows. As in a look-up, each loop prefetches for the next one.
 ///
 /// `DECAYS`: with weight decay. A test of it in the loop would cost updates without it up to a fifth.
 struct ApplyBatch<'a, 'b, 's, 'p, R, const DECAYS: bool> {
@@ -116,11 +190,11 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { batch, part, rule } = self;
-        let PartPush { push, index, found, cached, report } = part;
-        let (push, index, cached) = (*push, *index, *cached);
-        let (part, TableUpdate { rounder, layout, .. }) = (&push.tables[index], &push.updates[index]);
+        let PartPush { push, index, found, cached, outcome } = part;
+        let (push, index, cached, report) = (*push, *index, *cached, &mut outcome.report);
+        let (part, update) = (&push.tables[index], &push.updates[index]);
         let (ids, number) = (part.ids.ids(), part.table);
-        let (dim, stride, oldest) = (layout.dim, layout.stride(), layout.oldest_alive(push.step));
+        let (stride, oldest) = (update.layout.stride(), update.layout.oldest_alive(push.step));
         if !cached {
             batch.find::<L>(number, ids, found.slots);
         }
@@ -128,54 +202,125 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
         let is_stale = |shard: usize| {
             cached && found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_generation())
         };
-        let prefetcher = batch.prefetcher(number, found.slots, oldest > 0, is_stale);
+        let prefetcher = batch.prefetcher(number, found.slots, true, is_stale);
         let stale: [bool; BATCH_IDS] =
             std::array::from_fn(|shard| shard < batch.shards.len() && is_stale(shard));
-        let slots = &*found.slots;
-        let (sum, wide) = found.scratch.split_at_mut(dim);
+        let (slots, scratch) = (&mut *found.slots, &mut *found.scratch);
         prefetcher.start(stride);
         for ((shard, range), stale) in batch.shards.iter_mut().zip(batch.ranges).zip(stale) {
             let table = &mut shard.tables[number];
             for at in range.clone() {
                 prefetcher.advance(at, stride);
-                let gradient: &[f32] = match &part.gradients {
-                    Gradients::Rows(rows) => &rows[at * dim..][..dim],
-                    Gradients::Samples(samples) => {
-                        samples.fetch_ahead(at);
-                        samples.write(at, sum);
-                        sum
-                    }
-                };
-                if !is_within_limit::<L>(gradient) {
-                    report.add_nonfinite(number, ids[at]);
-                    continue;
+                if let Gradients::Samples(samples) = &part.gradients {
+                    samples.fetch_ahead(at);
                 }
-                let (slot, id) = (slots[at], ids[at]);
+                let id = ids[at];
                 // An id without a row at the look-up may have one now.
-                let wrong = slot == NO_SLOT && cached || stale && !table.holds(slot, id);
-                let slot = if wrong { table.find::<L>(id) } else { slot };
-                // The look-up of this push has updated the recency of its rows, so none is expired.
+                if slots[at] == NO_SLOT && cached || stale && !table.holds(slots[at], id) {
+                    slots[at] = table.find::<L>(id);
+                }
+                let slot = slots[at];
                 if slot == NO_SLOT || !table.is_alive(slot, oldest) {
-                    report.rows_missing += 1;
+                    slots[at] = NO_SLOT;
                     continue;
                 }
-                if table.has_snapshot() {
-                    table.preserve(slot);
+                let row = RowPush { table, slot, at, part, update, step: push.step };
+                row.apply::<L, R, DECAYS>(rule, scratch, report);
+            }
+        }
+    }
+}
+
+/// Admits the ids of one batch that have no row, and applies their gradients.
+struct AdmitBatch<'a, 'b, 's, 'p, R, const DECAYS: bool> {
+    batch: ShardBatch<'b, 's>,
+    part: &'a mut PartPush<'p>,
+    rule: R,
+}
+
+impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, DECAYS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let Self { batch, part, rule } = self;
+        let PartPush { push, index, found, outcome, .. } = part;
+        let (push, Outcome { report, failed }) = (*push, &mut **outcome);
+        let (part, update) = (&push.tables[*index], &push.updates[*index]);
+        let number = part.table;
+        for (shard, at) in ShardBatch::walk(batch.ranges) {
+            if found.slots[at] != NO_SLOT {
+                continue;
+            }
+            let (shard, id) = (&mut *batch.shards[shard], part.ids.ids()[at]);
+            let slot = shard.tables[number].find::<L>(id);
+            match push.admit(shard, number, id, slot, found.scratch, report) {
+                Ok(Some(slot)) => {
+                    let table = &mut shard.tables[number];
+                    let row = RowPush { table, slot, at, part, update, step: push.step };
+                    row.apply::<L, R, DECAYS>(rule, found.scratch, report);
                 }
-                let row = table.row_mut(slot);
-                let updated = if layout.dtype == Dtype::F32 {
-                    let (weights, state) = row.split_at_mut(dim);
-                    update_floats::<L, R, DECAYS>(rule, weights, state, gradient)
-                } else {
-                    let draws = rounder.map(|rounder| rounder.row(id, push.step));
-                    update_halves::<L, R, DECAYS>(rule, *layout, row, wide, gradient, draws)
-                };
-                if updated {
-                    report.rows_applied += 1;
-                } else {
-                    report.add_nonfinite(number, id);
+                Ok(None) => report.rows_missing += 1,
+                Err(error) => {
+                    report.rows_missing += 1;
+                    failed.get_or_insert(error);
                 }
             }
+        }
+    }
+}
+
+/// The update of one row: the place where a row changes.
+struct RowPush<'a> {
+    table: &'a mut ShardTable,
+    slot: u32,
+    /// The position of its id in the part.
+    at: usize,
+    part: &'a TableGradients<'a>,
+    update: &'a TableUpdate,
+    step: u32,
+}
+
+impl RowPush<'_> {
+    /// Note the use of the row, and apply its gradient if that is within the limit. `scratch` has `2 * dim` floats.
+    #[inline(always)]
+    fn apply<L: Lanes, R: RowRule, const DECAYS: bool>(
+        self,
+        rule: R,
+        scratch: &mut [f32],
+        report: &mut PushReport,
+    ) {
+        let Self { table, slot, at, part, update, step } = self;
+        let TableUpdate { rounder, layout, .. } = update;
+        let (dim, id) = (layout.dim, part.ids.ids()[at]);
+        let (sum, wide) = scratch.split_at_mut(dim);
+        table.touch(slot, step);
+        let gradient: &[f32] = match &part.gradients {
+            Gradients::Rows(rows) => &rows[at * dim..][..dim],
+            Gradients::Samples(samples) => {
+                samples.write(at, sum);
+                sum
+            }
+        };
+        if !is_within_limit::<L>(gradient) {
+            report.add_nonfinite(part.table, id);
+            return;
+        }
+        if table.has_snapshot() {
+            table.preserve(slot);
+        }
+        let row = table.row_mut(slot);
+        let updated = if layout.dtype == Dtype::F32 {
+            let (weights, state) = row.split_at_mut(dim);
+            update_floats::<L, R, DECAYS>(rule, weights, state, gradient)
+        } else {
+            let draws = rounder.map(|rounder| rounder.row(id, step));
+            update_halves::<L, R, DECAYS>(rule, *layout, row, wide, gradient, draws)
+        };
+        if updated {
+            report.rows_applied += 1;
+        } else {
+            report.add_nonfinite(part.table, id);
         }
     }
 }

@@ -1,5 +1,4 @@
-//! [`Claims`]: which look-ups and pushes were applied, and which are in flight. [`SeenTokens`] refuses those of another
-//! generation.
+//! [`Claims`]: which pushes were applied, and which are in flight. [`SeenTokens`] refuses those of another generation.
 
 use std::collections::BTreeMap;
 
@@ -7,30 +6,13 @@ use parking_lot::{Condvar, Mutex};
 use persia_types::token::SeenTokens;
 use persia_types::{JobId, TablesError, Token};
 
-/// The purpose of a claim, because a look-up and its push have the same token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ClaimKind {
-    Lookup,
-    Push,
-}
-
 #[derive(Default)]
 struct State {
-    lookups: SeenTokens,
-    pushes: SeenTokens,
-    in_flight: Vec<(ClaimKind, Token)>,
+    applied: SeenTokens,
+    in_flight: Vec<Token>,
 }
 
-impl State {
-    fn seen(&mut self, kind: ClaimKind) -> &mut SeenTokens {
-        match kind {
-            ClaimKind::Lookup => &mut self.lookups,
-            ClaimKind::Push => &mut self.pushes,
-        }
-    }
-}
-
-/// Tokens of one run.
+/// The pushes of one run.
 #[derive(Default)]
 pub(crate) struct Claims {
     state: Mutex<State>,
@@ -42,47 +24,48 @@ impl Claims {
     pub(crate) fn begin(&self, job: JobId, generation: u64) {
         let mut state = self.state.lock();
         debug_assert!(state.in_flight.is_empty());
-        state.lookups = SeenTokens::begin(job, generation);
-        state.pushes = SeenTokens::begin(job, generation);
+        state.applied = SeenTokens::begin(job, generation);
+    }
+
+    /// Refuse a look-up of another job or generation.
+    pub(crate) fn check(&self, token: Token) -> Result<(), TablesError> {
+        self.state.lock().applied.contains(token).map(drop)
     }
 
     /// The right to apply `token`; None if it was applied before. A duplicate of a request in flight waits for its end.
-    pub(crate) fn claim(&self, kind: ClaimKind, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
+    pub(crate) fn claim(&self, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
         let mut state = self.state.lock();
         loop {
-            if state.seen(kind).contains(token)? {
+            if state.applied.contains(token)? {
                 return Ok(None);
             }
-            if !state.in_flight.contains(&(kind, token)) {
-                state.in_flight.push((kind, token));
-                return Ok(Some(Claim { claims: self, kind, token, applied: false }));
+            if !state.in_flight.contains(&token) {
+                state.in_flight.push(token);
+                return Ok(Some(Claim { claims: self, token, applied: false }));
             }
             self.ended.wait(&mut state);
         }
     }
 
-    /// The applied look-ups and pushes. Nothing is in flight.
-    pub(crate) fn applied(&self) -> (SeenTokens, SeenTokens) {
-        let state = self.state.lock();
-        (state.lookups.clone(), state.pushes.clone())
+    /// The applied pushes. Nothing is in flight.
+    pub(crate) fn applied(&self) -> SeenTokens {
+        self.state.lock().applied.clone()
     }
 
     /// Restore the result of [`Self::applied`].
-    pub(crate) fn resume(&self, lookups: SeenTokens, pushes: SeenTokens) {
-        let mut state = self.state.lock();
-        (state.lookups, state.pushes) = (lookups, pushes);
+    pub(crate) fn resume(&self, applied: SeenTokens) {
+        self.state.lock().applied = applied;
     }
 
     /// The highest push of every rank.
-    pub(crate) fn highest_pushes(&self) -> BTreeMap<u32, u64> {
-        self.state.lock().pushes.highest()
+    pub(crate) fn highest(&self) -> BTreeMap<u32, u64> {
+        self.state.lock().applied.highest()
     }
 }
 
 /// The right to apply one token. Dropped before [`Claim::applied`], it leaves the token unknown, for a retry.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
-    kind: ClaimKind,
     token: Token,
     applied: bool,
 }
@@ -97,9 +80,9 @@ impl Claim<'_> {
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
         let mut state = self.claims.state.lock();
-        state.in_flight.retain(|claimed| *claimed != (self.kind, self.token));
+        state.in_flight.retain(|claimed| *claimed != self.token);
         if self.applied {
-            let inserted = state.seen(self.kind).insert(self.token);
+            let inserted = state.applied.insert(self.token);
             debug_assert!(matches!(inserted, Ok(true)), "claimed tokens are of this generation and new");
         }
         drop(state);
@@ -124,11 +107,10 @@ mod tests {
     #[test]
     fn a_failed_claim_leaves_the_token_unknown_and_an_applied_one_does_not() {
         let claims = claims();
-        drop(claims.claim(ClaimKind::Push, TOKEN).unwrap().unwrap());
-        claims.claim(ClaimKind::Push, TOKEN).unwrap().unwrap().applied();
-        assert!(claims.claim(ClaimKind::Push, TOKEN).unwrap().is_none());
-        assert!(claims.claim(ClaimKind::Lookup, TOKEN).unwrap().is_some());
-        assert_eq!(claims.highest_pushes(), BTreeMap::from([(0, 5)]));
+        drop(claims.claim(TOKEN).unwrap().unwrap());
+        claims.claim(TOKEN).unwrap().unwrap().applied();
+        assert!(claims.claim(TOKEN).unwrap().is_none());
+        assert_eq!(claims.highest(), BTreeMap::from([(0, 5)]));
     }
 
     #[test]
@@ -138,7 +120,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
-                    if let Some(claim) = claims.claim(ClaimKind::Push, TOKEN).unwrap() {
+                    if let Some(claim) = claims.claim(TOKEN).unwrap() {
                         applied.fetch_add(1, Ordering::Relaxed);
                         claim.applied();
                     }

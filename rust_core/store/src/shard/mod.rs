@@ -27,7 +27,7 @@ use index::Index;
 pub(crate) use index::NO_SLOT;
 use region::OutOfMemory;
 pub(crate) use row::Layout;
-use table::ShardTable;
+pub(crate) use table::ShardTable;
 
 /// An eviction frees the budget divided by this number of rows, so that many insertions share the cost of its scan.
 const EVICTED_PART: usize = 16;
@@ -39,22 +39,21 @@ const EVICTED_PART: usize = 16;
 ///
 /// A shard holds at most `budget = max(1, ceil(capacity / 256))` rows over *all* its tables. An insertion into a full
 /// shard first removes all expired rows. If these are fewer than `max(1, budget / 16)`, it evicts the rows with the
-/// smallest `(last_used, table, id)` until that many have left. `last_used` is the highest step of a training look-up of
-/// the row, `table` the index in the schema. The row that is inserted is not a candidate.
+/// smallest `(last_used, table, id)` until that many have left. `last_used` is the highest step of a push of the row,
+/// `table` the index in the schema. The row that is inserted is not a candidate.
 ///
 /// A row of a table with a time to live is expired at step `t` if `last_used + ttl < t`. Look-ups and pushes of such a
-/// step treat its id as one without a row. Its memory is freed when a training look-up asks for the id, when rows have
-/// to leave, or by a sweep: a training look-up of step `t` with ids in shard `t % 256` first removes the expired rows of
-/// that shard.
+/// step treat its id as one without a row. Its memory is freed when a push has the id, when rows have to leave, or by
+/// a sweep: a push of step `t` with ids in shard `t % 256` first removes the expired rows of that shard.
 ///
-/// A training look-up makes two passes over the request, tables and ids in its order. The first notes the use of every
-/// id that has a row; the second inserts every other id that is admitted. (An id that the second pass evicts and the
-/// request names again is inserted again.)
+/// A push makes two passes over the request, tables and ids in its order. The first notes the use of every id that has
+/// a row, and updates it; the second inserts every other id that is admitted, and updates it. (An id that the second
+/// pass evicts and the request names again is inserted again.)
 ///
 /// # Admission by count
 ///
-/// If a table requires `min_count` look-ups before an id gets a row, each training look-up that finds an id without a
-/// row adds one to its count, up to `min_count`. The insertion of the row removes the count. A shard counts
+/// If a table requires `min_count` pushes before an id gets a row, each push that finds an id without a row adds one to
+/// its count, up to `min_count`. The insertion of the row removes the count. A shard counts
 /// `2 * budget` ids, within [`COUNTED_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
 /// count reaches 0 are dropped, as often as needed.
 ///
@@ -176,7 +175,7 @@ impl Shard {
         (before - self.rows) as u64
     }
 
-    /// Count a look-up of an id without a row. Returns whether this was the `min_count`-th, or a later one.
+    /// Count a push of an id without a row. Returns whether this was the `min_count`-th, or a later one.
     pub(crate) fn count(&mut self, table: usize, id: u64, min_count: u32) -> Result<bool, OutOfMemory> {
         let hash = hash_id(id);
         let before = self.tables[table].admission_counts.find::<Portable>(id, hash);
@@ -200,9 +199,12 @@ impl Shard {
         Ok(count >= min_count)
     }
 
-    /// Whether an id has an admission count, and therefore no row.
-    pub(crate) fn has_count(&self, table: usize, id: u64) -> bool {
-        self.tables[table].admission_counts.find::<Portable>(id, hash_id(id)) != NO_SLOT
+    /// The count that [`Self::count`] would reach, if it has no `min_count`.
+    pub(crate) fn would_count(&self, table: usize, id: u64) -> u32 {
+        match self.tables[table].admission_counts.find::<Portable>(id, hash_id(id)) {
+            NO_SLOT => 1,
+            count => count.saturating_add(1),
+        }
     }
 
     /// Add the admission count of a checkpoint.

@@ -1,8 +1,7 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
 //! The row of a slot starts at `slot * stride` of one region. Ids and recency have regions of their own. So a row
-//! touches as few cache lines as possible, and a look-up, which updates recency only, finds the recency of sixteen
-//! slots in one line.
+//! touches as few cache lines as possible, and a scan finds the recency of sixteen slots in one line.
 
 use std::sync::Arc;
 
@@ -25,7 +24,7 @@ pub(crate) struct ShardTable {
     rows: Region<f32>,
     /// The id of each slot; of a free slot the next free one.
     ids: Region<u64>,
-    /// The step of each slot's last training look-up, from 1; [`FREE`] marks a free one.
+    /// The step of each slot's last push, from 1; [`FREE`] marks a free one.
     last_used: Region<u32>,
     /// Slots ever used. The free ones among them are chained.
     used: u32,
@@ -33,7 +32,7 @@ pub(crate) struct ShardTable {
     /// The pages of slots below this one were given their size by [`Region::grow_filled`].
     collapsed: u32,
     len: usize,
-    /// Ids without a row that training looked up, each with the number of look-ups in place of a slot.
+    /// Ids without a row that were pushed, each with the number of pushes in place of a slot.
     pub(crate) admission_counts: Index,
     snapshot: Option<Box<CowSnapshot>>,
 }

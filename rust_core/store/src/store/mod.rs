@@ -22,7 +22,7 @@ use persia_types::limits::MAX_DIM;
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
 };
-use persia_types::{Mode, Schema, Tables, TablesError, VIRTUAL_SHARDS};
+use persia_types::{Schema, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::ShardRows;
 use crate::request::slot_cache::SlotCache;
@@ -65,12 +65,13 @@ impl Default for StoreOptions {
 
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
-/// * A *look-up* passes over its tables with some neighbouring shards locked at a time, and passes again if ids had no
-///   row. It takes effect once per token. Repeated, it changes nothing, counts no ids in [`Stats`], and reads an id
-///   without a row as the row that the first look-up inserted. If memory runs out, the rows admitted so far stay and the
-///   token stays unknown.
-/// * A *push* is checked as a whole and then applied. A row without an entry in the table, or with a gradient that is not
-///   finite, is skipped. Neither affects other rows.
+/// * A *look-up* changes nothing. It passes over its tables with some neighbouring shards locked at a time, and passes
+///   again if ids had no row. In training, an id that a push of the same step would admit reads as its new row. A batch
+///   that is looked up and not trained leaves no trace.
+/// * A *push* is checked as a whole and then applied, once per token. It notes the use of rows, admits ids without one,
+///   and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped. Neither affects other
+///   rows. If memory for a new row is missing, the rest of the push is applied, the token counts as applied, and the
+///   error names the table.
 /// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
 ///   do not. Requests continue while a snapshot is written; rows are copied before they change. An operation that
 ///   replaces or drops all rows waits for the snapshot.
@@ -164,9 +165,6 @@ impl Tables for Store {
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
-        if request.mode == Mode::Train {
-            self.wait_for_room(self.options.throttle);
-        }
         self.apply_lookup(request, rows)
     }
 
@@ -198,7 +196,7 @@ impl Tables for Store {
             rows: vec![0; self.schema.tables.len()],
             lookups,
             pushes,
-            tokens: self.claims.highest_pushes(),
+            tokens: self.claims.highest(),
             generation: self.generation.load(Ordering::Relaxed),
             begun: self.generation.load(Ordering::Relaxed),
             ..Stats::default()

@@ -15,22 +15,21 @@ impl Counters {
     /// Rows looked up and pushed.
     pub(super) fn rows(&self) -> u64 {
         let Self { lookups, pushes } = self;
-        lookups.hits + lookups.inserted + lookups.missing + pushes.rows_pushed
+        lookups.hits + lookups.initial + lookups.missing + pushes.rows_pushed
     }
 }
 
-/// The state of a run without its rows: the applied tokens, and the counters of
+/// The state of a run without its rows: the applied pushes, and the counters of
 /// [`Stats`](persia_types::tables::Stats).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    pub(super) lookups: SeenTokens,
     pub(super) pushes: SeenTokens,
     pub(super) counters: Counters,
 }
 
 impl Progress {
-    /// Whether no training request was applied since the run began.
+    /// Whether no push was applied since the run began: the rows are those of its start.
     pub fn is_empty(&self) -> bool {
-        self.lookups.is_empty() && self.pushes.is_empty()
+        self.pushes.is_empty()
     }
 }

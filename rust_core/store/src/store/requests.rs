@@ -3,13 +3,11 @@
 use std::time::Duration;
 
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
-use persia_types::{Mode, ShardedIds, Table, TablesError, VIRTUAL_SHARDS};
+use persia_types::{Mode, ShardedIds, Table, TablesError, Token, VIRTUAL_SHARDS};
 
 use crate::request::check::{check_buffer, check_step, check_tables, malformed, of_table};
-use crate::request::lookup::{CheckedLookup, LookupEffect};
+use crate::request::lookup::CheckedLookup;
 use crate::request::push::{CheckedPush, TableUpdate};
-use crate::request::slot_cache::LookupSlots;
-use crate::request::tokens::ClaimKind;
 use crate::run::ActiveRun;
 use crate::store::Store;
 
@@ -40,20 +38,31 @@ impl Store {
             check_buffer(&self.schema.tables[part.table], part, rows.len())?;
         }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
-        match request.mode {
-            Mode::Train => self.train_lookup(run, request, rows),
-            Mode::Eval | Mode::Infer => {
-                let step = u32::try_from(request.step).unwrap_or(u32::MAX);
-                self.read(run, request, LookupEffect::Read(step), None, rows)
-            }
+        let trains = request.mode == Mode::Train;
+        let step = if trains {
+            check_trains(run, request.token)?;
+            self.claims.check(request.token)?;
+            check_step(request.step)?
+        } else {
+            u32::try_from(request.step).unwrap_or(u32::MAX)
+        };
+        let mut found = self.slot_cache.buffer();
+        let (schema, level, tables) = (&self.schema, self.level, request.tables);
+        let lookup = CheckedLookup { schema, run, level, step, trains, tables };
+        let report = lookup.run(&self.shards, rows, &mut found);
+        if !trains {
+            self.slot_cache.recycle(found);
+        } else if self.slot_cache.insert(request.token, found) {
+            self.counters.lock().lookups += report;
         }
+        Ok(report)
     }
 
     pub(super) fn apply_push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         let rows_pushed = request.tables.iter().map(|part| part.ids.len() as u64).sum();
-        let report = match self.claims.claim(ClaimKind::Push, request.token)? {
+        let report = match self.claims.claim(request.token)? {
             None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
             Some(claim) => {
                 let push = self.check_push(run, request)?;
@@ -61,72 +70,20 @@ impl Store {
                 let report = push.apply(&self.shards, &mut found);
                 claim.applied();
                 found.into_iter().for_each(|found| self.slot_cache.recycle(found));
-                report
+                report?
             }
         };
         self.counters.lock().pushes += report;
         Ok(report)
     }
 
-    fn train_lookup(
-        &self,
-        run: &ActiveRun,
-        request: &LookupRequest<'_>,
-        rows: &mut [&mut [f32]],
-    ) -> Result<LookupReport, TablesError> {
-        if !run.trains {
-            return Err(TablesError::NoOptimizer);
-        }
-        let step = check_step(request.step)?;
-        let Some(claim) = self.claims.claim(ClaimKind::Lookup, request.token)? else {
-            let first = self.slot_cache.take(request.token);
-            let report = self.read(run, request, LookupEffect::Repeat(step), first.as_ref(), rows);
-            first.into_iter().for_each(|first| self.slot_cache.insert(request.token, first));
-            return report;
-        };
-        let mut found = self.slot_cache.buffer();
-        let lookup = self.checked_lookup(run, request, LookupEffect::Admit(step), None);
-        let report = lookup.run(&self.shards, rows, &mut found)?;
-        self.slot_cache.insert(request.token, found);
-        claim.applied();
-        self.counters.lock().lookups += report;
-        Ok(report)
-    }
-
-    /// A look-up that changes nothing.
-    fn read(
-        &self,
-        run: &ActiveRun,
-        request: &LookupRequest<'_>,
-        effect: LookupEffect,
-        first: Option<&LookupSlots>,
-        rows: &mut [&mut [f32]],
-    ) -> Result<LookupReport, TablesError> {
-        let mut found = self.slot_cache.buffer();
-        let report = self.checked_lookup(run, request, effect, first).run(&self.shards, rows, &mut found);
-        self.slot_cache.recycle(found);
-        report
-    }
-
-    fn checked_lookup<'a>(
-        &'a self,
-        run: &'a ActiveRun,
-        request: &LookupRequest<'a>,
-        effect: LookupEffect,
-        first: Option<&'a LookupSlots>,
-    ) -> CheckedLookup<'a> {
-        CheckedLookup { schema: &self.schema, run, level: self.level, effect, tables: request.tables, first }
-    }
-
     /// Check everything that can fail, before anything changes.
     fn check_push<'a>(
-        &self,
-        run: &ActiveRun,
+        &'a self,
+        run: &'a ActiveRun,
         request: &PushRequest<'a>,
     ) -> Result<CheckedPush<'a>, TablesError> {
-        if !run.trains {
-            return Err(TablesError::NoOptimizer);
-        }
+        check_trains(run, request.token)?;
         let step = check_step(request.step)?;
         if !(0.0..=f32::MAX).contains(&request.lr_factor) {
             return malformed(format!("lr_factor {} is not from 0 to {:?}", request.lr_factor, f32::MAX));
@@ -141,7 +98,8 @@ impl Store {
         let updates =
             request.tables.iter().map(|part| TableUpdate::new(run, part.table, lr_factor, step, rank));
         let updates = updates.collect::<Option<_>>().ok_or(TablesError::NoOptimizer)?;
-        Ok(CheckedPush { level: self.level, step, tables: request.tables, updates })
+        let (schema, level, tables) = (&self.schema, self.level, request.tables);
+        Ok(CheckedPush { schema, run, level, step, tables, updates })
     }
 
     /// Refuse ids of shards that are not held.
@@ -158,4 +116,16 @@ impl Store {
             }
         }
     }
+}
+
+/// Refuse a training request of a run that does not train, or of a rank that it does not have.
+fn check_trains(run: &ActiveRun, token: Token) -> Result<(), TablesError> {
+    if !run.trains {
+        return Err(TablesError::NoOptimizer);
+    }
+    let (rank, ranks) = (token.rank, run.ranks);
+    if rank >= ranks {
+        return malformed(format!("request {token} is of rank {rank}, the run has {ranks} ranks"));
+    }
+    Ok(())
 }

@@ -46,15 +46,14 @@ impl Store {
         Ok(())
     }
 
-    /// The requests applied since the run began. Consistent with the rows while no look-up and no push is in flight.
+    /// The requests applied since the run began. Consistent with the rows while no push is in flight.
     pub fn progress(&self) -> Progress {
-        let (lookups, pushes) = self.claims.applied();
-        Progress { lookups, pushes, counters: *self.counters.lock() }
+        Progress { pushes: self.claims.applied(), counters: *self.counters.lock() }
     }
 
     /// Restore the result of [`Self::progress`]. The rows must be of the same instant.
     pub fn resume(&self, progress: Progress) {
-        self.claims.resume(progress.lookups, progress.pushes);
+        self.claims.resume(progress.pushes);
         *self.counters.lock() = progress.counters;
     }
 

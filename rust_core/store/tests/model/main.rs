@@ -28,11 +28,7 @@ enum Op {
         mode: Mode,
         back: u64,
     },
-    /// The look-up `ago` requests before, with the same token.
-    RepeatLookup {
-        ago: usize,
-    },
-    /// Answer that look-up, for every `keep`-th id; `bad` is the position of a NaN.
+    /// Answer the look-up `ago` requests before, for every `keep`-th id; `bad` is the position of a NaN.
     Push {
         ago: usize,
         keep: usize,
@@ -53,7 +49,6 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         10 => (ids(), ids(), any::<bool>(), mode, 0u64..4)
             .prop_map(|(a, b, reversed, mode, back)| Op::Lookup { ids: [a, b], reversed, mode, back }),
-        1 => (0usize..6).prop_map(|ago| Op::RepeatLookup { ago }),
         8 => push.prop_map(|(ago, keep, bad, value)| Op::Push { ago, keep, bad, value }),
         1 => Just(Op::Clear),
         1 => Just(Op::Prepare),
@@ -108,9 +103,8 @@ fn replay(ops: &[Op], policy: Policy) {
     let run = settings(policy);
     let store = store_of(&run, (policy.budget * VIRTUAL_SHARDS) as u64);
     let (drawn, initial) = initial(&run, &universe);
-    let (rows, counts, given) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-    let mut model =
-        Model { policy, rows, counts, drawn, initial, given, pushed: BTreeSet::new(), prepared: None };
+    let (rows, counts) = (BTreeMap::new(), BTreeMap::new());
+    let mut model = Model { policy, rows, counts, drawn, initial, pushed: BTreeSet::new(), prepared: None };
     let mut sent: Vec<Sent> = vec![];
     let mut pushes = PushReport::default();
     let mut snapshot = 0;
@@ -124,14 +118,9 @@ fn replay(ops: &[Op], policy: Policy) {
                     parts.reverse();
                 }
                 let request = Sent { seq, step: (step - back).max(BEFORE + 1), parts };
-                check_lookup(&store, &mut model, &request, *mode, false);
+                check_lookup(&store, &model, &request, *mode);
                 if *mode == Mode::Train {
                     sent.push(request);
-                }
-            }
-            Op::RepeatLookup { ago } => {
-                if let Some(request) = sent.iter().rev().nth(*ago).cloned() {
-                    check_lookup(&store, &mut model, &request, Mode::Train, true);
                 }
             }
             Op::Push { ago, keep, bad, value } => {
@@ -148,7 +137,6 @@ fn replay(ops: &[Op], policy: Policy) {
                 store.clear().unwrap();
                 model.rows.clear();
                 model.counts.clear();
-                model.given.clear();
                 model.prepared = None;
             }
             Op::Prepare => {
@@ -166,7 +154,6 @@ fn replay(ops: &[Op], policy: Policy) {
                 if let Some((rows, counts)) = model.prepared.take() {
                     (model.rows, model.counts) = (rows, counts);
                 }
-                model.given.clear();
             }
         }
         assert_eq!(rows_of(&store), model.rows, "after request {number}: {op:?}");
@@ -179,8 +166,8 @@ fn replay(ops: &[Op], policy: Policy) {
     assert_eq!(counted.rows_pushed, accounted);
 }
 
-fn check_lookup(store: &Store, model: &mut Model, request: &Sent, mode: Mode, repeated: bool) {
-    let expected = model.lookup(request, mode, repeated);
+fn check_lookup(store: &Store, model: &Model, request: &Sent, mode: Mode) {
+    let expected = model.lookup(request, mode);
     let found = try_lookup(store, token(0, request.seq), request.step, mode, &request.parts).unwrap();
     assert_eq!(found, expected, "look-up {}", request.seq);
 }

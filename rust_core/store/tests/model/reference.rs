@@ -47,97 +47,42 @@ pub(crate) struct Policy {
 pub(crate) struct Model {
     pub(crate) policy: Policy,
     pub(crate) rows: Rows,
-    /// Look-ups counted for ids without a row.
+    /// Pushes counted for ids without a row.
     pub(crate) counts: AdmissionCounts,
     /// The steps at which each missing id is admitted, once it has its minimum count.
     pub(crate) drawn: Drawn,
     /// The weights of new rows.
     pub(crate) initial: Initial,
-    /// For look-ups without a push: which ids, by part and position, had or got a row.
-    pub(crate) given: BTreeMap<u64, Vec<Vec<bool>>>,
     pub(crate) pushed: BTreeSet<u64>,
     /// `rows` and `counts` of the prepared snapshot.
     pub(crate) prepared: Option<(Rows, AdmissionCounts)>,
 }
 
 impl Model {
-    pub(crate) fn lookup(
-        &mut self,
-        sent: &Sent,
-        mode: Mode,
-        repeated: bool,
-    ) -> (LookupReport, Vec<Vec<f32>>) {
+    /// The report and the rows of a look-up, which changes nothing.
+    pub(crate) fn lookup(&self, sent: &Sent, mode: Mode) -> (LookupReport, Vec<Vec<f32>>) {
         let mut report = LookupReport::default();
-        let mut rows: Vec<Vec<Vec<f32>>> =
-            sent.parts.iter().map(|(_, ids)| vec![vec![]; ids.len()]).collect();
-        let admits = mode == Mode::Train && !repeated;
-        let first = self.given.get(&sent.seq).filter(|_| repeated).cloned();
-        let mut given: Vec<Vec<bool>> = sent.parts.iter().map(|(_, ids)| vec![true; ids.len()]).collect();
-        let due = sent.step as usize % VIRTUAL_SHARDS;
-        if admits && sent.parts.iter().any(|(_, ids)| !ids.range(due).is_empty()) {
-            report.expired += self.sweep(due, sent.step);
-        }
-        for shard in 0..VIRTUAL_SHARDS {
-            let mut absent = vec![];
-            for (part, (table, ids)) in sent.parts.iter().enumerate() {
-                for at in ids.range(shard) {
-                    let key = (*table, ids.ids()[at]);
-                    if !self.is_alive(key, sent.step) {
-                        absent.push((part, *table, at));
-                        continue;
-                    }
-                    let row = self.rows.get_mut(&key).unwrap();
-                    report.hits += 1;
-                    rows[part][at] = row.weights.clone();
-                    if admits {
-                        row.last_used = row.last_used.max(sent.step);
-                    }
-                }
+        let mut read = |table: usize, id: Id| {
+            let key = (table, id);
+            if self.is_alive(key, sent.step) {
+                report.hits += 1;
+                return self.rows[&key].weights.clone();
             }
-            for (part, table, at) in absent {
-                let id = sent.parts[part].1.ids()[at];
-                let zeros = vec![0.0; DIMS[table]];
-                let weights = self.initial[&(table, id)].clone();
-                let alive = self.is_alive((table, id), sent.step);
-                if admits && !alive {
-                    report.expired += u64::from(self.rows.remove(&(table, id)).is_some());
-                }
-                let admitted = match &first {
-                    _ if mode != Mode::Train || alive => false,
-                    Some(first) => first[part][at],
-                    None => {
-                        self.has_min_count((table, id), admits)
-                            && self.drawn.contains(&(sent.step, table, id))
-                    }
-                };
-                given[part][at] = alive || admitted;
-                rows[part][at] = match (mode, alive, admitted) {
-                    (Mode::Train, true, _) => {
-                        report.hits += 1;
-                        self.rows[&(table, id)].weights.clone()
-                    }
-                    (Mode::Train, false, true) => {
-                        if admits {
-                            let (evicted, expired) = self.insert(table, id, sent.step, &weights);
-                            report.evicted += evicted;
-                            report.expired += expired;
-                            report.inserted += 1;
-                        } else {
-                            report.missing += 1;
-                        }
-                        weights
-                    }
-                    _ => {
-                        report.missing += 1;
-                        zeros
-                    }
-                };
+            let count = self.counts.get(&key).map_or(1, |count| count + 1);
+            let enough = count >= self.policy.min_count;
+            if mode == Mode::Train && enough && self.drawn.contains(&(sent.step, table, id)) {
+                report.initial += 1;
+                return self.initial[&key].clone();
             }
-        }
-        if admits {
-            self.given.insert(sent.seq, given);
-        }
-        (report, rows.into_iter().map(|rows| rows.concat()).collect())
+            report.missing += 1;
+            vec![0.0; DIMS[table]]
+        };
+        let rows = sent
+            .parts
+            .iter()
+            .map(|(table, ids)| ids.ids().iter().flat_map(|id| read(*table, *id)).collect())
+            .collect();
+        (report, rows)
     }
 
     fn is_alive(&self, key: (usize, Id), step: u64) -> bool {
@@ -153,9 +98,10 @@ impl Model {
         expired.len() as u64
     }
 
-    fn has_min_count(&mut self, key: (usize, Id), count: bool) -> bool {
-        if !count || self.policy.min_count == 1 {
-            return !self.counts.contains_key(&key);
+    /// Count a push of a missing id.
+    fn has_min_count(&mut self, key: (usize, Id)) -> bool {
+        if self.policy.min_count == 1 {
+            return true;
         }
         let count = self.counts.entry(key).or_default();
         *count = (*count + 1).min(self.policy.min_count);
@@ -187,29 +133,54 @@ impl Model {
     }
 
     pub(crate) fn push(&mut self, seq: u64, step: u64, parts: &[Ids], gradients: &[Vec<f32>]) -> PushReport {
-        let mut report = PushReport::default();
-        let duplicate = !self.pushed.insert(seq);
-        self.given.remove(&seq);
+        let rows_pushed = parts.iter().map(|(_, ids)| ids.len() as u64).sum();
+        let mut report = PushReport { rows_pushed, ..PushReport::default() };
+        if !self.pushed.insert(seq) {
+            report.rows_duplicate = rows_pushed;
+            return report;
+        }
+        let due = step as usize % VIRTUAL_SHARDS;
+        if parts.iter().any(|(_, ids)| !ids.range(due).is_empty()) {
+            report.rows_expired += self.sweep(due, step);
+        }
+        let mut missing = vec![];
         for ((table, ids), gradients) in parts.iter().zip(gradients) {
             for (id, gradient) in ids.ids().iter().zip(gradients.chunks(DIMS[*table])) {
-                report.rows_pushed += 1;
-                if duplicate {
-                    report.rows_duplicate += 1;
-                } else if gradient.iter().any(|g| !g.is_finite()) {
-                    report.rows_nonfinite += 1;
-                    report.first_nonfinite = report.first_nonfinite.or(Some((*table, *id)));
-                } else if self.is_alive((*table, *id), step) {
-                    let row = self.rows.get_mut(&(*table, *id)).unwrap();
-                    report.rows_applied += 1;
-                    for ((w, v), g) in row.weights.iter_mut().zip(&mut row.velocity).zip(gradient) {
-                        *v = MOMENTUM * *v + *g;
-                        *w -= *v + DECAY * *w;
-                    }
+                if self.is_alive((*table, *id), step) {
+                    self.update((*table, *id), step, gradient, &mut report);
                 } else {
-                    report.rows_missing += 1;
+                    missing.push(((*table, *id), gradient));
                 }
             }
         }
+        for ((table, id), gradient) in missing {
+            report.rows_expired += u64::from(self.rows.remove(&(table, id)).is_some());
+            if !self.has_min_count((table, id)) || !self.drawn.contains(&(step, table, id)) {
+                report.rows_missing += 1;
+                continue;
+            }
+            let weights = self.initial[&(table, id)].clone();
+            let (evicted, expired) = self.insert(table, id, step, &weights);
+            report.rows_inserted += 1;
+            report.rows_evicted += evicted;
+            report.rows_expired += expired;
+            self.update((table, id), step, gradient, &mut report);
+        }
         report
+    }
+
+    fn update(&mut self, key: (usize, Id), step: u64, gradient: &[f32], report: &mut PushReport) {
+        let row = self.rows.get_mut(&key).unwrap();
+        row.last_used = row.last_used.max(step);
+        if gradient.iter().any(|g| !g.is_finite()) {
+            report.rows_nonfinite += 1;
+            report.first_nonfinite = report.first_nonfinite.or(Some(key));
+            return;
+        }
+        report.rows_applied += 1;
+        for ((w, v), g) in row.weights.iter_mut().zip(&mut row.velocity).zip(gradient) {
+            *v = MOMENTUM * *v + *g;
+            *w -= *v + DECAY * *w;
+        }
     }
 }

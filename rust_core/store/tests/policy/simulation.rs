@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use persia_types::limits::COUNTED_IDS_PER_SHARD;
-use persia_types::tables::LookupReport;
+use persia_types::tables::{LookupReport, PushReport};
 use persia_types::{Id, ShardedIds, VIRTUAL_SHARDS};
 
 /// The limits of a table.
@@ -35,14 +35,36 @@ impl Simulation {
         Self { policy, budget: policy.capacity.div_ceil(VIRTUAL_SHARDS), shards }
     }
 
-    /// A training look-up, and the values it reads.
-    pub(crate) fn lookup(&mut self, step: u32, ids: &ShardedIds) -> (LookupReport, Vec<f32>) {
+    /// A training look-up, and the values it reads: new rows read as zeros.
+    pub(crate) fn lookup(&self, step: u32, ids: &ShardedIds) -> (LookupReport, Vec<f32>) {
         let oldest = step.saturating_sub(self.policy.ttl);
-        let mut report = LookupReport::default();
-        let mut values = vec![0.0; ids.len()];
+        let (mut report, mut values) = (LookupReport::default(), vec![0.0; ids.len()]);
+        for (shard, number) in self.shards.iter().zip(0..) {
+            for at in ids.range(number) {
+                let id = &ids.ids()[at];
+                match shard.rows.get(id) {
+                    Some((last_used, value)) if *last_used >= oldest => {
+                        values[at] = *value;
+                        report.hits += 1;
+                    }
+                    _ => {
+                        let count = shard.admission_counts.get(id).copied().unwrap_or_default() + 1;
+                        let seen = if count >= self.policy.min_count { &mut report.initial } else { &mut report.missing };
+                        *seen += 1;
+                    }
+                }
+            }
+        }
+        (report, values)
+    }
+
+    /// Admit ids, and update every id that has a row.
+    pub(crate) fn push(&mut self, step: u32, ids: &ShardedIds) -> PushReport {
+        let oldest = step.saturating_sub(self.policy.ttl);
+        let mut report = PushReport { rows_pushed: ids.len() as u64, ..PushReport::default() };
         let due = step as usize % VIRTUAL_SHARDS;
         if !ids.range(due).is_empty() {
-            report.expired += self.shards[due].sweep(oldest);
+            report.rows_expired += self.shards[due].sweep(oldest);
         }
         for (shard, number) in self.shards.iter_mut().zip(0..) {
             let mut missing = Vec::new();
@@ -50,43 +72,31 @@ impl Simulation {
                 match shard.rows.get_mut(&ids.ids()[at]) {
                     Some((last_used, value)) if *last_used >= oldest => {
                         *last_used = step.max(*last_used);
-                        values[at] = *value;
-                        report.hits += 1;
+                        *value -= 1.0;
+                        report.rows_applied += 1;
                     }
                     _ => missing.push(ids.ids()[at]),
                 }
             }
             for id in missing {
-                report.expired += u64::from(shard.rows.remove(&id).is_some());
+                report.rows_expired += u64::from(shard.rows.remove(&id).is_some());
                 if !shard.has_min_count(id, self.policy.min_count, self.budget) {
-                    report.missing += 1;
+                    report.rows_missing += 1;
                     continue;
                 }
                 if shard.rows.len() >= self.budget {
                     let expired = shard.sweep(oldest);
-                    report.expired += expired;
-                    report.evicted += shard.evict((self.budget / 16).max(1).saturating_sub(expired as usize));
+                    report.rows_expired += expired;
+                    report.rows_evicted +=
+                        shard.evict((self.budget / 16).max(1).saturating_sub(expired as usize));
                 }
                 shard.admission_counts.remove(&id);
-                shard.rows.insert(id, (step, 0.0));
-                report.inserted += 1;
+                shard.rows.insert(id, (step, -1.0));
+                report.rows_inserted += 1;
+                report.rows_applied += 1;
             }
         }
-        (report, values)
-    }
-
-    /// Update every id that has a row. Returns their number.
-    pub(crate) fn push(&mut self, ids: &ShardedIds) -> u64 {
-        let mut applied = 0;
-        for (shard, number) in self.shards.iter_mut().zip(0..) {
-            for at in ids.range(number) {
-                if let Some((_, value)) = shard.rows.get_mut(&ids.ids()[at]) {
-                    *value -= 1.0;
-                    applied += 1;
-                }
-            }
-        }
-        applied
+        report
     }
 
     /// Every row's `(id, last_used, value)`.

@@ -16,6 +16,7 @@ use persia_types::{
 };
 
 pub(crate) const JOB: &str = "test";
+const RANKS: u32 = 128;
 pub(crate) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
 
 pub(crate) fn schema(dims: &[usize]) -> Schema {
@@ -36,7 +37,7 @@ pub(crate) fn run(dims: &[usize]) -> Run {
         weight_bound: 0.0,
         fresh: false,
         continues: 0,
-        world_size: 1,
+        world_size: RANKS,
         reproducible: false,
     }
 }
@@ -114,6 +115,13 @@ pub(crate) fn push(store: &Store, seq: u64, table: usize, ids: &[Id], value: f32
     let ids = grouped(ids);
     let gradients = vec![vec![value; ids.len() * store.schema().tables[table].dim]];
     try_push(store, token(0, seq), seq, &[(table, ids)], &gradients).unwrap()
+}
+
+/// Insert rows as a rank of its own, by gradients of 0.
+pub(crate) fn insert(store: &Store, seq: u64, table: usize, ids: &[Id]) -> PushReport {
+    let ids = grouped(ids);
+    let gradients = vec![vec![0.0; ids.len() * store.schema().tables[table].dim]];
+    try_push(store, token(RANKS - 1, seq), seq, &[(table, ids)], &gradients).unwrap()
 }
 
 /// All shards with rows.

@@ -103,13 +103,9 @@ pub struct LookupReport {
     #[prost(uint64, tag = "1")]
     pub hits: u64,
     #[prost(uint64, tag = "2")]
-    pub inserted: u64,
+    pub initial: u64,
     #[prost(uint64, tag = "3")]
     pub missing: u64,
-    #[prost(uint64, tag = "4")]
-    pub evicted: u64,
-    #[prost(uint64, tag = "5")]
-    pub expired: u64,
 }
 /// Every row once, in any order, then the report.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -176,6 +172,12 @@ pub struct PushReport {
     pub rows_duplicate: u64,
     #[prost(message, optional, tag = "6")]
     pub first_nonfinite: ::core::option::Option<NonFinite>,
+    #[prost(uint64, tag = "7")]
+    pub rows_inserted: u64,
+    #[prost(uint64, tag = "8")]
+    pub rows_evicted: u64,
+    #[prost(uint64, tag = "9")]
+    pub rows_expired: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct NonFinite {
