@@ -81,7 +81,7 @@ LAYERS = (
 )
 """The packages below ``persia``, lowest first: each imports only those before it. All may import ``persia`` itself."""
 
-PATHS = ("__main__", "env", "errors", "helper", "launcher", "logger", "service", "utils")
+PATHS = ("__main__", "env", "errors", "helper", "launcher", "logger", "prelude", "service", "utils")
 """PersiaML's import paths, and ``python -m persia``: they import from every layer, and no layer imports them."""
 
 MOVED = {("persia.embedding", "persia.nn")}

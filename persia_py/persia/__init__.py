@@ -15,12 +15,27 @@ Layout, from the top; a layer imports only what is below it:
 * :mod:`persia.runtime`: settings, errors, exit codes, logging, signals
 * :mod:`persia.proto`: code that is generated from the proto files
 
-``persia.env``, ``errors``, ``logger``, ``utils``, ``service``, ``helper`` and ``launcher`` are PersiaML's paths.
+``persia.env``, ``errors``, ``logger``, ``utils``, ``service``, ``helper``, ``launcher`` and ``prelude`` are PersiaML's
+paths. A module is imported when it is first used: after ``import persia``, ``persia.ctx.TrainCtx`` works.
 """
 
 import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    *("ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models", "nn"),
+    *("prelude", "service", "utils"),
+}
+"""What a script imports."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a module of this package."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def _check_core(version: str) -> None:

@@ -2,7 +2,9 @@
 
 from persia.launch.cli import app, main
 
-__all__ = ["app", "main"]
+cli = main
+
+__all__ = ["app", "cli", "main"]
 
 if __name__ == "__main__":
     main()

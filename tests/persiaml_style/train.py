@@ -1,6 +1,7 @@
 """Trains on what data_loader.py sends, as PersiaML's training scripts do."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -8,14 +9,15 @@ from people import batches
 from torchmetrics.functional.classification import binary_auroc
 
 from persia.ctx import TrainCtx, eval_ctx
-from persia.data import DataLoader, StreamingDataset
+from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.embedding import get_default_embedding_config
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.env import get_local_rank, get_rank
 from persia.logger import get_default_logger
 from persia.utils import setup_seed
 
-logger = get_default_logger()
+logger = get_default_logger("nn_worker")
 
 
 class DNN(torch.nn.Module):
@@ -32,12 +34,20 @@ class DNN(torch.nn.Module):
         return torch.sigmoid(self.layers(hidden))
 
 
-def test(model: torch.nn.Module) -> float:
-    """Return the AUC on data that was not trained on."""
+class TestPeople(IterableDataset):
+    """Data that is not trained on."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield batches."""
+        yield from batches(20, 64, seed=99, requires_grad=False)
+
+
+def test(model: torch.nn.Module, data_loader: DataLoader) -> float:
+    """Return the AUC on the data."""
     scores, labels = [], []
     with eval_ctx(model=model) as ctx, torch.no_grad():
-        for batch in batches(20, 64, seed=99, requires_grad=False):
-            output, target = ctx.forward(ctx.get_embedding_from_data(batch))
+        for batch in data_loader:
+            output, target = ctx.forward(batch)
             scores.append(output)
             labels.append(target[0])
     return float(binary_auroc(torch.cat(scores), torch.cat(labels).int()))
@@ -62,7 +72,12 @@ if __name__ == "__main__":
         device_id=device_id,
         embedding_config=get_default_embedding_config(),
     ) as ctx:
-        data_loader = DataLoader(StreamingDataset(buffer_size=10))
+        data_loader = DataLoader(
+            StreamingDataset(buffer_size=10),
+            reproducible=bool(int(os.environ.get("REPRODUCIBLE", "0"))),
+            embedding_staleness=int(os.environ.get("EMBEDDING_STALENESS", "10")),
+        )
+        test_loader = DataLoader(TestPeople())
         checkpoint = os.environ.get("CHECKPOINT", "")
         if checkpoint and Path(checkpoint).exists():
             ctx.load_checkpoint(checkpoint)
@@ -79,4 +94,4 @@ if __name__ == "__main__":
         if get_rank() == 0:
             if checkpoint:
                 ctx.dump_checkpoint(checkpoint)
-            print(f"test auc: {test(model):.6f} rows: {sum(ctx.get_embedding_size())}")
+            print(f"test auc: {test(model, test_loader):.6f} rows: {sum(ctx.get_embedding_size())}")

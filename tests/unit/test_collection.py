@@ -418,13 +418,6 @@ def test_a_batch_that_is_refused_ends_no_generation() -> None:
     assert (tables.step, tables._session.engine.generation) == (4, generation)
 
 
-def test_a_staleness_that_reproducible_contradicts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REPRODUCIBLE", "1")
-    with pytest.raises(UsageError, match=r"EmbeddingCollection\(staleness=2\).*REPRODUCIBLE"):
-        collection(staleness=2)
-    collection(staleness=1)
-
-
 def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it cannot begin, and when it is closed in a run that has failed."""
     ends: list[BaseException | None] = []

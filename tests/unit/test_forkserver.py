@@ -63,7 +63,9 @@ def python(*words: str | Path, env: dict[str, str] | None = None, cwd: Path | No
 
 
 def launch(script: Path, ranks: int) -> Part:
-    return python("-m", "persia.launch.cli", "nn-worker", "--nproc-per-node", str(ranks), script)
+    """Start ranks that need no NATS."""
+    words = ("-m", "persia.launch.cli", "nn-worker", "--nproc-per-node", str(ranks), script)
+    return python(*words, env={"PERSIA_NATS_URL": ""})
 
 
 def pids(part: Part, ranks: int) -> list[int]:

@@ -34,14 +34,14 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start ``persia-launcher`` in ``tmp_path``: ``launch("nn-worker", "train.py")``."""
+    """Start ``persia-launcher`` in ``tmp_path``, without NATS: ``launch("nn-worker", "train.py")``."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: object, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
             [sys.executable, "-m", "persia.launch.cli", *map(str, arguments)],
             cwd=tmp_path,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "PERSIA_NATS_URL": "", **(env or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -113,7 +113,7 @@ def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path
         (["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"], {}, "node rank 2 of 2"),
         (["nn-worker", "train.py"], {"GPU_NUM": "two"}, "GPU_NUM='two'"),
         (["nn-worker", "train.py"], {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "names 1 device(s), but 2"),
-        (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is not set"),
+        (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is empty"),
         (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "want 0 to 0"),
         (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "want 0 to 1"),
     ],

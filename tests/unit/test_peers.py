@@ -608,8 +608,8 @@ def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest
 
 
 def test_ddp_options_are_checked() -> None:
-    with pytest.raises(UsageError, match="initialization_method='file'"):
-        options.DDPOption("file")
+    with pytest.raises(UsageError, match="initialization_method='mpi'"):
+        options.DDPOption("mpi")
     with pytest.raises(UsageError, match="backend='mpi'"):
         options.DDPOption(backend="mpi")
     assert options.get_default_distributed_option().backend == "gloo"

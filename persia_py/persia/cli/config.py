@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from persia.runtime.errors import ConfigError
+from persia.runtime.errors import ConfigError, UsageError
 
 app = typer.Typer(no_args_is_help=True, help="Check configuration files.")
 
@@ -21,13 +21,17 @@ def config_check(
         Path | None, typer.Argument(help="Default: PERSIA_EMBEDDING_CONFIG, else config/embedding_config.yml.")
     ] = None,
     general: Annotated[
-        Path | None, typer.Option("--global", help="Default: PERSIA_GLOBAL_CONFIG, else config/global_config.yml.")
+        Path | None, typer.Argument(help="Default: PERSIA_GLOBAL_CONFIG, else config/global_config.yml.")
     ] = None,
+    option: Annotated[Path | None, typer.Option("--global", help="The second file, as an option.")] = None,
 ) -> None:
     """Check both configuration files, and list every mistake with its place."""
     from persia.runtime.config_files import find_config, read_config
     from persia_core import config
 
+    if general is not None and option is not None:
+        raise UsageError(f"two global configurations, {general} and {option}: give one")
+    general = general or option
     embedding = embedding or find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
     general = general or find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
     if embedding is None:

@@ -32,13 +32,13 @@ class BaseCtx:
 
     Args:
         threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
-        device_id: CUDA device of the model, 0 included; None trains on the CPU. Batches arrive on it, and gradients are
-            summed on it. The outermost context makes it PyTorch's current device; nested contexts use the outermost
-            one's.
+        device_id: CUDA device of the model, 0 included; None, or a negative number, trains on the CPU. Batches arrive
+            on it, and gradients are summed on it. The outermost context makes it PyTorch's current device; nested
+            contexts use the outermost one's.
         embedding_dtype: The dtype of the embedding tensors on that device: float32, float16 or bfloat16.
 
     Attributes:
-        device_id: As given.
+        device_id: As given; None on the CPU.
         common_context: The backend that nested contexts share; None before entry.
 
     Raises:
@@ -53,6 +53,8 @@ class BaseCtx:
         embedding_dtype: torch.dtype = torch.float32,
     ) -> None:
         del threadpool_worker_size
+        if device_id is not None and device_id < 0:
+            device_id = None
         if device_id is not None:
             _forward.check_device(device_id)
         elif embedding_dtype != torch.float32:

@@ -16,6 +16,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
+from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
 from persia_core import forward as _forward
 from persia_core.data import Batch
@@ -73,11 +74,11 @@ class EmbeddingCtx(BaseCtx):
         """Use ``embedding_config`` for rows made from now on."""
         self._backend.begin(config=embedding_config)
 
-    def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, list[torch.Tensor]]:
+    def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, Any]:
         """Run the model on a batch of a :class:`persia.data.DataLoader` or of :meth:`get_embedding_from_data`.
 
         Returns:
-            The model's output, and the labels.
+            The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
 
         Raises:
             UsageError: The context has no model.
@@ -95,23 +96,25 @@ class EmbeddingCtx(BaseCtx):
 
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
         """Return a batch's tensors.
 
         Returns:
             Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, in the batch's
-            order, through which gradients flow to the rows in training; labels. All tensors are on the context's
-            device. Use them on the stream that is current in PyTorch during this call. A pooled feature is ``[batch,
-            dim]``. A raw (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first
-            ids, padded with zeros. The last column is 1 for an id and 0 for padding; :func:`persia.utils.split_mask`
-            splits it off.
+            order, through which gradients flow to the rows in training; a list of labels, or None of a batch without
+            labels and in the mode ``INFERENCE``. All tensors are on the context's device. Use them on the stream that
+            is current in PyTorch during this call. A pooled feature is ``[batch, dim]``. A raw (sequence) feature is
+            ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, padded with zeros. The last
+            column is 1 for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
         self.current_batch = batch
         training = self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
         self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
-        dense, labels = _given(batch, batch.dense()), _given(batch, batch.labels())
+        dense = _given(batch, batch.dense())
+        inference = self.preprocess_mode is PreprocessMode.INFERENCE
+        labels = None if inference else _given(batch, batch.labels()) or None
         embeddings = [
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
@@ -295,8 +298,12 @@ class EmbeddingCtx(BaseCtx):
         file_name: str,
         is_jit: bool = False,
     ) -> None:
-        """Write the state of a module or optimizer to ``dst_dir/file_name``, atomically."""
-        snapshot.dump_state(torch_instance, Path(dst_dir), file_name, is_jit)
+        """Write the state of a module or optimizer to ``dst_dir/file_name``, atomically.
+
+        Raises:
+            UsageError: ``dst_dir`` is a URL.
+        """
+        snapshot.dump_state(torch_instance, _local("dump_torch_state_dict", dst_dir), file_name, is_jit)
 
     def load_torch_state_dict(
         self,
@@ -308,8 +315,9 @@ class EmbeddingCtx(BaseCtx):
 
         Raises:
             CheckpointError: The file is missing, is not a state dict, or does not fit.
+            UsageError: ``src_dir`` is a URL.
         """
-        snapshot.load_state(torch_instance, Path(src_dir), map_location)
+        snapshot.load_state(torch_instance, _local("load_torch_state_dict", src_dir), map_location)
 
 
 class InferCtx(EmbeddingCtx):
@@ -334,6 +342,12 @@ class InferCtx(EmbeddingCtx):
             "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx, in the embedded "
             "mode after load_checkpoint, with servers on the rows that a TrainCtx of their job has made or loaded"
         )
+
+
+def _local(caller: str, path: str | os.PathLike[str]) -> Path:
+    if is_url(path):
+        raise UsageError(f"{caller}: {os.fspath(path)}: want a path of this host; HDFS and object stores are not read")
+    return Path(path)
 
 
 def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> list[torch.Tensor]:

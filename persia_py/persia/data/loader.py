@@ -33,13 +33,13 @@ class DataLoader:
         forward_buffer_size: PersiaML's; accepted, the staleness bounds the batches looked up ahead.
         timeout_ms: The time limit of a look-up. Waiting for the data set has no limit, but is logged every 30 s.
         num_workers: PersiaML's; accepted, the engine sizes its own threads.
-        reproducible: Bit-equal runs: staleness 1, every look-up after the push before it.
+        reproducible: Bit-equal runs: staleness 1 (a warning says so if another one is given), every look-up after the
+            push before it.
         embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up is served. None means
             ``EMBEDDING_STALENESS``, else 8.
 
     Raises:
-        UsageError: A number is out of range, ``dataset`` is not an :class:`IterableDataset`, or ``reproducible`` is set
-            and the staleness is not 1.
+        UsageError: A number is out of range, or ``dataset`` is not an :class:`IterableDataset`.
     """
 
     def __init__(
@@ -59,12 +59,15 @@ class DataLoader:
                 f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
             )
         self.reproducible = reproducible or settings.reproducible
-        if self.reproducible and embedding_staleness not in (None, 1):
-            raise UsageError(
-                f"DataLoader(embedding_staleness={embedding_staleness}): reproducible training (the argument, or "
-                "REPRODUCIBLE in the environment) needs staleness 1"
-            )
-        self.staleness = 1 if self.reproducible else settings.staleness(embedding_staleness)
+        self.staleness = settings.staleness(embedding_staleness)
+        if self.reproducible:
+            if embedding_staleness is not None and self.staleness > 1:
+                _logger.warning(
+                    "DataLoader(embedding_staleness=%d): training is reproducible (the argument, or REPRODUCIBLE in "
+                    "the environment), so the staleness is 1",
+                    self.staleness,
+                )
+            self.staleness = 1
         self._timeout_s = timeout_ms / 1000
         self.dataset = dataset
 

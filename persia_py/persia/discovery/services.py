@@ -3,23 +3,31 @@
 from persia.discovery import nats
 from persia.runtime import job, tokens
 from persia.runtime.errors import UsageError
-from persia.runtime.settings import settings
+from persia.runtime.settings import settings, variable
 from persia_core.discovery import Discovery
 
 TRAINER = "persia-trainer"
 """The service name of ranks."""
+
+_DEFAULT_WORKER = "embedding_worker:8887"
+"""The middleware of PersiaML's compose file."""
 
 _ASK_S = 2.0
 """Seconds to wait for answers."""
 
 
 def get_embedding_worker_services() -> list[str]:
-    """Return the addresses of this job's middlewares, sorted by index.
+    """Return the addresses of middlewares.
+
+    ``EMBEDDING_WORKER_SERVICE`` if it is set. Otherwise those of this job, sorted by index; without
+    ``PERSIA_NATS_URL``, PersiaML's default.
 
     Raises:
-        UsageError: ``PERSIA_NATS_URL`` is not set.
         UnreachableError: NATS does not answer.
     """
+    given = variable("EMBEDDING_WORKER_SERVICE")
+    if given is not None or settings.nats_url is None:
+        return [given or _DEFAULT_WORKER]
     found = nats.services(nats_url(), "persia-middleware", job=job.job_name())
     return [service.text("address") for service in found]
 

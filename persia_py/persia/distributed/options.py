@@ -39,25 +39,27 @@ class DDPOption(DistributedBaseOption):
     """Torch's DistributedDataParallel.
 
     Args:
-        initialization_method: ``tcp``; PersiaML's ``file`` is not needed, because rank 0 is found through discovery.
+        initialization_method: ``tcp`` or ``file``, as in PersiaML; rank 0 is found through discovery in both cases.
         backend: ``nccl`` with GPUs, ``gloo`` without them.
-        **options: For :class:`torch.nn.parallel.DistributedDataParallel`; ``master_addr``, ``master_port`` and
-            ``init_file`` of PersiaML are accepted and have no effect.
+        **options: For :class:`torch.nn.parallel.DistributedDataParallel`. ``find_unused_parameters`` is true unless
+            given, as in PersiaML. PersiaML's ``master_addr``, ``master_port`` and ``sync_file`` are accepted and have
+            no effect.
 
     Raises:
         UsageError: Another initialization method or backend.
     """
 
     def __init__(self, initialization_method: str = "tcp", backend: str = "nccl", **options: Any) -> None:
-        if initialization_method != "tcp":
-            raise UsageError(f"DDPOption(initialization_method={initialization_method!r}): want 'tcp'")
+        if initialization_method not in {"tcp", "file"}:
+            raise UsageError(f"DDPOption(initialization_method={initialization_method!r}): want 'tcp' or 'file'")
         if backend not in {"nccl", "gloo"}:
             raise UsageError(f"DDPOption(backend={backend!r}): want 'nccl' or 'gloo'")
-        ignored = [name for name in ("master_addr", "master_port", "init_file") if options.pop(name, None) is not None]
+        names = ("master_addr", "master_port", "sync_file", "init_file")
+        ignored = [name for name in names if options.pop(name, None) is not None]
         if ignored:
             _logger.warning("DDPOption: %s has no effect, rank 0 is found through discovery", ", ".join(ignored))
         self.backend = backend
-        self.options = options
+        self.options = {"find_unused_parameters": True, **options}
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
         """Start the process group."""

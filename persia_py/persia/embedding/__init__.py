@@ -43,7 +43,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that have moved to :mod:`persia.nn`."""
+    """Import a sub-module, or a name that has moved to :mod:`persia.nn`."""
+    if name in {"data", "optim", "schedule"}:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in {"EmbeddingCollection", "TableConfig"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("persia.nn"), name)

@@ -224,6 +224,6 @@ class Configuration:
         path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
         embedding = _config.parse_embedding_config(text, source)
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()
-        for warning in (*embedding.warnings, *general.warnings):
-            _logger.warning("%s", warning)
+        if warnings := [*embedding.warnings, *general.warnings]:
+            _logger.warning("%s", "; ".join(warnings))
         return cls(source, sha256(text.encode()).hexdigest()[:16], embedding, general)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 MAX_BATCH_SIZE = 65535
 """PersiaML's limit. The name is kept for its scripts; larger batches work too."""
 
-_DTYPES = tuple(map(np.dtype, ("bool", "int8", "int16", "int32", "int64", "uint8", "float32", "float64")))
+_ND_ARRAY_SUPPORT_TYPE = {np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64}
+_DTYPES = sorted(map(np.dtype, _ND_ARRAY_SUPPORT_TYPE), key=lambda dtype: (dtype.kind, dtype.itemsize))
 
 
 class IDTypeFeature:
@@ -96,6 +97,11 @@ class IDTypeFeature:
         return feature
 
     @property
+    def data(self) -> list[npt.NDArray[np.uint64]]:
+        """The ids of each sample."""
+        return np.split(self.values, self.offsets[1:-1]) if self.batch_size else []
+
+    @property
     def batch_size(self) -> int:
         """The number of samples."""
         return len(self.offsets) - 1
@@ -119,16 +125,32 @@ class IDTypeFeatureWithSingleID:
         self.values = np.ascontiguousarray(data)
 
     @property
+    def data(self) -> npt.NDArray[np.uint64]:
+        """The id of each sample."""
+        return self.values
+
+    @property
     def batch_size(self) -> int:
         """The number of samples."""
         return len(self.values)
 
 
-class _Dense:
+class NdarrayDataBase:
+    """The base of dense inputs and labels: an array whose first dimension is the sample.
+
+    Args:
+        data: ``[batch, ...]`` of bool, int8, int16, int32, int64, uint8, float32 or float64.
+        name: A name for messages.
+
+    Raises:
+        FeatureTypeError: The data has another dtype, or is not an array.
+    """
+
+    DEFAULT_NAME = "ndarray_base"
     kind = "dense input"
 
-    def __init__(self, data: npt.NDArray[Any], name: str | None) -> None:
-        self.name = None if name is None else _name(name)
+    def __init__(self, data: npt.NDArray[Any], name: str | None = None) -> None:
+        self.given_name = None if name is None else _name(name)
         if not isinstance(data, np.ndarray) or data.dtype not in _DTYPES or data.ndim == 0:
             raise FeatureTypeError(
                 f"{self.title}: want an array of at least one dimension and dtype {', '.join(d.name for d in _DTYPES)} "
@@ -139,15 +161,23 @@ class _Dense:
     @property
     def title(self) -> str:
         """The name in messages."""
-        return self.kind if self.name is None else f"{self.kind} {self.name!r}"
+        return self.kind if self.given_name is None else f"{self.kind} {self.given_name!r}"
+
+    @property
+    def name(self) -> str:
+        """The name, else the default one of the class."""
+        return self.given_name or self.DEFAULT_NAME
 
     @property
     def batch_size(self) -> int:
         """The number of samples."""
         return len(self.data)
 
+    def __len__(self) -> int:
+        return len(self.data)
 
-class NonIDTypeFeature(_Dense):
+
+class NonIDTypeFeature(NdarrayDataBase):
     """A dense input: an array whose first dimension is the sample.
 
     Args:
@@ -158,11 +188,10 @@ class NonIDTypeFeature(_Dense):
         FeatureTypeError: The data has another dtype, or is not an array.
     """
 
-    def __init__(self, data: npt.NDArray[Any], name: str | None = None) -> None:
-        super().__init__(data, name)
+    DEFAULT_NAME = "non_id_type_feature_anonymous"
 
 
-class Label(_Dense):
+class Label(NdarrayDataBase):
     """A label: an array whose first dimension is the sample.
 
     Args:
@@ -175,6 +204,7 @@ class Label(_Dense):
         DataError: ``binary`` is set, and a value is neither 0 nor 1; the message names the row.
     """
 
+    DEFAULT_NAME = "label_anonymous"
     kind = "label"
 
     def __init__(self, data: npt.NDArray[Any], name: str | None = None, *, binary: bool = False) -> None:
@@ -246,9 +276,9 @@ class PersiaBatch:
             else:
                 builder.add_list(feature.name, feature.values, feature.offsets, feature.weights)
         for item in dense:
-            builder.add_dense(item.name, item.data)
+            builder.add_dense(item.given_name, item.data)
         for target in targets:
-            builder.add_label(target.name, target.data)
+            builder.add_label(target.given_name, target.data)
         self._batch = builder.build()
 
     @classmethod

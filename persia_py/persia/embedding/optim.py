@@ -114,7 +114,12 @@ def _check(values: dict[str, float], at_least_zero: tuple[str, ...], below_one: 
 
 
 class SGD(Optimizer):
-    """``w -= lr * (g + wd * w)``; with momentum ``v = momentum * v + g; w -= lr * (v + wd * w)``."""
+    """``w -= lr * (g + wd * w)``; with momentum ``v = momentum * v + g; w -= lr * (v + wd * w)``.
+
+    Attributes:
+        momentum: As given.
+        weight_decay: As given.
+    """
 
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
         _check(
@@ -123,6 +128,7 @@ class SGD(Optimizer):
             below_one=("momentum",),
         )
         super().__init__(_core.OptimizerSpec.sgd(lr, momentum, weight_decay), lr)
+        self.momentum, self.weight_decay = momentum, weight_decay
 
 
 class Adam(Optimizer):
@@ -130,6 +136,11 @@ class Adam(Optimizer):
 
     ``m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g * g``, then with ``a = lr / (1 - beta1 ** t)``
     and ``b = 1 / (1 - beta2 ** t)``: ``w -= a * m / (sqrt(v * b) + eps)``. ``g`` includes ``weight_decay * w``.
+
+    Attributes:
+        betas: As given.
+        weight_decay: As given.
+        eps: As given.
     """
 
     def __init__(
@@ -145,6 +156,7 @@ class Adam(Optimizer):
             below_one=("betas[0]", "betas[1]"),
         )
         super().__init__(_core.OptimizerSpec.adam(lr, betas, weight_decay, eps), lr)
+        self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
 
 
 class Adagrad(Optimizer):
@@ -152,6 +164,13 @@ class Adagrad(Optimizer):
 
     ``s`` starts at ``initial_accumulator_value``. With ``vectorwise_shared`` a row has one ``s``, which grows by the
     mean of ``g * g``: less memory, and faster.
+
+    Attributes:
+        initial_accumulator_value: As given.
+        weight_decay: As given.
+        g_square_momentum: As given.
+        eps: As given.
+        vectorwise_shared: As given.
     """
 
     def __init__(
@@ -177,3 +196,8 @@ class Adagrad(Optimizer):
             lr, initial_accumulator_value, weight_decay, g_square_momentum, eps, vectorwise_shared
         )
         super().__init__(spec, lr)
+        self.initial_accumulator_value = initial_accumulator_value
+        self.weight_decay = weight_decay
+        self.g_square_momentum = g_square_momentum
+        self.eps = eps
+        self.vectorwise_shared = vectorwise_shared

@@ -13,10 +13,14 @@ from persia.launch import binaries
 from persia.launch.user_script import report
 from persia.runtime.errors import PersiaError, UsageError
 
+_NATS_URL = "nats://persia_nats_service:4222"
+"""PersiaML's default, which its compose files rely on."""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Start one part of a job. An option that is not given is read from the environment.",
+    help="Start one part of a job. An option that is not given is read from the environment. PERSIA_NATS_URL defaults "
+    f"to {_NATS_URL}.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -153,7 +157,11 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
 
 
 def main() -> None:
-    """Run the command. An error is one message, the next step and the exit code of its class."""
+    """Run the command. An error is one message, the next step and the exit code of its class.
+
+    Where ``PERSIA_NATS_URL`` is not set it gets PersiaML's default; set to nothing it means the embedded mode.
+    """
+    os.environ.setdefault("PERSIA_NATS_URL", _NATS_URL)
     try:
         app()
     except PersiaError as error:

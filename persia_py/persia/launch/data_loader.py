@@ -29,12 +29,12 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
         0 after SIGTERM or SIGINT, else the exit code of the script that failed.
 
     Raises:
-        UsageError: ``PERSIA_NATS_URL`` is not set.
+        UsageError: ``PERSIA_NATS_URL`` is empty.
     """
     if settings.nats_url is None:
         raise UsageError(
-            "PERSIA_NATS_URL is not set: in embedded mode the trainer runs the data script itself; "
-            "start only the trainer, or set PERSIA_NATS_URL"
+            "PERSIA_NATS_URL is empty: in embedded mode the training script runs the data script itself; "
+            "start only `python train.py`, or set PERSIA_NATS_URL"
         )
     events = Events()
     command = [sys.executable, "-m", "persia.launch.data_loader_main", str(script), *arguments]

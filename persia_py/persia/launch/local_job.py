@@ -205,8 +205,9 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
         os.close(descriptor)
 
 
-def find_free_port(port: int | None = None) -> int:
-    """Return ``port`` if it can be bound on loopback, else a port that is free now."""
+def find_free_port(port: int | None = None, interval: int = 1) -> int:
+    """Return ``port`` if it can be bound on loopback, else a port that is free now; ``interval`` is PersiaML's."""
+    del interval
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((LOOPBACK, port or 0))

@@ -13,7 +13,7 @@ from typing import Any
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job
-from persia.runtime.errors import UsageError
+from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
 from persia.runtime.settings import settings
 
@@ -37,8 +37,8 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
         nodes: The number of replicas.
 
     Returns:
-        The exit code: 0 if every rank ended with 0, or the run is finished already; after a signal, that of
-        :func:`persia.launch.supervision.stopped_by`.
+        The exit code: 0 if every rank ended with 0, or ``PERSIA_RUN_DIR`` names a run that is finished already; after a
+        signal, that of :func:`persia.launch.supervision.stopped_by`. Without that variable every start is a new run.
 
     Raises:
         UsageError: The numbers do not fit together, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
@@ -51,8 +51,11 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
     _check_devices(ranks)
     folder = job.run_dir() if settings.nats_url is not None else None
     if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
-        report_finished(folder, summary)
-        return 0
+        if settings.run_dir is not None:
+            report_finished(folder, summary)
+            return 0
+        if node == 0:
+            _set_aside(folder / job.SUMMARY)
     events = Events()
     with events.signals():
         started = [
@@ -135,6 +138,16 @@ def report_finished(folder: Path, summary: dict[str, Any]) -> None:
         f"to train again, give PERSIA_RUN_DIR another folder, or: rm {path}\n"
     )
     sys.stdout.flush()
+
+
+def _set_aside(summary: Path) -> None:
+    """Rename the summary of the last run, so that it is not taken for that of this one."""
+    previous = summary.with_name("summary-previous.json")
+    try:
+        summary.replace(previous)
+    except OSError as error:
+        raise ConfigError(f"{summary}: {error.strerror}; it is the summary of the last run: rename it") from error
+    _say(f"a new run begins; the summary of the last one is now {previous}")
 
 
 def _print_with_prefix(prefix: str) -> Callable[[str], None]:

@@ -99,7 +99,7 @@ class EmbeddingCollection(torch.nn.Module):
         optimizer: Updates the rows.
         config: The initializer, the admission rule and the weight bound.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
-            ``REPRODUCIBLE`` set it is 1.
+            ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is given.
         device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),
             or None for the CPU.
         dtype: What vectors are on a CUDA device: float32, float16 or bfloat16.
@@ -108,7 +108,7 @@ class EmbeddingCollection(torch.nn.Module):
         DeviceError: This build or machine has no such device.
         ConfigError: Tables contradict themselves or each other; the message lists every mistake.
         UsageError: The call is inside a context of :mod:`persia.ctx`, this process has a collection over servers
-            already, or the staleness contradicts ``REPRODUCIBLE``.
+            already, or the staleness is out of range.
     """
 
     def __init__(

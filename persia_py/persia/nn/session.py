@@ -104,12 +104,15 @@ class Session:
                 "give its features to the context's batches"
             )
         self._reproducible = settings.reproducible
-        if self._reproducible and staleness not in (None, 1):
-            raise UsageError(
-                f"EmbeddingCollection(staleness={staleness}): reproducible training (REPRODUCIBLE in the environment) "
-                "needs staleness 1"
-            )
-        self._staleness = 1 if self._reproducible else settings.staleness(staleness)
+        self._staleness = settings.staleness(staleness)
+        if self._reproducible:
+            if staleness is not None and self._staleness > 1:
+                _logger.warning(
+                    "EmbeddingCollection(staleness=%d): training is reproducible (REPRODUCIBLE in the environment), "
+                    "so the staleness is 1",
+                    self._staleness,
+                )
+            self._staleness = 1
         self._optimizer = optimizer
         self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.skipped = 0

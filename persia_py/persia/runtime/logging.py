@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from datetime import datetime, timezone
+from typing import Any
 
 from persia.runtime.errors import ConfigError
 from persia.runtime.settings import SERVED
@@ -52,17 +53,30 @@ def _formatter() -> logging.Formatter:
     return JsonFormatter() if name == "json" else logging.Formatter(_FORMAT)
 
 
-def setLogger(name: str = _ROOT, log_level: int | str | None = None, **_ignored: object) -> logging.Logger:
+def setLogger(
+    name: str = _ROOT,
+    log_level: int | str | None = None,
+    log_filename: str | os.PathLike[str] = "train.log",
+    enable_file_logger: bool = False,
+    err_redirect_filepath: str | os.PathLike[str] = "error.log",
+    enable_err_redirect: bool = False,
+    err_redirect_level: int = logging.INFO,
+) -> logging.Logger:
     """Configure and return the logger called ``name``.
 
     Args:
-        name: The logger; handlers are attached once.
+        name: The logger; its handler for standard error is attached once.
         log_level: A level of :mod:`logging`, by number or name, or ``trace``, which is debug here; None means
             ``LOG_LEVEL``, else INFO.
-        _ignored: PersiaML's arguments for colours and files; accepted, without effect.
+        log_filename: The file that gets all records, if ``enable_file_logger`` is set.
+        enable_file_logger: Append to ``log_filename``.
+        err_redirect_filepath: The file that gets records above ``err_redirect_level``, if ``enable_err_redirect`` is
+            set.
+        enable_err_redirect: Append to ``err_redirect_filepath``.
+        err_redirect_level: The highest level that is not written to that file.
 
     Raises:
-        ConfigError: The level is unknown, or ``LOG_FORMAT`` is neither json nor text.
+        ConfigError: The level is unknown, ``LOG_FORMAT`` is neither json nor text, or a file cannot be opened.
     """
     level = log_level if log_level is not None else os.environ.get("LOG_LEVEL", "").strip() or "INFO"
     if isinstance(level, str):
@@ -78,16 +92,47 @@ def setLogger(name: str = _ROOT, log_level: int | str | None = None, **_ignored:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
+    if enable_file_logger:
+        _append_to(logger, log_filename, logging.NOTSET)
+    if enable_err_redirect:
+        _append_to(logger, err_redirect_filepath, err_redirect_level + 1)
     return logger
 
 
-def get_default_logger() -> logging.Logger:
-    """Return persia's own logger, configured on first use."""
+def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int) -> None:
+    """Append the records of ``level`` and above to a file, each once."""
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"log file {os.fspath(path)}: {error.strerror or error}") from error
+    whole = handler.baseFilename
+    if any(isinstance(each, logging.FileHandler) and each.baseFilename == whole for each in logger.handlers):
+        handler.close()
+        return
+    handler.setLevel(level)
+    handler.setFormatter(_formatter())
+    logger.addHandler(handler)
+
+
+def get_default_logger(name: str | None = None, **options: Any) -> logging.Logger:
+    """Return persia's own logger, or with ``name`` one below it: ``get_default_logger("train")`` is ``persia.train``.
+
+    Args:
+        name: The name below ``persia``; None means persia's own logger.
+        **options: Arguments of :func:`setLogger`, with which the logger is configured.
+    """
     logger = logging.getLogger(_ROOT)
-    return logger if logger.handlers else setLogger()
+    if not logger.handlers:
+        setLogger()
+    if name is not None:
+        logger = logging.getLogger(_below_root(name))
+    return setLogger(logger.name, **options) if options else logger
 
 
 def get_logger(name: str) -> logging.Logger:
     """Return a logger below persia's own: ``get_logger("data")`` is ``persia.data``."""
-    get_default_logger()
-    return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
+    return get_default_logger(name)
+
+
+def _below_root(name: str) -> str:
+    return name if name.startswith(_ROOT) else f"{_ROOT}.{name}"

@@ -37,8 +37,8 @@ pub struct CommonArgs {
     /// token file, on 127.0.0.1 without
     #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<String>,
-    /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464, on the addresses of --listen's
-    /// default
+    /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464 (a free one, if it is in use), on the
+    /// addresses of --listen's default; `off` with `enable_metrics: false`
     #[arg(long, env = "PERSIA_METRICS_LISTEN", value_name = "ADDRESS")]
     pub metrics_listen: Option<String>,
     /// The secret of the cluster; without it only processes of this host are served
@@ -188,18 +188,19 @@ impl CommonArgs {
     /// `Usage` for a malformed address.
     pub fn listen(&self, port: u16) -> Result<Endpoint, Exit> {
         let default = format!("{}:{port}", self.open_host());
-        endpoint(self.listen.as_deref().unwrap_or(&default), "--listen")
+        endpoint(self.listen.as_deref().unwrap_or(&default), "PERSIA_LISTEN")
     }
 
-    /// The address of metrics, unless they are off.
+    /// The address of metrics, unless they are off. Without one it is `port` of all addresses or of loopback, if
+    /// metrics are `enabled`.
     ///
     /// # Errors
     /// `Usage` for a malformed address.
-    pub fn metrics_listen(&self, port: u16) -> Result<Option<Endpoint>, Exit> {
-        let default = format!("{}:{port}", self.open_host());
+    pub fn metrics_listen(&self, port: u16, enabled: bool) -> Result<Option<Endpoint>, Exit> {
+        let default = if enabled { format!("{}:{port}", self.open_host()) } else { "off".into() };
         match self.metrics_listen.as_deref().unwrap_or(&default) {
             "off" => Ok(None),
-            address => endpoint(address, "--metrics-listen").map(Some),
+            address => endpoint(address, "PERSIA_METRICS_LISTEN").map(Some),
         }
     }
 
@@ -213,7 +214,7 @@ impl CommonArgs {
     /// `Usage` with all mistakes.
     pub fn global(&self) -> Result<GlobalConfig, Exit> {
         let Some(path) = &self.global_config else { return Ok(GlobalConfig::default()) };
-        read(path, "PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
+        read(path, "--global-config or PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
     }
 
     /// The embedding configuration.
@@ -228,7 +229,7 @@ impl CommonArgs {
                     .into(),
             ));
         };
-        read(path, "PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse)
+        read(path, "--embedding-config or PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse)
     }
 
     /// The job's name.
@@ -248,18 +249,19 @@ fn endpoint(address: &str, flag: &str) -> Result<Endpoint, Exit> {
 
 fn read<T>(
     path: &Path,
-    variable: &str,
+    given_by: &str,
     parse: impl Fn(&str, &str) -> Result<Parsed<T>, ConfigErrors>,
 ) -> Result<T, Exit> {
     let text = std::fs::read_to_string(path)
-        .map_err(|error| Exit::Usage(format!("{variable}: {}: {error}", path.display())))?;
+        .map_err(|error| Exit::Usage(format!("{}: {error}; it is named by {given_by}", path.display())))?;
     let name = path.display().to_string();
     let parsed = parse(&text, &name).map_err(|errors| {
         let found: Vec<String> = errors.errors.iter().map(ToString::to_string).collect();
         Exit::Usage(format!("{name}: {}", found.join("; ")))
     })?;
-    for warning in &parsed.warnings {
-        tracing::warn!("{name}: {warning}");
+    if !parsed.warnings.is_empty() {
+        let found: Vec<String> = parsed.warnings.iter().map(ToString::to_string).collect();
+        tracing::warn!("{name}: {}", found.join("; "));
     }
     Ok(parsed.config)
 }

@@ -114,7 +114,7 @@ impl Process {
         let listen = args.listen(kind.port)?;
         let guard = Guard::new(secret.clone(), &listen).map_err(|error| Exit::Auth(error.to_string()))?;
         let listener =
-            Listener::bind(&listen).await.map_err(|error| cannot_bind("--listen", &listen, &error))?;
+            Listener::bind(&listen).await.map_err(|error| cannot_bind("PERSIA_LISTEN", &listen, &error))?;
         let discovery = match &args.nats_url {
             None => None,
             Some(url) => Some(connect(url, &job, secret.as_ref()).await?),
@@ -148,17 +148,24 @@ impl Process {
                 upkeep.run_upkeep();
             }
         });
-        let Some(listen) = self.args.metrics_listen(METRICS_PORT)? else { return Ok(None) };
+        let enabled = self.global.enable_metrics;
+        let Some(listen) = self.args.metrics_listen(METRICS_PORT, enabled)? else { return Ok(None) };
         if self.secret.is_none() && !listen.is_local() {
             let error = AuthError::Unprotected { endpoint: listen };
-            return Err(Exit::Auth(format!("--metrics-listen: {error}")));
+            return Err(Exit::Auth(format!("PERSIA_METRICS_LISTEN: {error}")));
         }
         let Endpoint::Tcp { host, port } = &listen else {
-            return Err(Exit::Usage(format!("--metrics-listen {listen}: metrics are served over TCP only")));
+            return Err(Exit::Usage(format!(
+                "PERSIA_METRICS_LISTEN={listen}: metrics are served over TCP only"
+            )));
         };
-        let bound = TcpListener::bind((host.as_str(), *port)).await;
+        let mut bound = TcpListener::bind((host.as_str(), *port)).await;
+        if self.args.metrics_listen.is_none() && is_in_use(&bound) {
+            bound = TcpListener::bind((host.as_str(), 0)).await; // another process of this host has the default port
+        }
         let bound = bound.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
-        let (port, listener) = bound.map_err(|error| cannot_bind("--metrics-listen", &listen, &error))?;
+        let (port, listener) =
+            bound.map_err(|error| cannot_bind("PERSIA_METRICS_LISTEN", &listen, &error))?;
         let page =
             metrics::Page { metrics: render, ready: Arc::clone(&self.ready), refresh: Arc::new(refresh) };
         tokio::spawn(metrics::serve(listener, page));
@@ -310,15 +317,21 @@ async fn host_towards(url: &str) -> String {
     }
 }
 
-fn cannot_bind(flag: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
+fn is_in_use(bound: &io::Result<TcpListener>) -> bool {
+    bound.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse)
+}
+
+fn cannot_bind(variable: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     let why = match error.kind() {
         io::ErrorKind::AddrInUse => {
-            "the address is in use; stop the process that listens there, or choose another port".into()
+            format!(
+                "the address is in use; stop the process that listens there, or set {variable} to another one"
+            )
         }
         io::ErrorKind::PermissionDenied => format!("{error}; ports below 1024 need privileges"),
         _ => error.to_string(),
     };
-    Exit::Usage(format!("cannot listen on {endpoint} ({flag}): {why}"))
+    Exit::Usage(format!("cannot listen on {endpoint}: {why}"))
 }
 
 /// The number of SIGTERM and SIGINT received.

@@ -69,7 +69,7 @@ impl Plan {
     /// Match features with slots, merge what shares a table, and decide where rows are pooled.
     ///
     /// # Errors
-    /// [`Error::FeatureMismatch`] with every unknown and missing name, [`Error::TooLarge`] for too many ids,
+    /// [`Error::FeatureMismatch`] with every name that is no slot's, [`Error::TooLarge`] for too many ids,
     /// [`Error::BadFeature`] for per-sample weights where nothing is summed.
     pub(super) fn new(
         batch: &Batch,
@@ -232,6 +232,7 @@ impl TablePlan {
     }
 }
 
+/// The slot of each feature. A batch need not have all slots.
 fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Error> {
     let slots: Vec<Option<usize>> =
         features.iter().map(|feature| schema.slot(feature.name()).map(|(index, _)| index)).collect();
@@ -242,6 +243,9 @@ fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Er
         .filter(|(_, slot)| slot.is_none())
         .map(|(feature, _)| feature.name().to_owned())
         .collect();
+    if unknown.is_empty() {
+        return Ok(slots.into_iter().flatten().collect());
+    }
     let missing: Vec<String> = schema
         .slots
         .iter()
@@ -249,9 +253,6 @@ fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Er
         .filter(|(index, _)| !slots.contains(&Some(*index)))
         .map(|(_, slot)| name(slot))
         .collect();
-    if unknown.is_empty() && missing.is_empty() {
-        return Ok(slots.into_iter().flatten().collect());
-    }
     Err(Error::FeatureMismatch { unknown, missing, known: schema.slots.iter().map(name).collect() })
 }
 
@@ -292,6 +293,14 @@ mod tests {
         for name in ["x", "y", "a", "c"] {
             assert!(error.to_string().contains(name), "{error}");
         }
+    }
+
+    #[test]
+    fn a_batch_may_have_some_of_the_slots() {
+        let batch = batch(&[("c", &[7, 7]), ("b", &[1, 2])]);
+        let plan = plan(&batch).unwrap();
+        assert_eq!(plan.slots(), [2, 1]);
+        assert_eq!(plan.tables().iter().map(|table| table.table).collect::<Vec<_>>(), [0, 1]);
     }
 
     #[test]

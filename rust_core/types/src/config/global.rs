@@ -18,7 +18,7 @@ const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
 
 const ROOT_KEYS: &[&str] = &["common_config", "embedding_worker_config", "embedding_parameter_server_config"];
 const COMMON_KEYS: &[&str] = &["metrics_config", "job_type", "infer_config", "checkpointing_config"];
-const METRICS_KEYS: &[&str] = &["enable_metrics", "job_name", "push_interval_sec"];
+const METRICS_KEYS: &[&str] = &["enable_metrics", "job_name", "push_interval_sec", "push_interval_seconds"];
 const WORKER_KEYS: &[&str] = &["wire_dtype", "forward_buffer_size", "buffered_data_expired_sec"];
 const SERVER_KEYS: &[&str] = &[
     "capacity",
@@ -30,15 +30,16 @@ const SERVER_KEYS: &[&str] = &[
     "incremental_buffer_size",
     "incremental_dir",
     "incremental_channel_capacity",
+    "full_amount_manager_buffer_size",
 ];
 
-const NO_METRICS: &str = "servers and middlewares always serve metrics, for Prometheus to fetch";
+const NO_PUSH: &str = "metrics are not pushed: servers and middlewares serve them, for Prometheus to fetch";
 const NO_SERVING: &str = "this version does not serve yet";
 const NO_WORKER: &str = "batches wait in the trainer; TrainCtx and DataLoader bound them";
 const NO_INCREMENTAL: &str = "this version does not have incremental updates yet";
 const COMMON_UNUSED: &[(&str, &str)] =
     &[("job_type", "TrainCtx and eval_ctx decide whether rows are learned")];
-const METRICS_UNUSED: &[(&str, &str)] = &[("enable_metrics", NO_METRICS), ("push_interval_sec", NO_METRICS)];
+const METRICS_UNUSED: &[(&str, &str)] = &[("push_interval_sec", NO_PUSH), ("push_interval_seconds", NO_PUSH)];
 const INFER_UNUSED: &[(&str, &str)] = &[("servers", NO_SERVING), ("embedding_checkpoint", NO_SERVING)];
 const WORKER_UNUSED: &[(&str, &str)] =
     &[("forward_buffer_size", NO_WORKER), ("buffered_data_expired_sec", NO_WORKER)];
@@ -48,6 +49,7 @@ const SERVER_UNUSED: &[(&str, &str)] = &[
     ("incremental_buffer_size", NO_INCREMENTAL),
     ("incremental_dir", NO_INCREMENTAL),
     ("incremental_channel_capacity", NO_INCREMENTAL),
+    ("full_amount_manager_buffer_size", "a checkpoint has no such buffer"),
 ];
 
 const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];
@@ -66,6 +68,9 @@ pub enum LogSync {
 /// A valid `global_config.yml`. The default has the values of absent keys.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GlobalConfig {
+    /// `common_config.metrics_config.enable_metrics`: whether servers and middlewares serve metrics where no address
+    /// for them is given.
+    pub enable_metrics: bool,
     /// `common_config.metrics_config.job_name`: two jobs never share rows.
     pub job_name: String,
     /// `common_config.checkpointing_config.num_workers`: threads that write and read a checkpoint.
@@ -86,6 +91,7 @@ pub struct GlobalConfig {
 impl Default for GlobalConfig {
     fn default() -> Self {
         Self {
+            enable_metrics: true,
             job_name: "persia_default_jobname".into(),
             checkpoint_workers: 4,
             capacity: 1_000_000_000,
@@ -97,12 +103,13 @@ impl Default for GlobalConfig {
 }
 
 impl GlobalConfig {
-    /// Read and validate the text of `file`.
+    /// Read and validate the text of `file`. Unknown keys are warnings, because PersiaML ignores them.
     ///
     /// # Errors
     /// All mistakes of the file.
     pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
         Reader::read(text, file, |reader, root| {
+            reader.accepts_unknown_keys = true;
             let mut config = Self::default();
             let root = reader.section(root, "", ROOT_KEYS);
             config.read_common(reader, root.get("common_config"));
@@ -122,6 +129,8 @@ impl GlobalConfig {
         let path = "common_config.metrics_config";
         let metrics = reader.child(&common, path, METRICS_KEYS);
         reader.without_effect(&metrics, path, METRICS_UNUSED);
+        let enabled = reader.boolean(&metrics, "common_config.metrics_config.enable_metrics");
+        self.enable_metrics = enabled.unwrap_or(true);
         if let Some(name) = reader.name(&metrics, "common_config.metrics_config.job_name") {
             self.job_name = name.into();
         }

@@ -39,6 +39,8 @@ impl<'a> Section<'a> {
 pub(super) struct Reader {
     errors: Vec<Finding>,
     warnings: Vec<Finding>,
+    /// Unknown keys are warnings.
+    pub(super) accepts_unknown_keys: bool,
 }
 
 impl Reader {
@@ -53,6 +55,7 @@ impl Reader {
         let mut reader = Self::default();
         let config = read(&mut reader, &root);
         if reader.errors.is_empty() {
+            reader.warnings.sort_by_key(|warning| (warning.line, warning.column));
             return Ok(Parsed { config, warnings: reader.warnings });
         }
         reader.errors.sort_by_key(|error| (error.line, error.column));
@@ -88,16 +91,20 @@ impl Reader {
         Section { place: node.place, entries }
     }
 
-    /// `node` as a mapping with no other keys than `known`.
+    /// `node` as a mapping with no other keys than `known`; with `accepts_unknown_keys`, other keys are warnings.
     pub(super) fn section<'a>(&mut self, node: &'a Node, path: &str, known: &[&str]) -> Section<'a> {
         let section = self.mapping(node, path);
         for (key, _) in section.entries().filter(|(key, _)| !known.contains(&key.text.as_str())) {
-            let mut message = String::from("unknown key");
-            if let Some(near) = nearest(&key.text, known.iter().copied()) {
-                message += &format!(", did you mean `{near}`?");
+            let near = nearest(&key.text, known.iter().copied());
+            let near = near.map(|near| format!(", did you mean `{near}`?")).unwrap_or_default();
+            let path = join(path, &key.text);
+            if self.accepts_unknown_keys {
+                let message = format!("unknown key without effect{near}");
+                self.warnings.push(Finding { path, ..key.place.error(message) });
+            } else {
+                let message = format!("unknown key{near}; allowed: {}", known.join(", "));
+                self.error(key.place, &path, message);
             }
-            message += &format!("; allowed: {}", known.join(", "));
-            self.error(key.place, &join(path, &key.text), message);
         }
         section
     }
