@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from persia.runtime import tokens
 from persia.runtime.errors import UsageError
-from persia.runtime.settings import settings
+from persia.runtime.settings import settings, variable
 
 SERVER = "persia-embedding-sharded-server"
 MIDDLEWARE = "persia-embedding-sharded-middleware"
@@ -35,8 +35,12 @@ def run(
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
     if settings.listen is None:
         command += ["--listen", f"{host}:{port}"]
-    for flag, path in (("--embedding-config", embedding_config), ("--global-config", global_config)):
-        if path is not None:
+    # An env_file of Docker keeps white space at the end of a value; the variables are read here without it.
+    for flag, given, name in (
+        ("--embedding-config", embedding_config, "PERSIA_EMBEDDING_CONFIG"),
+        ("--global-config", global_config, "PERSIA_GLOBAL_CONFIG"),
+    ):
+        if (path := given or variable(name)) is not None:
             command += [flag, str(path)]
     os.execv(program, command)  # noqa: S606
 
