@@ -133,6 +133,12 @@ def test_a_path_in_a_variable_may_end_in_a_blank(
         (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is empty"),
         (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "want 0 to 0"),
         (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "want 0 to 1"),
+        (["embedding-worker", "--embedding-config", "no.yml"], {}, "--embedding-config no.yml: no such file"),
+        (
+            ["embedding-parameter-server"],
+            {"PERSIA_GLOBAL_CONFIG": "no.yml"},
+            "PERSIA_GLOBAL_CONFIG=no.yml: no such file",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
