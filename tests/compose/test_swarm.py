@@ -10,7 +10,10 @@ import pytest
 from waiting import wait_until
 
 from compose.conftest import docker
+from compose.test_persiaml import EQUAL, embedded, folder, persiaml_images
 from compose.test_stack import EXAMPLE, SHORT
+
+__all__ = ["embedded", "folder", "persiaml_images"]
 
 pytestmark = pytest.mark.usefixtures("images")
 
@@ -65,3 +68,18 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
     volume = ["--volume", f"{NAME}_runs:/runs", "--entrypoint", "cat", "persia/runtime:dev", "/runs/summary.json"]
     assert json.loads(docker("run", "--rm", *volume).stdout)["status"] == "finished"
     assert "packaged sha256=" in logs("emb_server")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("swarm")
+def test_a_compose_file_of_persiaml_trains_on_a_swarm(folder: Path, embedded: tuple[str, str]) -> None:
+    """Here its env file is read by another parser, and names resolve to virtual addresses."""
+    docker("stack", "deploy", "--resolve-image", "never", "--compose-file", str(folder / "docker-compose.yml"), NAME)
+    wait_until(
+        "the trainer to finish",
+        lambda: "Complete" in docker("service", "ps", "--format", "{{.CurrentState}}", f"{NAME}_nn_worker").stdout,
+        300,
+        evidence=lambda: logs("nn_worker") + logs("embedding_parameter_server"),
+        interval=1,
+    )
+    assert EQUAL.findall(logs("nn_worker")) == [embedded]

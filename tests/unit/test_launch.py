@@ -105,6 +105,23 @@ def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("part", "variable", "text"),
+    [
+        ("embedding-parameter-server", "PERSIA_EMBEDDING_CONFIG", "slots_config: {a: {dim: 0}}"),
+        ("embedding-worker", "PERSIA_GLOBAL_CONFIG", "embedding_parameter_server_config: {capacity: 0}"),
+    ],
+)
+def test_a_path_in_a_variable_may_end_in_a_blank(
+    launch: Launch, tmp_path: Path, part: str, variable: str, text: str
+) -> None:
+    """PersiaML's env file has one; Docker keeps it."""
+    (tmp_path / "config.yml").write_text(text)
+    code, output = result(launch(part, env={variable: "config.yml "}))
+    assert code == 2, output
+    assert "config.yml: line 1" in output and "found `0`" in output
+
+
+@pytest.mark.parametrize(
     ("arguments", "env", "text"),
     [
         (["nn-worker"], {}, "set PERSIA_NN_WORKER_ENTRY"),
@@ -116,6 +133,12 @@ def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path
         (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is empty"),
         (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "want 0 to 0"),
         (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "want 0 to 1"),
+        (["embedding-worker", "--embedding-config", "no.yml"], {}, "--embedding-config no.yml: no such file"),
+        (
+            ["embedding-parameter-server"],
+            {"PERSIA_GLOBAL_CONFIG": "no.yml"},
+            "PERSIA_GLOBAL_CONFIG=no.yml: no such file",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -302,13 +302,18 @@ class Dicts(IterableDataset):
         yield {}  # type: ignore[misc]
 
 
-def test_a_job_whose_broker_is_not_there_is_named(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1:9", "persia_nats_service.invalid:4222"])
+def test_a_job_whose_broker_is_not_there_is_named(
+    host: str, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configure(SLOTS)
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:9")
+    monkeypatch.setenv("PERSIA_NATS_URL", f"nats://{host}")
     monkeypatch.setenv("PERSIA_START_TIMEOUT", "1")
-    with pytest.raises(UnreachableError, match=r"nats://127.0.0.1:9 cannot be reached") as caught, make():
+    with pytest.raises(UnreachableError, match=rf"nats://{host} cannot be reached") as caught, make():
         pass
     assert caught.value.exit_code == 3
+    for step in ("set PERSIA_NATS_URL", "PERSIA_NATS_URL= persia-launcher nn-worker"):
+        assert step in caught.value.hint
     assert cnt_ctx() is None
 
 

@@ -100,7 +100,7 @@ class RemoteBackend(Backend):
         )
         if self.device is not None:
             self.device.serve(self.engine)
-        self._discovery.wait_connected(self._place.left())
+        services.wait_connected(self._discovery, self._place.left())
         if self._trains:
             self._join_ranks()
         self.engine.wait_ready(self._place.left(min(AFTER_OTHERS_S, settings.start_timeout)))

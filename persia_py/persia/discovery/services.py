@@ -2,7 +2,7 @@
 
 from persia.discovery import nats
 from persia.runtime import job, tokens
-from persia.runtime.errors import UsageError
+from persia.runtime.errors import UnreachableError, UsageError
 from persia.runtime.settings import settings, variable
 from persia_core.discovery import Discovery
 
@@ -11,6 +11,11 @@ TRAINER = "persia-trainer"
 
 _DEFAULT_WORKER = "embedding_worker:8887"
 """The middleware of PersiaML's compose file."""
+
+_WITHOUT_NATS = (
+    "start NATS, or set PERSIA_NATS_URL to its address; to train without servers, in one process, set it to nothing: "
+    "PERSIA_NATS_URL= python FILE, or PERSIA_NATS_URL= persia-launcher nn-worker FILE"
+)
 
 _ASK_S = 2.0
 """Seconds to wait for answers."""
@@ -51,6 +56,20 @@ def connect() -> Discovery:
         UsageError: ``PERSIA_NATS_URL`` is not set.
     """
     return Discovery(nats_url(), job.job_name(), tokens.token_file())
+
+
+def wait_connected(discovery: Discovery, limit_s: float) -> None:
+    """Wait until NATS answers.
+
+    Raises:
+        UnreachableError: It does not within ``limit_s`` seconds; the hint says how to train without it.
+        AuthError: NATS refuses the token.
+    """
+    try:
+        discovery.wait_connected(limit_s)
+    except UnreachableError as error:
+        error.hint = _WITHOUT_NATS
+        raise
 
 
 def trainers(discovery: Discovery) -> list[dict[str, str]]:

@@ -42,7 +42,7 @@ class Rendezvous:
         self._discovery, self._url = discovery, url
         self._rank, self._world_size = rank, world_size
         self._job = job.job_name()
-        self._address = advertised_host(url)
+        self._address = ""
         self._deadline = time.monotonic() + settings.start_timeout
         self._listener: socket.socket | None = None
         self._store_listener: socket.socket | None = None
@@ -55,6 +55,7 @@ class Rendezvous:
         """On rank 0: listen for the other ranks. Return the metadata to announce, which is empty on the others."""
         if self._rank != 0:
             return {}
+        self._address = advertised_host(self._url)  # NATS is connected, so its name resolves
         self._listener = _listen(self._address)
         self._store_listener = _listen(self._address)
         return {

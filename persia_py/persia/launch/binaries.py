@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from persia.runtime import tokens
 from persia.runtime.errors import UsageError
-from persia.runtime.settings import settings
+from persia.runtime.settings import settings, variable
 
 SERVER = "persia-embedding-sharded-server"
 MIDDLEWARE = "persia-embedding-sharded-middleware"
@@ -28,16 +28,23 @@ def run(
         size: The number of replicas.
 
     Raises:
-        UsageError: The binary was not found.
+        UsageError: The binary or a configuration file was not found.
     """
     program = resolve_binary_execute_path(binary)
     host = "0.0.0.0" if tokens.token_file() else "127.0.0.1"  # noqa: S104
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
     if settings.listen is None:
         command += ["--listen", f"{host}:{port}"]
-    for flag, path in (("--embedding-config", embedding_config), ("--global-config", global_config)):
-        if path is not None:
-            command += [flag, str(path)]
+    for flag, given, name in (
+        ("--embedding-config", embedding_config, "PERSIA_EMBEDDING_CONFIG"),
+        ("--global-config", global_config, "PERSIA_GLOBAL_CONFIG"),
+    ):
+        if (path := given or variable(name)) is None:
+            continue
+        if not Path(path).is_file():
+            origin = f"{flag} {path}" if given else f"{name}={path}"
+            raise UsageError(f"{origin}: no such file (seen from {Path.cwd()})")
+        command += [flag, str(path)]  # an env_file of Docker may keep white space at the end of the variable
     os.execv(program, command)  # noqa: S606
 
 

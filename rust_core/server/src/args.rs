@@ -133,16 +133,32 @@ pub fn parse<A: CommandFactory + FromArgMatches>() -> Result<A, Exit> {
     for id in empty {
         command = command.mut_arg(id, |arg| arg.env(None::<&str>));
     }
+    let variables = by_variable(&command);
     let one_line = |error: clap::Error| {
         if error.use_stderr() {
             let text = error.to_string();
             let line = text.lines().next().unwrap_or_default();
+            let line = variables.iter().fold(line.to_owned(), |line, (flag, name)| line.replace(flag, name));
             return Exit::Usage(format!("{}; --help lists all flags", line.trim_start_matches("error: ")));
         }
         error.exit()
     };
     let matches = command.try_get_matches().map_err(one_line)?;
     A::from_arg_matches(&matches).map_err(one_line)
+}
+
+/// The flags that are not given while their variables are set, as clap's messages quote them, with those variables.
+fn by_variable(command: &clap::Command) -> Vec<(String, String)> {
+    let given: Vec<String> = std::env::args().collect();
+    command
+        .get_arguments()
+        .filter_map(|arg| {
+            let (flag, name) = (format!("--{}", arg.get_long()?), arg.get_env()?);
+            let is_given = given.iter().any(|word| word.split('=').next() == Some(flag.as_str()));
+            let is_set = std::env::var_os(name).is_some();
+            (is_set && !is_given).then(|| (format!("'{flag} "), format!("'{} ", name.display())))
+        })
+        .collect()
 }
 
 impl CommonArgs {

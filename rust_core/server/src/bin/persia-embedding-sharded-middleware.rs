@@ -26,7 +26,7 @@ async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> R
     let servers = match (&process.discovery, args.servers.as_slice()) {
         (None, []) => {
             return Err(Exit::Usage(
-                "no servers: set PERSIA_NATS_URL (or --nats-url), or give --servers".into(),
+                "no servers: set PERSIA_NATS_URL to the address of NATS, through which they are found".into(),
             ));
         }
         (Some(discovery), []) => ServerPool::discovered(discovery.clone(), link),

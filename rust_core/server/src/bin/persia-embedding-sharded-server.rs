@@ -33,8 +33,7 @@ fn log_options(sync: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<
         (None, _) => Ok(None),
         (Some(sync), Some(dir)) => Ok(Some(LogOptions { dir: dir.join(LOG_DIR), sync })),
         (Some(_), None) => Err(Exit::Usage(
-            "durability: log needs a directory that outlives this process: set PERSIA_DATA_DIR or --data-dir"
-                .into(),
+            "durability: log needs a directory that outlives this process: set PERSIA_DATA_DIR".into(),
         )),
     }
 }

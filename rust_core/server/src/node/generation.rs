@@ -40,7 +40,7 @@ impl GenerationFile {
         let unusable = |error: io::Error| {
             let uid = rustix::process::getuid().as_raw();
             Exit::Usage(format!(
-                "--data-dir {}: {error}; user {uid} must be able to write there",
+                "PERSIA_DATA_DIR {}: {error}; user {uid} must be able to write there",
                 dir.display()
             ))
         };
@@ -49,7 +49,7 @@ impl GenerationFile {
         let lock = lock.map_err(unusable)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
             rustix::io::Errno::WOULDBLOCK => Exit::Again(format!(
-                "--data-dir {} is in use by another server; stop that one, or give each its own directory",
+                "PERSIA_DATA_DIR {} is in use by another server; stop that one, or give each its own directory",
                 dir.display()
             )),
             error => unusable(error.into()),

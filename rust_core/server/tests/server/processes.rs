@@ -227,7 +227,18 @@ fn what_cannot_work_says_so_in_one_line() {
         let (found, line) = setting.start(binary, arguments).fails();
         assert_eq!(found, code, "{arguments:?}: {line}");
         assert!(line.starts_with("error: ") && line.contains(text), "{arguments:?}: {line}");
+        let known = ["--embedding-config", "--global-config", "--help"]; // those that persia-launcher has too
+        let flags = line
+            .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
+            .filter(|word| word.starts_with("--"));
+        let unknown: Vec<&str> =
+            flags.filter(|flag| !known.contains(flag) && !arguments.contains(flag)).collect();
+        assert!(unknown.is_empty(), "{line}: {unknown:?}");
     }
+    let mut command = Command::new(SERVER);
+    let refused = command.args(["--listen", "127.0.0.1:0"]).env("PERSIA_RPC_TIMEOUT", "0").output().unwrap();
+    let line = String::from_utf8(refused.stderr).unwrap();
+    assert!(line.contains("'PERSIA_RPC_TIMEOUT <SECONDS>'") && !line.contains("--rpc-timeout"), "{line}");
     let (code, line) =
         Process::start(SERVER, &["--metrics-listen", "off", "--listen", "127.0.0.1:0"]).fails();
     assert!(code == 2 && line.contains("PERSIA_EMBEDDING_CONFIG"), "{line}");

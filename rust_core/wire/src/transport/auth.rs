@@ -70,7 +70,7 @@ impl FromStr for Role {
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
     /// A token file that cannot be read.
-    #[error("token file {}: {source}; PERSIA_TOKEN_FILE or --token-file names it", .path.display())]
+    #[error("token file {}: {source}; PERSIA_TOKEN_FILE names it", .path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -92,7 +92,7 @@ pub enum AuthError {
     /// No secret, and an address that other hosts reach.
     #[error(
         "refusing to listen on {endpoint} without a token: any host of the network could connect; \
-         give --token-file or PERSIA_TOKEN_FILE, or listen on 127.0.0.1 or unix:/path"
+         set PERSIA_TOKEN_FILE, or listen on 127.0.0.1 or unix:/path"
     )]
     Unprotected {
         /// The address.
