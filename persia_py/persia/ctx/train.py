@@ -19,6 +19,7 @@ from persia.embedding.optim import Optimizer
 from persia.loop.autosave import Autosave
 from persia.loop.backward import Backward
 from persia.loop.hooks import Hooks
+from persia.loop.inputs import InputAgreement
 from persia.loop.loss_scale import LossScale
 from persia.loop.preemption import Preemption
 from persia.loop.quarantine import Quarantine
@@ -174,6 +175,8 @@ class TrainCtx(EmbeddingCtx):
         hooks: list[Any] = [Watchdog(run.hung)]
         if self._checkpoints is not None:
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
+        if not self._backend.is_alone:
+            hooks.append(InputAgreement(self._backend.inputs, lambda: self.model))
         self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
         return self._loop
 

@@ -10,9 +10,10 @@ import torch
 from persia.backend.base import Backend, Device, RowSettings
 from persia.backend.local import LocalBackend
 from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import saved_inputs
 from persia.distributed import run
 from persia.distributed.options import DDPOption
-from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.embedding import EmbeddingConfig, get_default_embedding_config, inputs
 from persia.embedding.config import Configuration
 from persia.embedding.optim import Optimizer
 from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
@@ -208,7 +209,9 @@ class Session:
         if self.skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}")
 
-    def save(self, directory: str | os.PathLike[str], states: Mapping[str, dict[str, Any]]) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], features: Sequence[str], states: Mapping[str, dict[str, Any]]
+    ) -> None:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
         with self._backend.together("save, which every rank calls"):
@@ -217,10 +220,11 @@ class Session:
             if self._backend.is_rank_0:
                 with snapshot.Save(self.engine, self._backend.checkpoint_dir(directory), self.trained_step) as save:
                     save.add_state(_STATE, {"lr": float(self._optimizer.lr)})
+                    save.add_state(inputs.FILE, inputs.InputNames(tuple(features)).state())
                     for name, state in states.items():
                         save.add_state(name, state)
 
-    def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
+    def load(self, directory: str | os.PathLike[str], features: Sequence[str]) -> snapshot.Load:
         """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
         self._check_open()
         with self._backend.together("load, which every rank calls"):
@@ -231,6 +235,7 @@ class Session:
                 )
             loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
             lr = self._saved_lr(loaded)
+            _check_features(loaded, features)
         with self._backend.together("the loop before a load"):  # left by all ranks or by none
             self._leave_loop()
             self.engine.drain()
@@ -315,6 +320,21 @@ class Session:
             raise RunLostError(
                 f"a forward of this EmbeddingCollection failed, which ends the run on all ranks: {self._lost}"
             )
+
+
+def _check_features(loaded: snapshot.Load, features: Sequence[str]) -> None:
+    """Check that a collection with ``features`` has all those of a checkpoint."""
+    names = saved_inputs(loaded)
+    if names is None:
+        return
+    if not {*names.id_features} <= {*features}:
+        raise CheckpointError(
+            f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
+            f"EmbeddingCollection are {', '.join(features)}; give its tables the same feature_names"
+        )
+    new = [feature for feature in features if feature not in names.id_features]
+    if new:
+        _logger.warning("%s: it has no feature %s; rows of their own tables are new", loaded.path, ", ".join(new))
 
 
 def _end(backend: Backend, error: BaseException | None = None) -> None:
