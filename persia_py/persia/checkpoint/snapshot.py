@@ -259,7 +259,8 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> 
         CheckpointError: Keys or shapes differ; the message lists all.
     """
     own = module.state_dict()
-    wrong = [f"{key}: not in the checkpoint" for key in own if key not in state]
+    # The module itself decides about the extra state that an older version has not saved.
+    wrong = [f"{key}: not in the checkpoint" for key in own if key not in state and not key.endswith("_extra_state")]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
     wrong += [
         f"{key}: shape {_shape(state[key])} in the checkpoint, {tuple(value.shape)} in the model"

@@ -7,7 +7,7 @@ from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
-_logger = get_logger("loop")
+_logger = get_logger("ctx")
 
 WARN_AFTER = 3
 """Forwards in a row without a backward, of which the last is logged."""
@@ -79,14 +79,15 @@ class TrainedBatches:
         del complete
         now = (self._forwards, self._backwards, self.skipped)
         forwards, backwards, skipped = (after - before for after, before in zip(now, self._before, strict=True))
-        if forwards and backwards < forwards - 1:
-            _logger.warning(
-                "the training loop has ended: %d of %d batches were trained on; the others had no ctx.backward(loss)",
-                backwards - skipped,
-                forwards,
-            )
+        missed = max(0, forwards - backwards)
+        text = f"the training loop has ended: {backwards - skipped} of {forwards} batches were trained on"
+        more = [f"{missed} had no ctx.backward(loss)"] * (missed > 0)
+        more += [f"{skipped} {'was' if skipped == 1 else 'were'} skipped for NaN or infinity"] * (skipped > 0)
+        text = "; ".join([text, ", ".join(more)] if more else [text])
+        if missed > 1 or (missed and not backwards):
+            _logger.warning("%s", text)
         elif forwards and settings.rank == 0:
-            _logger.info("the training loop has ended: %d of %d batches were trained on", backwards - skipped, forwards)
+            _logger.info("%s", text)
 
     def check(self) -> None:
         """Check that something was trained, at the end of a context.

@@ -44,6 +44,9 @@ class EmbeddingCollection(torch.nn.Module):
     forward sees everything that backwards before it have pushed. In evaluation (``eval()``, or under
     ``torch.no_grad()``) nothing changes, and missing rows are zeros.
 
+    Rows are not in a state dict. It has a reference to them, and is refused where the collection has other rows: save
+    and load both together, by :meth:`save` and :meth:`load`.
+
     The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the rest of
     it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on ``device``. The factor of a
     gradient scaler would reach the rows: train without one.
@@ -248,6 +251,36 @@ class EmbeddingCollection(torch.nn.Module):
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, gauges and times."""
         return self._session.engine.stats()
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return what a state dict has of this module: a reference to the rows as they are now, not the rows.
+
+        A push makes it a reference to rows that no longer exist, unless a checkpoint has them: see :meth:`save`.
+        """
+        return self._session.rows.reference(self.step)
+
+    def set_extra_state(self, state: object) -> None:
+        """Check the reference of a state dict that is loaded; no row changes.
+
+        Raises:
+            CheckpointError: This module has other rows than those when the state dict was made: it was trained since,
+                or its rows are not those of the checkpoint that was saved then.
+        """
+        self._session.rows.check(state, self.step)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Load as torch does; older versions have saved no reference."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        key = f"{prefix}_extra_state"
+        missing_keys: list[str] = arguments[2]
+        if key not in state_dict:
+            if key in missing_keys:
+                missing_keys.remove(key)
+            _logger.warning(
+                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so it is not checked "
+                "that these are the rows with which it was trained; load() the checkpoint that was saved with it",
+                key,
+            )
 
     def close(self) -> None:
         """Apply all pushes and end the engine. Rows of this process are lost.
