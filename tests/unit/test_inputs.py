@@ -219,6 +219,22 @@ def test_a_batch_with_other_parts_is_refused_with_both_lists(configure: Configur
             train(ctx, [batch(0), batch(1, fewer)])
 
 
+def test_some_features_may_be_looked_up(configure: Configure) -> None:
+    """As for an index of items: no model gets them."""
+    configure(SLOTS)
+    with make() as ctx:
+        train(ctx, [batch(0)])
+        with eval_ctx(model=ctx.model) as evaluation:
+            dense, embeddings, labels = evaluation.prepare_features(batch(1, fewer, train=False))
+            assert (len(dense), len(embeddings), len(labels)) == (1, 1, 1)
+            _, embeddings, _ = evaluation.prepare_features(batch(1, backwards, train=False))
+            _, expected, _ = evaluation.prepare_features(batch(1, train=False))
+            assert same(embeddings, expected)
+            with pytest.raises(DataError, match="other inputs"):
+                evaluation.forward(batch(1, fewer, train=False))
+    assert names("x", "y", ids="abc").arrange(Named(names("z", "x", ids="dca")), whole=False).id_features == [2, 1, 0]
+
+
 def names(*dense: str | None, ids: str = "ab", labels: tuple[str | None, ...] = ()) -> InputNames:
     return InputNames(tuple(ids), dense, labels)
 

@@ -47,9 +47,11 @@ class Arranger:
         self._unchecked = ""  # the parts that were logged
 
     def arrange(
-        self, batch: NamedBatch, inputs: ModelInputs, model: torch.nn.Module | None, *, training: bool
+        self, batch: NamedBatch, inputs: ModelInputs, model: torch.nn.Module | None, *, training: bool, whole: bool
     ) -> Arrangement:
         """Find the inputs of ``model``. The first batch that it is trained on decides what they are.
+
+        A batch that is not for the whole model may have some of its inputs, or others.
 
         Raises:
             DataError: The batch has other inputs.
@@ -59,9 +61,9 @@ class Arranger:
             names = InputNames.of(batch)
             if training:
                 inputs.set(model, names)
-            else:
+            elif whole:
                 self._first_batch = names
-        places = names.arrange(batch)
+        places = names.arrange(batch, whole=whole)
         if places.unchecked and places.unchecked != self._unchecked:
             self._unchecked = places.unchecked
             _logger.warning(

@@ -15,7 +15,7 @@ from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
-from persia.embedding.inputs import arranged
+from persia.embedding.inputs import Arrangement, arranged
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
@@ -84,6 +84,7 @@ class EmbeddingCtx(BaseCtx):
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
 
         Raises:
+            DataError: The batch has other inputs than those that the model was trained on; the message lists both.
             UsageError: The context has no model.
         """
         watchdog.progress()
@@ -91,6 +92,9 @@ class EmbeddingCtx(BaseCtx):
             raise UsageError(f"{type(self).__name__}.forward without a model; give it as model=...")
         training = self.preprocess_mode is PreprocessMode.TRAIN
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            if isinstance(batch, PersiaBatch):
+                batch = self.get_embedding_from_data(batch)
+            self._arrange(batch, whole=True)
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
             if not training:  # on one rank alone, so nothing that all ranks do together
                 return unwrap_model(self.model)(non_id_tensors, embedding_tensors), labels
@@ -103,7 +107,8 @@ class EmbeddingCtx(BaseCtx):
         """Return a batch's tensors, in the order of the first batch that the model was trained on.
 
         Id features, and dense inputs and labels that have names, are found by name, so their order in the batch has
-        no effect. Other dense inputs and labels stay in their places.
+        no effect. Other dense inputs and labels stay in their places. A batch that is not trained on may have only some
+        of the features, to look them up; :meth:`forward` requires all.
 
         Returns:
             Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, through which
@@ -114,13 +119,13 @@ class EmbeddingCtx(BaseCtx):
             column is 1 for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
 
         Raises:
-            DataError: The batch has other inputs than those that the model was trained on; the message lists both.
+            DataError: A training batch has other inputs than the first one; the message lists both.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
         self.current_batch = batch
-        training = self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
-        places = self._arranger.arrange(batch, self._backend.inputs, self.model, training=training)
+        training = self._trains_on(batch)
+        places = self._arrange(batch, whole=training)
         self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
         dense = arranged(_given(batch, batch.dense()), places.dense)
         inference = self.preprocess_mode is PreprocessMode.INFERENCE
@@ -131,6 +136,13 @@ class EmbeddingCtx(BaseCtx):
         ]
         self._log_truncated(batch)
         return dense, arranged(embeddings, places.id_features), labels
+
+    def _trains_on(self, batch: "_forward.TrainingBatch") -> bool:
+        return self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
+
+    def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:
+        known, training = self._backend.inputs, self._trains_on(batch)
+        return self._arranger.arrange(batch, known, self.model, training=training, whole=whole)
 
     def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
         """Log once for each raw slot whose samples have more ids than places."""

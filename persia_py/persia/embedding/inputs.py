@@ -89,8 +89,13 @@ class InputNames:
             "labels": None if self.labels is None else [*self.labels],
         }
 
-    def arrange(self, batch: NamedBatch) -> Arrangement:
+    def arrange(self, batch: NamedBatch, *, whole: bool = True) -> Arrangement:
         """Find the inputs of the model in a batch.
+
+        Args:
+            batch: The batch.
+            whole: Refuse a batch with other inputs. Otherwise those that it has are in the model's order, and others
+                follow.
 
         Raises:
             DataError: The batch has other parts; the message has both lists of each kind that differs.
@@ -107,6 +112,10 @@ class InputNames:
             (labels or (), given.labels or ()),
         )
         found = [_places(*pair, more=kind == "labels") for kind, pair in zip(kinds, pairs, strict=True)]
+        if not whole:
+            found = [
+                _known_first(*pair) if places is None else places for pair, places in zip(pairs, found, strict=True)
+            ]
         wrong = [
             f"{kind}: {_listed(batch_has)} in the batch, {_listed(model_gets)} in training"
             for kind, (model_gets, batch_has), places in zip(kinds, pairs, found, strict=True)
@@ -145,6 +154,12 @@ def _places(model_gets: Names, batch_has: Names, *, more: bool) -> list[int] | N
     if moved or any(name and other and name != other for name, other in pairs):
         return None
     return same
+
+
+def _known_first(model_gets: Names, batch_has: Names) -> list[int]:
+    """Return the order of a batch's parts in which those of the model come first, in its order."""
+    known = {name: place for place, name in enumerate(model_gets) if name is not None}
+    return sorted(range(len(batch_has)), key=lambda place: known.get(batch_has[place] or "", len(model_gets)))
 
 
 def _listed(names: Sequence[str | None]) -> str:
