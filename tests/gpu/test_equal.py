@@ -15,7 +15,7 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad
-from persia.nn.collection import EmbeddingCollection, TableConfig
+from persia.nn import EmbeddingCollection, TableConfig
 
 SLOTS = """
     single: {dim: 8}

@@ -4,6 +4,7 @@ A JSON text in its argument says what else happens.
 """
 
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -118,6 +119,8 @@ class Loop:
     def save_and_load(self, folder: str) -> None:
         """Continue from a checkpoint in mid-training: the same rows on every rank, and the same end."""
         self.train(0, 10)
+        everything = torch.nn.ModuleDict({"model": self.model, "tables": self.tables})
+        state = copy.deepcopy(everything.state_dict())
         self.tables.save(folder, model=self.model.state_dict())
         saved = read(self.tables)
         barrier()
@@ -131,7 +134,10 @@ class Loop:
                 del os.environ["PERSIA_CKPT_DIR"]
             self.tables.load(folder)
         self.train(STEPS + 1, STEPS + 2)  # and they continue in the same loop
+        with fails(CheckpointError, "the state dict belongs to other rows"):
+            everything.load_state_dict(state)
         loaded = self.tables.load(folder)
+        everything.load_state_dict(state)  # on every rank, its own
         self.model.load_state_dict(loaded.state("model.pt"))
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, saved[name]), name

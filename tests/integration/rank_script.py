@@ -38,6 +38,7 @@ PLAN: dict[str, Any] = {
     "more": {},  # steps more by rank
     "data": "part",
     "passes": 1,
+    "swapped": None,  # the rank whose batches have their features in the opposite order
     "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
@@ -104,7 +105,7 @@ def part(number: int) -> PersiaBatch:
     else:
         features = [IDTypeFeatureWithSingleID("a", single[mine]), IDTypeFeature("b", lists[mine])]
     return PersiaBatch(
-        features,
+        features[::-1] if PLAN["swapped"] == RANK else features,
         [NonIDTypeFeature(np.ascontiguousarray(dense[mine]))],
         [Label(np.ascontiguousarray(label[mine]), binary=True)],
     )

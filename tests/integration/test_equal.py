@@ -100,6 +100,20 @@ def test_slots_of_every_kind_are_bit_equal_wherever_their_rows_are(
         assert_bit_equal(inside, outside)
 
 
+def test_ranks_may_get_features_in_another_order(make_stack: MakeStack, tmp_path: Path) -> None:
+    results = []
+    for number, swapped in enumerate((None, 1)):
+        plan = {"swapped": swapped}
+        job = f"swapped-{number}"
+        stack = make_stack(servers=2, job=job)
+        out = tmp_path / f"{job}.npz"
+        trainer = stack.trainer(SCRIPT, json.dumps({**plan, "out": str(out)}), ranks=2)
+        assert trainer.wait() == 0, trainer.output
+        stack.close()
+        results.append(dict(np.load(out)))
+    assert_bit_equal(*results)
+
+
 def test_a_collection_is_bit_equal_wherever_its_rows_are(
     make_stack: MakeStack, configure: Configure, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from persia.embedding.optim import SGD
 from persia.errors import DeviceError, NonFiniteError, UsageError
 from persia.loop.backward import MAX_SKIPPED_STEPS, Backward
 from persia.loop.loss_scale import LossScale
-from persia.nn.collection import EmbeddingCollection, TableConfig
+from persia.nn import EmbeddingCollection, TableConfig
 from persia_core import backward, forward
 from persia_core.forward import TrainingBatch
 

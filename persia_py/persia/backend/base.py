@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from persia.backend.inputs import ModelInputs
 from persia.embedding.config import Configuration, EmbeddingConfig, get_default_embedding_config
 from persia.embedding.optim import Optimizer
 from persia.runtime import watchdog
@@ -106,6 +107,7 @@ class Backend(ABC):
         activity: The number of loops and look-ups for evaluation that have started.
         closed: The outermost context has ended.
         gradient_scale: The factor of every summed embedding gradient.
+        inputs: What models get of a batch.
     """
 
     engine: Engine
@@ -115,6 +117,7 @@ class Backend(ABC):
         self.configuration = configuration or Configuration.find()
         self.row_settings = RowSettings(None, get_default_embedding_config())
         self.device = device
+        self.inputs = ModelInputs()
         self.trained_step = 0
         self.checkpoint_thread: BackgroundSave | None = None
         self.activity = 0

@@ -9,6 +9,7 @@ import torch
 from persia.backend.base import Backend
 from persia.checkpoint import rng_state, snapshot
 from persia.distributed.options import unwrap_model
+from persia.embedding import inputs
 from persia.embedding.optim import Optimizer
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
@@ -97,8 +98,11 @@ class RunState:
         model = self._model()
         save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
         with save.kept():
+            names = self.backend.inputs.of(model)
+            if names is not None:
+                save.add_state(inputs.FILE, names.state())
             if model is not None:
-                save.add_state(dense, unwrap_model(model).state_dict())
+                save.add_state(dense, inputs.annotate(unwrap_model(model).state_dict(), names))
                 if jit is not None:
                     save.add_module(jit, unwrap_model(model))
             save.add_state(optimizer, self._dense_optimizer().state_dict())
@@ -130,10 +134,12 @@ class RunState:
         if model is not None and dense is not None:
             snapshot.check_module(unwrap_model(model), dense, loaded.path)
         snapshot.check_optimizer(self._dense_optimizer(), optimizer, loaded.path)
+        names = saved_inputs(loaded)
         rng_state.check_random_state(rank, self.optimizer, loaded.path / rng_state.rank_state(0))
         restore_rows(self.backend, loaded)
         if model is not None and dense is not None:
             unwrap_model(model).load_state_dict(dense)
+        self.backend.inputs.set(model, names)
         self._dense_optimizer().load_state_dict(optimizer)
         self._load_scale(scale)
         rng_state.restore_random_state(rank, self.optimizer)
@@ -146,6 +152,7 @@ class RunState:
         """Send the other ranks the state that rank 0 has loaded, at the start of a loop; every rank calls this."""
         model = self._model()
         module = None if model is None else unwrap_model(model)
+        names = self.backend.inputs.of(model)
         state = self.backend.broadcast(
             lambda: {
                 "dense": None if module is None else module.state_dict(),
@@ -156,6 +163,7 @@ class RunState:
                 "more": None if self._user is None else self._user.state_dict(),
                 "saved": 0 if self._user is None else self._user.saved,
                 "random": self._ranks,
+                "inputs": None if names is None else names.state(),
             }
         )
         self._ranks = {}  # shared: a later generation of this context must not restore them again
@@ -163,6 +171,8 @@ class RunState:
             return
         if module is not None:
             module.load_state_dict(state["dense"])
+        if state["inputs"] is not None:
+            self.backend.inputs.set(model, inputs.InputNames.from_state(state["inputs"]))
         self._dense_optimizer().load_state_dict(state["optimizer"])
         self._load_scale(state["loss_scale"])
         self.optimizer.update_lr(state["embedding_lr"])
@@ -179,6 +189,11 @@ class RunState:
     def _load_scale(self, state: dict[str, Any] | None) -> None:
         if self._loss_scale is not None and state is not None:
             self._loss_scale.load_state_dict(state)
+
+
+def saved_inputs(loaded: snapshot.Load) -> inputs.InputNames | None:
+    """Return the names of the model's inputs in a checkpoint; None if an older version has written it."""
+    return inputs.InputNames.from_state(loaded.state(inputs.FILE)) if inputs.FILE in loaded.names else None
 
 
 def restore_rows(backend: Backend, loaded: snapshot.Load) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from persia.embedding import inputs
 from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger
@@ -258,7 +259,8 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> 
         CheckpointError: Keys or shapes differ; the message lists all.
     """
     own = module.state_dict()
-    wrong = [f"{key}: not in the checkpoint" for key in own if key not in state]
+    # The module itself decides about the extra state that an older version has not saved.
+    wrong = [f"{key}: not in the checkpoint" for key in own if key not in state and not key.endswith("_extra_state")]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
     wrong += [
         f"{key}: shape {_shape(state[key])} in the checkpoint, {tuple(value.shape)} in the model"
@@ -296,9 +298,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
 
 
 def dump_state(
-    instance: torch.nn.Module | torch.optim.Optimizer, directory: Path, file_name: str, is_jit: bool
+    instance: torch.nn.Module | torch.optim.Optimizer,
+    directory: Path,
+    file_name: str,
+    is_jit: bool,
+    names: inputs.InputNames | None = None,
 ) -> None:
-    """Write a state dict, or with ``is_jit`` the scripted module, durably and atomically."""
+    """Write a state dict with the model's inputs, or with ``is_jit`` the scripted module, durably and atomically."""
     if Path(file_name).name != file_name:
         raise UsageError(f"file_name={file_name!r}: want a name without folders")
     temporary = directory / f".{file_name}.tmp"
@@ -307,7 +313,7 @@ def dump_state(
         if is_jit:
             _save_scripted(instance, temporary)
         else:
-            torch.save(instance.state_dict(), temporary)
+            torch.save(inputs.annotate(instance.state_dict(), names), temporary)
         files.publish(temporary, directory / file_name)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
@@ -318,8 +324,8 @@ def dump_state(
 
 def load_state(
     instance: torch.nn.Module | torch.optim.Optimizer, path: Path, map_location: str | torch.device | None
-) -> None:
-    """Load what :func:`dump_state` wrote.
+) -> inputs.InputNames | None:
+    """Load what :func:`dump_state` wrote, and return the model's inputs.
 
     Raises:
         CheckpointError: The file is missing, is not a state dict, or does not fit.
@@ -329,4 +335,6 @@ def load_state(
         check_module(instance, state, path)
     else:
         check_optimizer(instance, state, path)
+    names = inputs.annotated(state)
     instance.load_state_dict(state)
+    return names

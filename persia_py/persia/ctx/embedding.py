@@ -8,12 +8,14 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import RowSettings
+from persia.backend.inputs import Arranger
 from persia.checkpoint import snapshot
-from persia.checkpoint.run_state import restore_rows
+from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.distributed.options import unwrap_model
-from persia.embedding import EmbeddingConfig
+from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
+from persia.embedding.inputs import Arrangement, arranged
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
@@ -53,6 +55,7 @@ class EmbeddingCtx(BaseCtx):
         self._was_training = False
         self._outer: RowSettings | None = None
         self._truncated_slots: set[str] = set()  # those that were logged
+        self._arranger = Arranger()
 
     def _on_enter(self) -> None:
         self._outer = None if self._owner else self._backend.row_settings
@@ -81,6 +84,7 @@ class EmbeddingCtx(BaseCtx):
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
 
         Raises:
+            DataError: The batch has other inputs than those that the model was trained on; the message lists both.
             UsageError: The context has no model.
         """
         watchdog.progress()
@@ -88,6 +92,9 @@ class EmbeddingCtx(BaseCtx):
             raise UsageError(f"{type(self).__name__}.forward without a model; give it as model=...")
         training = self.preprocess_mode is PreprocessMode.TRAIN
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+            if isinstance(batch, PersiaBatch):
+                batch = self.get_embedding_from_data(batch)
+            self._arrange(batch, whole=True)
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
             if not training:  # on one rank alone, so nothing that all ranks do together
                 return unwrap_model(self.model)(non_id_tensors, embedding_tensors), labels
@@ -97,30 +104,45 @@ class EmbeddingCtx(BaseCtx):
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-        """Return a batch's tensors.
+        """Return a batch's tensors, in the order of the first batch that the model was trained on.
+
+        Id features, and dense inputs and labels that have names, are found by name, so their order in the batch has
+        no effect. Other dense inputs and labels stay in their places. A batch that is not trained on may have only some
+        of the features, to look them up; :meth:`forward` requires all.
 
         Returns:
-            Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, in the batch's
-            order, through which gradients flow to the rows in training; a list of labels, or None of a batch without
-            labels and in the mode ``INFERENCE``. All tensors are on the context's device. Use them on the stream that
+            Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, through which
+            gradients flow to the rows in training; a list of labels, or None of a batch without labels and in the mode
+            ``INFERENCE``. All tensors are on the context's device. Use them on the stream that
             is current in PyTorch during this call. A pooled feature is ``[batch, dim]``. A raw (sequence) feature is
             ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, padded with zeros. The last
             column is 1 for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
+
+        Raises:
+            DataError: A training batch has other inputs than the first one; the message lists both.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
         self.current_batch = batch
-        training = self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
+        training = self._trains_on(batch)
+        places = self._arrange(batch, whole=training)
         self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
-        dense = _given(batch, batch.dense())
+        dense = arranged(_given(batch, batch.dense()), places.dense)
         inference = self.preprocess_mode is PreprocessMode.INFERENCE
-        labels = None if inference else _given(batch, batch.labels()) or None
+        labels = None if inference else arranged(_given(batch, batch.labels()), places.labels) or None
         embeddings = [
             rows if mask is None else _with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
         self._log_truncated(batch)
-        return dense, embeddings, labels
+        return dense, arranged(embeddings, places.id_features), labels
+
+    def _trains_on(self, batch: "_forward.TrainingBatch") -> bool:
+        return self.preprocess_mode is PreprocessMode.TRAIN and batch.requires_grad
+
+    def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:
+        known, training = self._backend.inputs, self._trains_on(batch)
+        return self._arranger.arrange(batch, known, self.model, training=training, whole=whole)
 
     def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
         """Log once for each raw slot whose samples have more ids than places."""
@@ -198,8 +220,11 @@ class EmbeddingCtx(BaseCtx):
             return
         self._backend.finish_checkpoint()
         with self._begin_save(self._backend.checkpoint_dir(dst_dir)).kept() as save:
+            names = self._backend.inputs.for_evaluation(self.model)
+            if names is not None:
+                save.add_state(inputs.FILE, names.state())
             if self.model is not None:
-                save.add_state(dense_filename, unwrap_model(self.model).state_dict())
+                save.add_state(dense_filename, inputs.annotate(unwrap_model(self.model).state_dict(), names))
                 if with_jit_model:
                     save.add_module(jit_dense_filename, unwrap_model(self.model))
         self._write(save, blocking=blocking)
@@ -247,10 +272,12 @@ class EmbeddingCtx(BaseCtx):
         state = None if self.model is None else loaded.state(dense_filename, map_location)
         if self.model is not None and state is not None:
             snapshot.check_module(unwrap_model(self.model), state, loaded.path)
+        names = saved_inputs(loaded)
         if self._backend.is_rank_0:
             restore_rows(self._backend, loaded)
         if self.model is not None and state is not None:
             unwrap_model(self.model).load_state_dict(state)
+        self._backend.inputs.set(self.model, names)
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
         """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
@@ -303,7 +330,9 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             UsageError: ``dst_dir`` is a URL.
         """
-        snapshot.dump_state(torch_instance, _local("dump_torch_state_dict", dst_dir), file_name, is_jit)
+        module = torch_instance if isinstance(torch_instance, torch.nn.Module) else None
+        names = None if module is None else self._backend.inputs.of(module)
+        snapshot.dump_state(torch_instance, _local("dump_torch_state_dict", dst_dir), file_name, is_jit, names)
 
     def load_torch_state_dict(
         self,
@@ -317,7 +346,9 @@ class EmbeddingCtx(BaseCtx):
             CheckpointError: The file is missing, is not a state dict, or does not fit.
             UsageError: ``src_dir`` is a URL.
         """
-        snapshot.load_state(torch_instance, _local("load_torch_state_dict", src_dir), map_location)
+        names = snapshot.load_state(torch_instance, _local("load_torch_state_dict", src_dir), map_location)
+        if isinstance(torch_instance, torch.nn.Module):
+            self._backend.inputs.set(torch_instance, names)
 
 
 class InferCtx(EmbeddingCtx):

@@ -15,20 +15,24 @@ from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
 from persia.distributed import run
 from persia.distributed.options import DistributedBaseOption, unwrap_model
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Optimizer
 from persia.loop.autosave import Autosave
 from persia.loop.backward import Backward
 from persia.loop.hooks import Hooks
+from persia.loop.inputs import InputAgreement
 from persia.loop.loss_scale import LossScale
 from persia.loop.preemption import Preemption
 from persia.loop.quarantine import Quarantine
 from persia.loop.source import Source
+from persia.loop.trained import TrainedBatches
 from persia.loop.training import LoopOptions, TrainingLoop
 from persia.loop.watchdog import Watchdog
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+from persia_core.forward import TrainingBatch
 
 _logger = get_logger("ctx")
 
@@ -109,6 +113,7 @@ class TrainCtx(EmbeddingCtx):
         self._gradient_scale = embedding_gradient_scale
         self._unwrapped: torch.nn.Module | None = None
         self._backward = Backward(dense_optimizer, scale)
+        self._trained_batches = TrainedBatches()
         self._state: RunState | None = None
         self._autosave: Autosave | None = None
         self._loop: TrainingLoop | None = None  # the most recent loop
@@ -134,6 +139,7 @@ class TrainCtx(EmbeddingCtx):
         if self.model is not None and unwrap_model(self.model) is self.model:
             self._unwrapped, self.model = self.model, self._backend.wrap(self.model)
         self._loop = None
+        self._trained_batches = TrainedBatches()
         self._state = RunState(
             self._backend,
             lambda: self.model,
@@ -150,6 +156,7 @@ class TrainCtx(EmbeddingCtx):
             self._preemption.enter_context(preemption.saving_run())
 
     def _on_exit(self) -> None:
+        self._trained_batches.end_step(self._embeddings)
         if self._unwrapped is not None:
             self._unwrapped, self.model = None, self._unwrapped
         super()._on_exit()
@@ -157,6 +164,8 @@ class TrainCtx(EmbeddingCtx):
     def _stop_if_requested(self, left_by: BaseException | None) -> None:
         if self._loop is not None and isinstance(left_by, Exception):
             self._loop.failed(left_by)
+        if left_by is None:
+            self._trained_batches.check()
         if self._autosave is not None:
             self._autosave.exit_if_requested(left_by)
 
@@ -171,9 +180,11 @@ class TrainCtx(EmbeddingCtx):
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
         """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
-        hooks: list[Any] = [Watchdog(run.hung)]
+        hooks: list[Any] = [Watchdog(run.hung), self._trained_batches]
         if self._checkpoints is not None:
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
+        if not self._backend.is_alone:
+            hooks.append(InputAgreement(self._backend.inputs, lambda: self.model))
         self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
         return self._loop
 
@@ -193,6 +204,19 @@ class TrainCtx(EmbeddingCtx):
     def step(self) -> int:
         """The number of the last batch that was trained on, from 1; a resumed run counts on."""
         return self._backend.trained_step
+
+    def prepare_features(
+        self, batch: TrainingBatch | PersiaBatch
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+        """As in :class:`EmbeddingCtx`; a training batch before it that had no :meth:`backward` is counted."""
+        before = self.current_batch
+        if batch is not before:
+            self._trained_batches.end_step(self._embeddings)
+        tensors = super().prepare_features(batch)
+        current = self.current_batch
+        if current is not None and current is not before:
+            self._trained_batches.forward(current.step, trains=current.requires_grad and torch.is_grad_enabled())
+        return tensors
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
         """Back-propagate, update the model, and push the embedding gradients.
@@ -217,7 +241,9 @@ class TrainCtx(EmbeddingCtx):
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
         embeddings, self._embeddings = self._embeddings, []
+        self._trained_batches.backward()
         loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._backend)
+        self._trained_batches.skipped = self._backward.skipped_steps
         if self._loop is not None:
             self._loop.trained(batch)
         else:  # the loop is another context's

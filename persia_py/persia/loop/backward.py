@@ -87,12 +87,16 @@ class Backward:
     Args:
         dense_optimizer: Updates the model.
         loss_scale: The factor of the loss in mixed precision.
+
+    Attributes:
+        skipped_steps: The steps that were skipped for NaN or infinity.
     """
 
     def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
         self._dense_optimizer = dense_optimizer
         self.loss_scale = loss_scale
-        self._skipped = 0
+        self.skipped_steps = 0
+        self._skipped = 0  # in a row
 
     def __call__(
         self,
@@ -157,6 +161,7 @@ class Backward:
 
     def _skip(self, nonfinite: str, step: int) -> None:
         self._skipped += 1
+        self.skipped_steps += 1
         scale = "" if self.loss_scale is None else f"; the loss is scaled by {self.loss_scale.value:g} from now on"
         _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, nonfinite, scale)
         if self._skipped >= MAX_SKIPPED_STEPS:

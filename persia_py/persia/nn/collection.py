@@ -7,7 +7,6 @@ embedding servers. One forward is one step of the engine, one backward its push.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,35 +17,22 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import Device
 from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import saved_inputs
 from persia.embedding import EmbeddingConfig
+from persia.embedding.inputs import InputNames
 from persia.embedding.optim import Optimizer
 from persia.nn.session import PendingBackward, Session
-from persia.runtime.errors import BatchSizeError, ConfigError, DataError, FeatureTypeError, UsageError
+from persia.nn.tables import TableConfig, check_tables
+from persia.runtime.errors import BatchSizeError, DataError, FeatureTypeError, UsageError
+from persia.runtime.logging import get_logger
 from persia_core.data import Batch, BatchBuilder
+
+_logger = get_logger("collection")
 
 Array = torch.Tensor | npt.NDArray[Any]
 
 Feature = Array | tuple[Array, Array] | tuple[Array, Array, Array]
 """Ids, one for each sample; or ids and offsets (batch + 1 of them); or ids, offsets and per-sample weights."""
-
-
-@dataclass(frozen=True)
-class TableConfig:
-    """One table, and the features that look into it; the names are those of torchrec's ``EmbeddingBagConfig``.
-
-    Attributes:
-        name: The name of the table.
-        embedding_dim: The number of weights of a row.
-        feature_names: Features that share the table.
-        pooling: How a sample's rows become one vector: ``sum``, or ``mean`` (which divides by their number).
-        num_embeddings: torchrec's; accepted, without effect: ids are any 64 bits, and a row exists from its first use.
-    """
-
-    name: str
-    embedding_dim: int
-    feature_names: Sequence[str]
-    pooling: str = "sum"
-    num_embeddings: int | None = None
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -57,6 +43,9 @@ class EmbeddingCollection(torch.nn.Module):
     (as those of torchrec's fused tables: accumulating gradients over several backwards updates the rows in each). A
     forward sees everything that backwards before it have pushed. In evaluation (``eval()``, or under
     ``torch.no_grad()``) nothing changes, and missing rows are zeros.
+
+    Rows are not in a state dict. It has a reference to them, and is refused where the collection has other rows: save
+    and load both together, by :meth:`save` and :meth:`load`.
 
     The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the rest of
     it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on ``device``. The factor of a
@@ -127,7 +116,7 @@ class EmbeddingCollection(torch.nn.Module):
                 "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, got "
                 f"{type(optimizer).__name__}"
             )
-        _check_tables(tables)
+        check_tables(tables)
         self.tables = tuple(tables)
         self.optimizer = optimizer
         self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
@@ -156,8 +145,8 @@ class EmbeddingCollection(torch.nn.Module):
                 no gradient. Negative ids are read as unsigned 64-bit numbers.
 
         Returns:
-            For each feature, in the order of the tables, a tensor ``[batch, embedding_dim]``, float32 unless the module
-            was made with another dtype.
+            For each feature, in the order of the tables (after :meth:`load`, of the checkpoint), a tensor
+            ``[batch, embedding_dim]``, float32 unless the module was made with another dtype.
 
         Raises:
             DataError: Features missing or unknown, offsets and weights that do not fit the ids, or more ids than a
@@ -212,13 +201,14 @@ class EmbeddingCollection(torch.nn.Module):
         Raises:
             StorageError: On all ranks, if it cannot be written; the previous content remains.
         """
-        self._session.save(directory, {f"{name}.pt": state for name, state in states.items()})
+        self._session.save(directory, [*self._pooling], {f"{name}.pt": state for name, state in states.items()})
 
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
         """Continue with the rows, the step and the learning rate of a checkpoint.
 
         Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
-        one rank cannot load, none does, so that all ranks can catch the error and continue together.
+        one rank cannot load, none does, so that all ranks can catch the error and continue together. From then on
+        vectors are returned in the order in which the checkpoint's model got them.
 
         Args:
             directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
@@ -227,11 +217,26 @@ class EmbeddingCollection(torch.nn.Module):
             The checkpoint: its ``state("model.pt")`` is the ``model`` of :meth:`save`.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged (the message names the file), its tables differ, or
-                this optimizer rejects its learning rate.
+            CheckpointError: There is no checkpoint, it is damaged (the message names the file), its tables or features
+                differ, or this optimizer rejects its learning rate.
             UsageError: A forward waits for its backward.
         """
-        return self._session.load(directory)
+        loaded = self._session.load(directory, [*self._pooling])
+        self._reorder(saved_inputs(loaded))
+        return loaded
+
+    def _reorder(self, names: InputNames | None) -> None:
+        """Return vectors in the order of ``names``, followed by features that are new."""
+        ordered = [*({} if names is None else dict.fromkeys(names.id_features)), *self._pooling]
+        pooling = {name: self._pooling[name] for name in dict.fromkeys(ordered)}
+        if [*pooling] != [*self._pooling]:
+            _logger.warning(
+                "the checkpoint's model was trained with features in the order %s, which this EmbeddingCollection "
+                "returns from now on; its tables list %s",
+                ", ".join(pooling),
+                ", ".join(self._pooling),
+            )
+        self._pooling = pooling
 
     @property
     def step(self) -> int:
@@ -246,6 +251,36 @@ class EmbeddingCollection(torch.nn.Module):
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, gauges and times."""
         return self._session.engine.stats()
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return what a state dict has of this module: a reference to the rows as they are now, not the rows.
+
+        A push makes it a reference to rows that no longer exist, unless a checkpoint has them: see :meth:`save`.
+        """
+        return self._session.rows.reference(self.step)
+
+    def set_extra_state(self, state: object) -> None:
+        """Check the reference of a state dict that is loaded; no row changes.
+
+        Raises:
+            CheckpointError: This module has other rows than those when the state dict was made: it was trained since,
+                or its rows are not those of the checkpoint that was saved then.
+        """
+        self._session.rows.check(state, self.step)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        """Load as torch does; older versions have saved no reference."""
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        key = f"{prefix}_extra_state"
+        missing_keys: list[str] = arguments[2]
+        if key not in state_dict:
+            if key in missing_keys:
+                missing_keys.remove(key)
+            _logger.warning(
+                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so it is not checked "
+                "that these are the rows with which it was trained; load() the checkpoint that was saved with it",
+                key,
+            )
 
     def close(self) -> None:
         """Apply all pushes and end the engine. Rows of this process are lost.
@@ -355,28 +390,3 @@ def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Devi
     if dtype != torch.float32:
         raise UsageError(f"EmbeddingCollection(dtype={dtype}): on the CPU vectors are float32")
     return None
-
-
-def _check_tables(tables: Sequence[TableConfig]) -> None:
-    wrong = [] if tables else ["no table: give at least one TableConfig"]
-    seen: dict[str, str] = {}
-    names: set[str] = set()
-    for table in tables:
-        if table.name in names:
-            wrong.append(f"two tables have the name {table.name!r}: give each its own")
-        names.add(table.name)
-        if table.pooling not in {"sum", "mean"}:
-            wrong.append(f"table {table.name!r}: pooling={table.pooling!r}: want 'sum' or 'mean'")
-        if not table.feature_names or isinstance(table.feature_names, str):
-            wrong.append(
-                f"table {table.name!r}: feature_names={table.feature_names!r}: want a list of one name or more"
-            )
-            continue
-        for feature in table.feature_names:
-            if feature in seen:
-                wrong.append(
-                    f"feature {feature!r} is in the tables {seen[feature]!r} and {table.name!r}: it has one table"
-                )
-            seen[feature] = table.name
-    if wrong:
-        raise ConfigError("EmbeddingCollection: " + "; ".join(wrong))

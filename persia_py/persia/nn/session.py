@@ -10,12 +10,15 @@ import torch
 from persia.backend.base import Backend, Device, RowSettings
 from persia.backend.local import LocalBackend
 from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import saved_inputs
 from persia.distributed import run
 from persia.distributed.options import DDPOption
-from persia.embedding import EmbeddingConfig, get_default_embedding_config
+from persia.embedding import EmbeddingConfig, get_default_embedding_config, inputs
 from persia.embedding.config import Configuration
 from persia.embedding.optim import Optimizer
 from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
+from persia.nn.forwards import Forwards
+from persia.nn.reference import RowsVersion
 from persia.runtime import contexts
 from persia.runtime.errors import (
     CheckpointError,
@@ -50,6 +53,7 @@ class PendingBackward:
     def __init__(self, session: "Session", batch: TrainingBatch) -> None:
         self._session = session
         self._batch = batch
+        self._pushed = False
 
     def embeddings(self) -> list[Tensor]:
         """Return the vectors, in the batch's order."""
@@ -57,6 +61,7 @@ class PendingBackward:
 
     def push(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Push the gradients of the vectors."""
+        self._pushed = True
         self._session.push(self, self._batch, gradients)
 
     def discard(self) -> None:
@@ -65,6 +70,8 @@ class PendingBackward:
 
     def __del__(self) -> None:
         self.discard()
+        if not self._pushed:
+            self._session.forwards.drop()
 
 
 class _GivenGroup(DDPOption):
@@ -88,6 +95,10 @@ class Session:
         config: The configuration of new rows; None means the default.
         staleness: The number of steps that may wait for their push.
         device: The device that pools vectors; None means the CPU.
+
+    Attributes:
+        forwards: The training forwards so far.
+        rows: Which rows the collection has.
     """
 
     def __init__(
@@ -115,12 +126,14 @@ class Session:
             self._staleness = 1
         self._optimizer = optimizer
         self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
+        self.forwards = Forwards()
+        self.rows = RowsVersion()
         self.skipped = 0
         self._pipeline: Pipeline | None = None
         self._refused = False  # the pipeline has ended with a batch that was not looked up
         self._lost = ""
         self._backend = self._open_backend(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
-        self._finalizer = weakref.finalize(self, _end, self._backend)
+        self._finalizer = weakref.finalize(self, _end, self._backend, self.forwards)
         try:
             self._backend.apply(RowSettings(optimizer, config or get_default_embedding_config()))
         except BaseException as error:
@@ -163,11 +176,14 @@ class Session:
         """Look a batch up for training, after every push so far."""
         self._check_open()
         if len(self._waiting) >= self._staleness:
+            never = "" if self.forwards.backwards else ", and none so far got a backward"
             raise UsageError(
                 f"EmbeddingCollection: {len(self._waiting)} forwards wait for their backward, as many as "
-                f"staleness={self._staleness} allows; call backward on their losses or drop what they returned, and "
-                "evaluate in eval() or under torch.no_grad()"
+                f"staleness={self._staleness} allows{never}; call backward() on a loss that depends on what they "
+                "returned, undetached, or drop what they returned (a kept loss keeps it: keep loss.item()); evaluate "
+                "in eval() or under torch.no_grad()"
             )
+        self.forwards.forward()
         try:
             pipeline = self._loop()
             self.engine.drain()
@@ -189,6 +205,8 @@ class Session:
             UsageError: They were pushed before.
         """
         self._waiting.discard(step)
+        self.forwards.backward()
+        self.rows.changed()  # also if only other ranks push
         mine = Gradients(batch, list(gradients))
         if mine.nonfinite is None or bool(mine.nonfinite):
             nonfinite = mine.first_nonfinite("feature")
@@ -208,19 +226,23 @@ class Session:
         if self.skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}")
 
-    def save(self, directory: str | os.PathLike[str], states: Mapping[str, dict[str, Any]]) -> None:
+    def save(
+        self, directory: str | os.PathLike[str], features: Sequence[str], states: Mapping[str, dict[str, Any]]
+    ) -> None:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
         with self._backend.together("save, which every rank calls"):
             self.engine.drain()
+        self.rows.set(name for names in self._backend.all_gather("rows", self.rows.names()) for name in names)
         with self._backend.together("the end of save"):
             if self._backend.is_rank_0:
                 with snapshot.Save(self.engine, self._backend.checkpoint_dir(directory), self.trained_step) as save:
-                    save.add_state(_STATE, {"lr": float(self._optimizer.lr)})
+                    save.add_state(_STATE, {"lr": float(self._optimizer.lr), "rows": self.rows.names()})
+                    save.add_state(inputs.FILE, inputs.InputNames(tuple(features)).state())
                     for name, state in states.items():
                         save.add_state(name, state)
 
-    def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
+    def load(self, directory: str | os.PathLike[str], features: Sequence[str]) -> snapshot.Load:
         """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
         self._check_open()
         with self._backend.together("load, which every rank calls"):
@@ -230,7 +252,8 @@ class Session:
                     "drop what they returned"
                 )
             loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
-            lr = self._saved_lr(loaded)
+            lr, rows = self._saved_state(loaded)
+            _check_features(loaded, features)
         with self._backend.together("the loop before a load"):  # left by all ranks or by none
             self._leave_loop()
             self.engine.drain()
@@ -240,22 +263,24 @@ class Session:
                 loaded.restore(self.engine)
                 self._backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))
         self._backend.trained_step = loaded.step
+        self.rows.set(rows)
         if lr is not None:
             self._optimizer.update_lr(lr)
         return loaded
 
-    def _saved_lr(self, loaded: snapshot.Load) -> float | None:
-        """Return the learning rate of a checkpoint; None if a context has saved it."""
+    def _saved_state(self, loaded: snapshot.Load) -> tuple[float | None, list[str]]:
+        """Return the learning rate of a checkpoint and the names of its rows; nothing if a context has saved it."""
         if _STATE not in loaded.names:
-            return None
-        lr = loaded.state(_STATE).get("lr")
+            return None, []
+        state = loaded.state(_STATE)
+        lr = state.get("lr")
         if not isinstance(lr, float):
             raise CheckpointError(f"{loaded.path}: {_STATE}: lr={lr!r}: want a number")
         try:
             self._optimizer.check_lr(lr)
         except ConfigError as error:
             raise CheckpointError(f"{loaded.path}: {_STATE}: {error}") from error
-        return lr
+        return lr, state.get("rows", [])
 
     def _loop(self) -> Pipeline:
         if self._pipeline is None:
@@ -306,7 +331,7 @@ class Session:
             if error is None and not run.failure():
                 self._leave_loop()
         finally:
-            _end(self._backend, error)
+            _end(self._backend, self.forwards, error)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -317,10 +342,27 @@ class Session:
             )
 
 
-def _end(backend: Backend, error: BaseException | None = None) -> None:
-    """Close the backend; the finalizer calls this at garbage collection and at exit.
+def _check_features(loaded: snapshot.Load, features: Sequence[str]) -> None:
+    """Check that a collection with ``features`` has all those of a checkpoint."""
+    names = saved_inputs(loaded)
+    if names is None:
+        return
+    if not {*names.id_features} <= {*features}:
+        raise CheckpointError(
+            f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
+            f"EmbeddingCollection are {', '.join(features)}; give its tables the same feature_names"
+        )
+    new = [feature for feature in features if feature not in names.id_features]
+    if new:
+        _logger.warning("%s: it has no feature %s; rows of their own tables are new", loaded.path, ", ".join(new))
+
+
+def _end(backend: Backend, forwards: Forwards, error: BaseException | None = None) -> None:
+    """Close the backend, and log how much was trained; the finalizer calls this at garbage collection and at exit.
 
     If the run has failed, close with that error.
     """
+    if error is None:
+        forwards.log("EmbeddingCollection is closed")
     failed = run.failure()
     backend.close(error or (RunLostError(failed) if failed else None))

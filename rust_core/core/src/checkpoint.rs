@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
-use persia_types::schema::HashStack;
+use persia_types::schema::{HashStack, Pooling, Schema, Slot};
 use persia_types::tables::Run;
 use persia_types::{Optimizer, Tables, TablesError};
 use pyo3::prelude::*;
@@ -152,8 +152,35 @@ fn ended(py: Python<'_>) -> PyErr {
 }
 
 impl Checkpoint {
-    /// Refuse rows whose ids have another meaning in this run: buckets of another hash stack, or no buckets.
-    fn check_hash_stacks(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
+    /// Slots whose vectors would differ from those that the model was trained on, although the rows are the same.
+    fn other_vectors(&self, now: &Schema) -> Vec<String> {
+        let saved = &self.manifest.head.run.schema;
+        let table =
+            |schema: &Schema, slot: &Slot| schema.tables.get(slot.table).map(|table| table.name.clone());
+        let word = |pooling: Pooling| format!("{pooling:?}").to_lowercase();
+        let mut lines = Vec::new();
+        for slot in &now.slots {
+            let Some((_, before)) = saved.slot(&slot.name) else { continue };
+            let pairs = [
+                ("pooling", word(before.pooling), word(slot.pooling)),
+                ("sqrt_scaling", before.sqrt_scaling.to_string(), slot.sqrt_scaling.to_string()),
+                ("table", table(saved, before).unwrap_or_default(), table(now, slot).unwrap_or_default()),
+            ];
+            lines.extend(pairs.into_iter().filter(|(_, before, now)| before != now).map(|(key, before, now)| {
+                format!(
+                    "{}: slot {} was trained with {key} {before}, this run has {now}: the model would get other \
+                     vectors; use the same {key}",
+                    self.directory.display(),
+                    slot.name,
+                )
+            }));
+        }
+        lines
+    }
+
+    /// Refuse rows that would have another meaning in this run: ids are buckets of another hash stack or no buckets, or
+    /// rows are combined in another way.
+    fn check_slots(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
         let saved = &self.manifest.head.run.schema.slots;
         let pairs = now.schema.slots.iter().filter_map(|slot| {
             Some((saved.iter().find(|saved| saved.name == slot.name)?, slot))
@@ -162,7 +189,7 @@ impl Checkpoint {
         let described = |stack: Option<HashStack>| {
             stack.map_or("none".to_owned(), |stack| format!("{} rounds of {}", stack.rounds, stack.buckets))
         };
-        let lines: Vec<String> = pairs
+        let mut lines: Vec<String> = pairs
             .map(|(saved, slot)| {
                 format!(
                     "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: \
@@ -174,6 +201,7 @@ impl Checkpoint {
                 )
             })
             .collect();
+        lines.extend(self.other_vectors(&now.schema));
         if lines.is_empty() { Ok(()) } else { Err(errors::raise(py, "CheckpointError", lines.join("\n"))) }
     }
 }
@@ -233,7 +261,7 @@ impl Checkpoint {
                 ));
             }
         }
-        self.check_hash_stacks(py, &now)?;
+        self.check_slots(py, &now)?;
         let (tables, shards) = (engine.tables(), self.manifest.shards());
         py.detach(|| tables.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
     }

@@ -41,6 +41,18 @@ impl Batch {
         self.0.id_features().iter().map(|feature| feature.name().to_owned()).collect()
     }
 
+    /// Names of the dense inputs, in the user's order; None where one has no name.
+    #[getter]
+    fn dense_names(&self) -> Vec<Option<&str>> {
+        self.0.dense().iter().map(Tensor::name).collect()
+    }
+
+    /// Names of the labels, as those of the dense inputs.
+    #[getter]
+    fn label_names(&self) -> Vec<Option<&str>> {
+        self.0.labels().iter().map(Tensor::name).collect()
+    }
+
     /// Whether it is a training batch.
     #[getter]
     fn requires_grad(&self) -> bool {

@@ -97,6 +97,18 @@ impl TrainingBatch {
         self.batch.id_features().iter().map(|feature| feature.name().to_owned()).collect()
     }
 
+    /// Names of the dense inputs, in the batch's order; None where one has no name.
+    #[getter]
+    fn dense_names(&self) -> Vec<Option<&str>> {
+        self.batch.dense().iter().map(DenseTensor::name).collect()
+    }
+
+    /// Names of the labels, as those of the dense inputs.
+    #[getter]
+    fn label_names(&self) -> Vec<Option<&str>> {
+        self.batch.labels().iter().map(DenseTensor::name).collect()
+    }
+
     /// Whether the batch is of a training loop.
     #[getter]
     fn requires_grad(&self) -> bool {

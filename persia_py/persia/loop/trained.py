@@ -1,0 +1,102 @@
+"""How many batches are trained on, and a warning where a script trains on none without knowing."""
+
+import torch
+
+from persia.loop.hooks import Loop
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+_logger = get_logger("ctx")
+
+WARN_AFTER = 3
+"""Forwards in a row without a backward, of which the last is logged."""
+
+_INSTEAD = (
+    "ctx.backward(loss) back-propagates, updates the rows and makes the step of the dense optimizer; call it in place "
+    "of loss.backward() and optimizer.step()"
+)
+
+
+class TrainedBatches:
+    """Counts the forwards of a context and their backwards, a hook of its loops.
+
+    Attributes:
+        skipped: The steps that were skipped because of NaN or infinity.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self._waiting = 0  # the step of a forward before its backward; 0 if there is none
+        self._forwards = self._backwards = self._in_a_row = self._lost = 0
+        self._warned = False
+        self._before = (0, 0, 0)  # the counts when the loop started
+
+    def forward(self, step: int, *, trains: bool) -> None:
+        """Record a forward; ``trains`` if a backward is expected."""
+        if trains:
+            self._forwards += 1
+        self._waiting = step if trains else 0
+
+    def backward(self) -> None:
+        """Record a backward."""
+        self._waiting = self._in_a_row = 0
+        self._backwards += 1
+
+    def end_step(self, embeddings: list[torch.Tensor]) -> None:
+        """Record that the forward before, whose outputs were ``embeddings``, can get no backward any more."""
+        step, self._waiting = self._waiting, 0
+        if not step:
+            return
+        lost = any(tensor.grad is not None for tensor in embeddings)
+        self._lost += lost
+        self._in_a_row += 1
+        if self._warned or not (lost or self._in_a_row >= WARN_AFTER):
+            return
+        self._warned = True
+        if lost:
+            _logger.warning(
+                "step %d: the gradients of its embeddings were computed, but not pushed, so no row has changed: %s",
+                step,
+                _INSTEAD,
+            )
+        else:
+            _logger.warning(
+                "step %d: the last %d forwards were followed by no ctx.backward(loss), so nothing is trained on their "
+                "batches: %s. To evaluate, use eval_ctx or torch.no_grad()",
+                step,
+                self._in_a_row,
+                _INSTEAD,
+            )
+
+    def on_start(self, loop: Loop) -> None:
+        """Start counting for a loop."""
+        del loop
+        self._before = (self._forwards, self._backwards, self.skipped)
+
+    def on_end(self, complete: bool) -> None:
+        """Log how many batches of the loop were trained on."""
+        del complete
+        now = (self._forwards, self._backwards, self.skipped)
+        forwards, backwards, skipped = (after - before for after, before in zip(now, self._before, strict=True))
+        missed = max(0, forwards - backwards)
+        text = f"the training loop has ended: {backwards - skipped} of {forwards} batches were trained on"
+        more = [f"{missed} had no ctx.backward(loss)"] * (missed > 0)
+        more += [f"{skipped} {'was' if skipped == 1 else 'were'} skipped for NaN or infinity"] * (skipped > 0)
+        text = "; ".join([text, ", ".join(more)] if more else [text])
+        if missed > 1 or (missed and not backwards):
+            _logger.warning("%s", text)
+        elif forwards and settings.rank == 0:
+            _logger.info("%s", text)
+
+    def check(self) -> None:
+        """Check that something was trained, at the end of a context.
+
+        Raises:
+            UsageError: Gradients were computed, and all were lost.
+        """
+        if self._lost and not self._backwards:
+            raise UsageError(
+                f"TrainCtx has trained on none of {self._forwards} batches: their gradients were computed, but not "
+                f"pushed. {_INSTEAD}. To train the model alone, give TrainCtx an embedding optimizer with lr=0"
+            )

@@ -1,0 +1,75 @@
+"""What a state dict says of the rows of a collection, which are not in it."""
+
+import uuid
+from collections.abc import Iterable
+
+import torch
+
+from persia.runtime.errors import CheckpointError
+
+_VERSION = 1
+_UNTRAINED = "0" * 32
+_BYTES = 1 + 16 + 8  # version, id, step
+
+
+class RowsVersion:
+    """Names the rows that a collection has now, so that a state dict can refer to them.
+
+    Rows that have changed get another random name when one is asked for. A checkpoint keeps the names of its rows.
+    """
+
+    def __init__(self) -> None:
+        self._names = {_UNTRAINED}
+
+    def changed(self) -> None:
+        """Record that the rows have changed."""
+        self._names = set()
+
+    def name(self) -> str:
+        """Return a name of the rows, 32 hexadecimal digits."""
+        if not self._names:
+            self._names = {uuid.uuid4().hex}
+        return min(self._names)
+
+    def set(self, names: Iterable[str]) -> None:
+        """Take the names of the rows, which each rank may have named, from a checkpoint or the other ranks."""
+        self._names = {*names}
+
+    def names(self) -> list[str]:
+        """Return all names of the rows."""
+        self.name()
+        return sorted(self._names)
+
+    def reference(self, step: int) -> torch.Tensor:
+        """Return a reference to the rows after ``step``: uint8 of a constant shape, as state dicts have tensors."""
+        packed = bytes([_VERSION]) + bytes.fromhex(self.name()) + step.to_bytes(8, "little")
+        return torch.tensor([*packed], dtype=torch.uint8)
+
+    def check(self, reference: object, step: int) -> None:
+        """Check that a reference is to the rows of now, which are those after ``step``.
+
+        Raises:
+            CheckpointError: It is to other rows, or it is no reference.
+        """
+        packed = b""
+        if isinstance(reference, torch.Tensor) and reference.shape == (_BYTES,):
+            packed = bytes(reference.detach().cpu().to(torch.uint8).tolist())
+        if packed[:1] != bytes([_VERSION]):
+            raise CheckpointError(
+                f"the state dict has no reference to rows in the key of its EmbeddingCollection, but {reference!r}; "
+                f"{_HOW}"
+            )
+        if packed[1:17].hex() not in self._names:
+            saved = int.from_bytes(packed[17:], "little")
+            raise CheckpointError(
+                f"the state dict belongs to other rows than this EmbeddingCollection has: to those after step {saved} "
+                f"of a training, and here is step {step}, trained or loaded independently. Rows are not part of a "
+                f"state dict, so its model would get vectors that it was not trained with; {_HOW}"
+            )
+
+
+_HOW = (
+    "save both with collection.save(DIR, model=model.state_dict()); load both with loaded = collection.load(DIR) and "
+    "then model.load_state_dict(loaded.state('model.pt')). To load the dense weights without their rows, remove the "
+    "key that ends with '_extra_state' from the state dict"
+)

@@ -1,0 +1,173 @@
+"""A loop that never trains says so: gradients that are not pushed, and forwards without a backward."""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import Batches, Configure
+from test_collection import arrays, collection
+from test_training import SLOTS, loss_fn, make, train
+
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader
+from persia.errors import UsageError
+from persia.logger import get_default_logger
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Return what persia has logged so far, each message after its level."""
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(f"{record.levelname} {record.getMessage()}")
+
+    handler = Handler()
+    get_default_logger().addHandler(handler)
+    yield messages
+    get_default_logger().removeHandler(handler)
+
+
+def of(log: list[str], text: str) -> list[str]:
+    return [message for message in log if text in message]
+
+
+Step = Callable[[TrainCtx, torch.Tensor], object]
+
+
+def own_backward(ctx: TrainCtx, loss: torch.Tensor) -> None:
+    """Do as in a loop of plain torch."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    ctx.dense_optimizer.step()
+    ctx.dense_optimizer.zero_grad()
+
+
+def no_backward(ctx: TrainCtx, loss: torch.Tensor) -> None:
+    """Forget the loss."""
+
+
+def run(ctx: TrainCtx, step: Step, count: int = 10) -> None:
+    for batch in DataLoader(Batches(count)):
+        output, labels = ctx.forward(batch)
+        step(ctx, loss_fn(output, labels[0]))
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_a_backward_of_torch_in_place_of_ours_is_named(configure: Configure, log: list[str], leave: bool) -> None:
+    configure(SLOTS)
+
+    def step(ctx: TrainCtx, loss: torch.Tensor) -> None:
+        own_backward(ctx, loss)
+        seen.append(len(of(log, "WARNING")))
+
+    seen: list[int] = []
+    text = r"on none of \d+ batches.*ctx.backward\(loss\).*in place of loss.backward"
+    with pytest.raises(UsageError, match=text), make() as ctx:
+        for batch in DataLoader(Batches(10)):
+            output, labels = ctx.forward(batch)
+            step(ctx, loss_fn(output, labels[0]))
+            if leave:
+                break
+    if leave:
+        return
+    assert seen[:2] == [0, 1], "at the second forward"
+    early, late = of(log, "WARNING")
+    assert "step 1: the gradients of its embeddings were computed, but not pushed" in early
+    assert "0 of 10 batches were trained on" in late
+
+
+def test_forwards_without_a_backward_are_named(configure: Configure, log: list[str]) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        run(ctx, no_backward)
+    early, late = of(log, "WARNING")
+    assert "step 3: the last 3 forwards were followed by no ctx.backward(loss)" in early
+    assert "0 of 10 batches were trained on" in late
+
+
+def test_an_error_that_leaves_the_context_is_not_replaced(configure: Configure) -> None:
+    configure(SLOTS)
+
+    def fail(ctx: TrainCtx, loss: torch.Tensor) -> None:
+        own_backward(ctx, loss)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), make() as ctx:
+        run(ctx, fail)
+
+
+def test_how_many_batches_were_trained_on_is_logged(configure: Configure, log: list[str]) -> None:
+    """A batch without a backward now and then, an evaluation, and a loop that is left are no mistakes."""
+    configure(SLOTS)
+
+    def most(ctx: TrainCtx, loss: torch.Tensor) -> None:
+        numbers.append(len(numbers))
+        if numbers[-1] % 3:
+            ctx.backward(loss * float("nan") if numbers[-1] == 4 else loss)
+
+    numbers: list[int] = []
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(10)))
+        with eval_ctx(model=ctx.model) as evaluation:
+            for batch in DataLoader(Batches(5)):
+                evaluation.forward(batch)
+        train(ctx, DataLoader(Batches(10)), 4)
+        assert of(log, "were trained on") == [
+            "INFO the training loop has ended: 10 of 10 batches were trained on",
+            "INFO the training loop has ended: 4 of 4 batches were trained on",
+        ]
+        with torch.no_grad():
+            run(ctx, no_backward)
+        assert not of(log, "WARNING")
+        run(ctx, most)
+    text = "WARNING the training loop has ended: 5 of 10 batches were trained on; 4 had no ctx.backward(loss), 1 was"
+    assert of(log, "WARNING the training")[0].startswith(text)
+    assert len(of(log, "WARNING")) == 2, "the skipped step and the end"
+
+
+def test_forwards_of_a_collection_that_are_dropped_are_named(log: list[str]) -> None:
+    """As in an evaluation that leaves the model in training mode."""
+    tables = collection()
+    for number in range(10):
+        tables(arrays(number)[0])["a"].detach().sum()
+    (early,) = of(log, "WARNING")
+    assert "the last 3 forwards in training mode were dropped without a backward" in early
+    tables.close()
+    assert of(log, "closed") == [
+        "WARNING EmbeddingCollection is closed: no row was updated, none of 10 training forwards got a backward"
+    ]
+
+
+def test_forwards_that_wait_for_a_backward_that_never_comes_are_named() -> None:
+    tables = collection(staleness=3)
+    losses = [tables(arrays(number)[0])["a"].sum() for number in range(3)]
+    with pytest.raises(UsageError, match=r"staleness=3 allows, and none so far got a backward.*loss\.item\(\)"):
+        tables(arrays(3)[0])
+    losses.pop().backward()
+    losses.append(tables(arrays(3)[0])["a"].sum())
+    with pytest.raises(UsageError, match="staleness=3 allows; call backward"):
+        tables(arrays(3)[0])
+
+
+def test_backwards_of_a_collection_are_counted(log: list[str]) -> None:
+    tables = collection()
+    for number in range(12):
+        loss = tables(arrays(number)[0])["a"].sum()
+        if number % 3:
+            loss.backward()
+        with torch.no_grad():
+            tables(arrays(number)[0])
+    tables.close()
+    assert not of(log, "WARNING")
+    assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 8 of 12 training forwards got a backward"]
+    log.clear()
+    unused = collection()
+    unused.close()
+    forgotten = collection()
+    forgotten(arrays(0)[0])["a"].sum().backward()
+    del forgotten
+    gc.collect()
+    assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 1 of 1 training forwards got a backward"]
