@@ -19,15 +19,18 @@ from torch.utils.dlpack import from_dlpack
 from persia.backend.base import Device
 from persia.checkpoint import snapshot
 from persia.embedding import EmbeddingConfig
+from persia.embedding.ids import as_bags, as_ids, as_offsets
 from persia.embedding.optim import Optimizer
 from persia.nn.session import PendingBackward, Session
 from persia.runtime.errors import BatchSizeError, ConfigError, DataError, FeatureTypeError, UsageError
 from persia_core.data import Batch, BatchBuilder
 
 Array = torch.Tensor | npt.NDArray[Any]
+Whole = Array | Sequence[int]
 
-Feature = Array | tuple[Array, Array] | tuple[Array, Array, Array]
-"""Ids, one for each sample; or ids and offsets (batch + 1 of them); or ids, offsets and per-sample weights."""
+Feature = Whole | Sequence[Whole] | tuple[Whole, Whole] | tuple[Whole, Whole, Array]
+"""Ids, one for each sample; or a list with the ids of each sample; or ids and offsets (batch + 1 of them); or ids,
+offsets and per-sample weights."""
 
 
 @dataclass(frozen=True)
@@ -150,18 +153,20 @@ class EmbeddingCollection(torch.nn.Module):
         """Look up and pool every feature.
 
         Args:
-            features: For each feature name of the tables its ids, a 1-d int64, uint64 or int32 tensor or array with one
-                for each sample; or ``(ids, offsets)``, where sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or
-                ``(ids, offsets, weights)`` with a float32 weight for each id, where pooling is a sum. The weights get
-                no gradient. Negative ids are read as unsigned 64-bit numbers.
+            features: For each feature name of the tables its ids, a 1-d tensor or array of any integer dtype or a list
+                of ints, with one for each sample; or a list with such ids of each sample; or ``(ids, offsets)``, where
+                sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or ``(ids, offsets, weights)`` with a float32
+                weight for each id, where pooling is a sum. The weights get no gradient. Ids are those of
+                :mod:`persia.embedding.ids`, as in a :class:`~persia.embedding.data.PersiaBatch`.
 
         Returns:
             For each feature, in the order of the tables, a tensor ``[batch, embedding_dim]``, float32 unless the module
             was made with another dtype.
 
         Raises:
-            DataError: Features missing or unknown, offsets and weights that do not fit the ids, or more ids than a
-                look-up may carry. After the last, forwards that wait for their backward at the next forward lose it.
+            DataError: Features missing or unknown, a negative id, offsets and weights that do not fit the ids, or more
+                ids than a look-up may carry. After the last, forwards that wait for their backward at the next forward
+                lose it.
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
             UsageError: As many forwards as the staleness allows wait for their backward.
@@ -295,28 +300,22 @@ class _Parts:
                 f"feature {name!r}: want ids, (ids, offsets) or (ids, offsets, weights), got a tuple of {len(given)}"
             )
         self.name = name
-        self.ids = _array(name, "ids", given[0], ("int64", "uint64", "int32"))
-        self.ids = self.ids.astype(np.int64) if self.ids.dtype == np.int32 else self.ids
-        self.ids = self.ids.view(np.uint64)
         self.offsets = self.weights = None
+        if isinstance(feature, list) and any(not isinstance(each, int | np.integer) for each in feature):
+            self.ids, self.offsets = as_bags(name, feature)
+        else:
+            self.ids = as_ids(name, given[0])
         if len(given) > 1:
-            self.offsets = _array(name, "offsets", given[1], ("int64", "int32")).astype(np.int64, copy=False)
-            self._check_offsets(self.offsets)
+            hint = ", as with include_last_offset=True of torch.nn.EmbeddingBag"
+            self.offsets = as_offsets(name, given[1], len(self.ids), hint)
         if len(given) > 2:
             if isinstance(given[2], torch.Tensor) and given[2].requires_grad:
                 raise UsageError(f"feature {name!r}: weights get no gradient here; give weights.detach()")
             if pooling != "sum":
                 raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
-            self.weights = _array(name, "weights", given[2], ("float32",))
+            self.weights = _float32(name, given[2])
             if len(self.weights) != len(self.ids):
                 raise DataError(f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; give one each")
-
-    def _check_offsets(self, offsets: npt.NDArray[np.int64]) -> None:
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(self.ids) or (np.diff(offsets) < 0).any():
-            raise DataError(
-                f"feature {self.name!r}: want batch + 1 offsets that ascend from 0 to the number of ids "
-                f"({len(self.ids)}), as with include_last_offset=True of torch.nn.EmbeddingBag"
-            )
 
     @property
     def batch_size(self) -> int:
@@ -331,15 +330,14 @@ class _Parts:
             builder.add_list(self.name, self.ids, self.offsets, self.weights)
 
 
-def _array(name: str, what: str, value: object, dtypes: tuple[str, ...]) -> npt.NDArray[Any]:
-    """Return a 1-d contiguous array of one of the dtypes."""
-    found = type(value).__name__
-    if isinstance(value, torch.Tensor | np.ndarray):
-        found = f"{value.ndim}-d {str(value.dtype).removeprefix('torch.')}"
-        if found in [f"1-d {dtype}" for dtype in dtypes]:
-            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-            return np.ascontiguousarray(array)
-    raise FeatureTypeError(f"feature {name!r}, {what}: want 1-d {' or '.join(dtypes)}, got {found}")
+def _float32(name: str, weights: object) -> npt.NDArray[np.float32]:
+    """Return the weights as a 1-d contiguous array."""
+    found = type(weights).__name__
+    if isinstance(weights, torch.Tensor | np.ndarray):
+        found = f"{weights.ndim}-d {str(weights.dtype).removeprefix('torch.')}"
+        if found == "1-d float32":
+            return np.ascontiguousarray(weights.cpu().numpy() if isinstance(weights, torch.Tensor) else weights)
+    raise FeatureTypeError(f"feature {name!r}, weights: want 1-d float32, got {found}")
 
 
 def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Device | None:
