@@ -8,9 +8,11 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import RowSettings
+from persia.backend.evaluation import Evaluation, EvaluationReport
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import restore_rows
 from persia.ctx.base import BaseCtx, PreprocessMode
+from persia.ctx.checks import LabelCheck, named_error
 from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
@@ -53,16 +55,23 @@ class EmbeddingCtx(BaseCtx):
         self._was_training = False
         self._outer: RowSettings | None = None
         self._truncated_slots: set[str] = set()  # those that were logged
+        self._label_check = LabelCheck()
+        self._evaluation: Evaluation | None = None
 
     def _on_enter(self) -> None:
         self._outer = None if self._owner else self._backend.row_settings
         if self._owner or self.embedding_config is not None:
             self._backend.begin(config=self.embedding_config)
-        if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
+        if self.preprocess_mode is PreprocessMode.TRAIN:
+            return
+        self._evaluation = Evaluation(self._backend, "ctx.load_checkpoint(DIRECTORY)")
+        if self.model is not None:
             self._was_training = self.model.training
             self.model.eval()
 
     def _on_exit(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
         if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
             self.model.train(self._was_training)
         self.current_batch = None
@@ -74,14 +83,22 @@ class EmbeddingCtx(BaseCtx):
         """Use ``embedding_config`` for rows made from now on."""
         self._backend.begin(config=embedding_config)
 
+    @property
+    def evaluation_report(self) -> EvaluationReport:
+        """How many ids of this evaluation have no row; empty in training. It stays after the ``with`` block."""
+        return EvaluationReport() if self._evaluation is None else self._evaluation.report
+
     def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, Any]:
         """Run the model on a batch of a :class:`persia.data.DataLoader` or of :meth:`get_embedding_from_data`.
 
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
+            A label of whole numbers or bools that has the shape of an output of floats is float32, as losses of floats
+            want it; with numbers beyond 2^24 it stays as it is, and a warning names it.
 
         Raises:
             UsageError: The context has no model.
+            FeatureTypeError: The model cannot take the dtype of a dense input, which is named.
         """
         watchdog.progress()
         if self.model is None:
@@ -89,10 +106,21 @@ class EmbeddingCtx(BaseCtx):
         training = self.preprocess_mode is PreprocessMode.TRAIN
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
-            if not training:  # on one rank alone, so nothing that all ranks do together
-                return unwrap_model(self.model)(non_id_tensors, embedding_tensors), labels
-            with self._backend.collective():
-                return self.model(non_id_tensors, embedding_tensors), labels
+            looked = self.current_batch
+            try:
+                if not training:  # on one rank alone, so nothing that all ranks do together
+                    output = unwrap_model(self.model)(non_id_tensors, embedding_tensors)
+                else:
+                    with self._backend.collective():
+                        output = self.model(non_id_tensors, embedding_tensors)
+            except RuntimeError as error:
+                named = error if looked is None else named_error(error, non_id_tensors, looked.dense_names)
+                if named is error:
+                    raise
+                raise named from error
+            if labels is None or looked is None:
+                return output, labels
+            return output, self._label_check.forward(output, labels, looked.label_names)
 
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
@@ -152,7 +180,10 @@ class EmbeddingCtx(BaseCtx):
         preemption.exit_if_requested()
         device = self._backend.device
         own = device is not None and device_id == device.number
-        return self._backend.lookup(batch, None if own else device_id)
+        looked = self._backend.lookup(batch, None if own else device_id)
+        if self._evaluation is not None:
+            self._evaluation.add(batch, looked)
+        return looked
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode."""
@@ -231,7 +262,8 @@ class EmbeddingCtx(BaseCtx):
         Args:
             src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
-            dense_filename: The model's state dict inside it.
+            dense_filename: The model's state dict inside it. A checkpoint of an :class:`~persia.nn.EmbeddingCollection`
+                has none of the default name: its ``model.pt`` is used, which ``save(model=...)`` has written.
             blocking: PersiaML's; accepted, without effect: the load is complete when this returns.
 
         Raises:
@@ -244,7 +276,7 @@ class EmbeddingCtx(BaseCtx):
         if self.model is None and not self._backend.is_rank_0:
             return
         loaded = snapshot.Load(self._backend.checkpoint_dir(src_dir))
-        state = None if self.model is None else loaded.state(dense_filename, map_location)
+        state = None if self.model is None else loaded.state(loaded.model_name(dense_filename), map_location)
         if self.model is not None and state is not None:
             snapshot.check_module(unwrap_model(self.model), state, loaded.path)
         if self._backend.is_rank_0:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from persia.embedding.ids import as_bags, as_ids, as_offsets, kind_of
 from persia.runtime.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError
+from persia.runtime.logging import get_logger
 from persia_core import data as _core
 
 if TYPE_CHECKING:
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
 IdArray: TypeAlias = "npt.NDArray[np.integer] | Sequence[int] | torch.Tensor"
 """Whole numbers from 0 to 2^64 - 1."""
 
+_logger = get_logger("data")
+
 MAX_BATCH_SIZE = 65535
 """PersiaML's limit. The name is kept for its scripts; larger batches work too."""
+
+_EXACT = 2**24
+_rounded: set[str] = set()  # dense inputs and labels whose rounding was logged
 
 _ND_ARRAY_SUPPORT_TYPE = {np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64}
 _DTYPES = sorted(map(np.dtype, _ND_ARRAY_SUPPORT_TYPE), key=lambda dtype: (dtype.kind, dtype.itemsize))
@@ -225,6 +231,9 @@ IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
 class PersiaBatch:
     """One batch: ids, dense inputs and labels. Its ids are deduplicated when it is made.
 
+    Dense inputs and labels of float64 become float32, rounded to nearest. A number beyond the largest float32 is
+    refused. If a whole number beyond 2^24 changes, such as a time in seconds, a warning names it.
+
     Args:
         id_type_features: The ids of at least one slot.
         non_id_type_features: The dense inputs.
@@ -237,8 +246,9 @@ class PersiaBatch:
         MissingLabelError: ``requires_grad`` is set, and there is no label.
         FeatureTypeError: A feature has another class, or is not in a list.
         BatchSizeError: There is no sample, or parts differ in size; the message names all parts.
-        DataError: Two features have one name, a weight or a dense input has NaN or infinity (of a dense input, the
-            message names row and column), or there are more ids than a batch may hold.
+        DataError: Two features have one name, a weight or a dense input has NaN or infinity, or a number that float32
+            cannot hold (of a dense input, the message names row and column), or there are more ids than a batch may
+            hold.
     """
 
     def __init__(
@@ -276,9 +286,9 @@ class PersiaBatch:
             else:
                 builder.add_list(feature.name, feature.values, feature.offsets, feature.weights)
         for item in dense:
-            builder.add_dense(item.given_name, item.data)
+            builder.add_dense(item.given_name, _narrowed(item))
         for target in targets:
-            builder.add_label(target.given_name, target.data)
+            builder.add_label(target.given_name, _narrowed(target))
         self._batch = builder.build()
 
     @classmethod
@@ -320,6 +330,38 @@ def _name(name: str) -> str:
     if not isinstance(name, str) or not name or not name.isascii() or len(name) > 128:
         raise DataError(f"feature name {name!r}: want 1 to 128 ASCII characters")
     return name
+
+
+def _narrowed(item: NdarrayDataBase) -> npt.NDArray[Any]:
+    """Return the data; float64 as float32."""
+    if item.data.dtype != np.float64:
+        return item.data
+    with np.errstate(over="ignore"):
+        narrow = item.data.astype(np.float32)
+    large = np.argwhere(np.isinf(narrow) & np.isfinite(item.data))
+    if len(large):
+        raise DataError(
+            f"{item.title}, {_place(large[0])}: {item.data[tuple(large[0])]} is beyond the largest float32 (3.4e38); "
+            "scale the column"
+        )
+    if item.title not in _rounded and item.data.size and np.abs(item.data).max() > _EXACT:
+        changed = np.argwhere((np.abs(item.data) > _EXACT) & (narrow != item.data) & (item.data == np.rint(item.data)))
+        if len(changed):
+            _rounded.add(item.title)
+            place = tuple(changed[0])
+            _logger.warning(
+                "%s, %s: %.0f becomes %.0f as float32, which holds whole numbers up to 2^24 exactly. Scale the column "
+                "before a batch is made: (data - data.mean()) / data.std(), or hours instead of seconds",
+                item.title,
+                _place(changed[0]),
+                item.data[place],
+                narrow[place],
+            )
+    return narrow
+
+
+def _place(index: npt.NDArray[np.int64]) -> str:
+    return f"row {index[0]}" + (f", column {index[1]}" if len(index) > 1 else "")
 
 
 def _check_weights(name: str, weights: Sequence[object]) -> None:

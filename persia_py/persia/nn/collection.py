@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import Device
+from persia.backend.evaluation import EvaluationReport
 from persia.checkpoint import snapshot
 from persia.embedding import EmbeddingConfig
 from persia.embedding.ids import as_bags, as_ids, as_offsets
@@ -99,7 +100,8 @@ class EmbeddingCollection(torch.nn.Module):
 
     Args:
         tables: The tables.
-        optimizer: Updates the rows.
+        optimizer: Updates the rows. None is for evaluation only: rows come from :meth:`load`, which then takes a
+            checkpoint of any optimizer, or from the training run on the servers.
         config: The initializer, the admission rule and the weight bound.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
             ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is given.
@@ -117,7 +119,7 @@ class EmbeddingCollection(torch.nn.Module):
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         config: EmbeddingConfig | None = None,
         *,
         staleness: int | None = None,
@@ -125,9 +127,9 @@ class EmbeddingCollection(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if not isinstance(optimizer, Optimizer):
+        if not (optimizer is None or isinstance(optimizer, Optimizer)):
             raise UsageError(
-                "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, got "
+                "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, or None to evaluate only, got "
                 f"{type(optimizer).__name__}"
             )
         _check_tables(tables)
@@ -169,7 +171,8 @@ class EmbeddingCollection(torch.nn.Module):
                 lose it.
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
-            UsageError: As many forwards as the staleness allows wait for their backward.
+            UsageError: As many forwards as the staleness allows wait for their backward, or a collection without an
+                optimizer trains, or evaluates before it has rows.
             RunLostError: With several ranks, an earlier forward failed for another reason than its features. The other
                 ranks end too.
         """
@@ -216,11 +219,12 @@ class EmbeddingCollection(torch.nn.Module):
 
         Raises:
             StorageError: On all ranks, if it cannot be written; the previous content remains.
+            UsageError: The collection has no optimizer.
         """
         self._session.save(directory, {f"{name}.pt": state for name, state in states.items()})
 
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
-        """Continue with the rows, the step and the learning rate of a checkpoint.
+        """Continue with the rows, the step and the learning rate of a checkpoint of a collection or of a context.
 
         Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
         one rank cannot load, none does, so that all ranks can catch the error and continue together.
@@ -247,6 +251,11 @@ class EmbeddingCollection(torch.nn.Module):
     def skipped(self) -> int:
         """The number of this rank's backwards since the last push that changed no row because of NaN or infinity."""
         return self._session.skipped
+
+    @property
+    def evaluation_report(self) -> EvaluationReport:
+        """How many ids have no row, since the last training forward, save or load."""
+        return self._session.evaluation.report
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, gauges and times."""
