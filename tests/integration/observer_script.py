@@ -8,6 +8,7 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.ctx import eval_ctx
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
+from persia.nn import EmbeddingCollection, TableConfig
 
 ids = np.arange(200, dtype=np.uint64)
 wanted = PersiaBatch([IDTypeFeatureWithSingleID("a", ids), IDTypeFeatureWithSingleID("b", ids)], requires_grad=False)
@@ -15,4 +16,10 @@ with eval_ctx() as ctx:
     for change in sys.argv[1:]:  # calls that a process that only evaluates may not make in a run
         getattr(ctx, change)(*([] if change == "clear_embeddings" else [os.environ["PERSIA_CKPT_DIR"]]))
     rows, _ = (from_dlpack(tensor) for tensor in ctx.get_embedding_from_data(wanted).embeddings())
-    sys.stderr.write(f"sizes {ctx.get_embedding_size()}, rows of a: {int((rows != 0).any(1).sum())}\n")
+    sizes, found = ctx.get_embedding_size(), int((rows != 0).any(1).sum())
+    sys.stderr.write(f"sizes {sizes}, rows of a: {found}, missing {ctx.evaluation_report.missing}\n")
+if not sys.argv[1:]:
+    tables = EmbeddingCollection([TableConfig("a", 4, ["a"]), TableConfig("b", 4, ["b"])], None).eval()
+    vectors = tables({"a": ids, "b": ids})
+    assert int((vectors["a"] != 0).any(1).sum()) == found
+    sys.stderr.write(f"a collection: missing {tables.evaluation_report.missing}\n")

@@ -425,8 +425,10 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     refused = stack.python("clear", "-m", "persia.launch.rank_main", observer, "clear_embeddings")
     assert refused.wait() == 2, refused.output
     refused.says("clear_embeddings in a process that only evaluates, while job 'test' is trained by pid ")
-    found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+)", during.output)
+    found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+), missing (\d+)", during.output)
     assert found is not None and all(int(number) > 0 for number in found.groups()), during.output
+    assert int(found[4]) + int(found[1]) + int(found[2]) == 400, "of the 200 ids of each slot"
+    during.says(f"a collection: missing {found[4]}")
     (tmp_path / "until").touch()
     assert trainer.wait() == 0, trainer.output
     for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # also when no rank trains
@@ -436,4 +438,5 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
         refused.says(f"{change} in a process that only evaluates: with servers, the training script loads rows")
     cleared = stack.python("cleared", observer, "clear_embeddings")
     assert cleared.wait() == 0, cleared.output
-    cleared.says("rows of a: 0")
+    cleared.says("rows of a: 0, missing 400")
+    cleared.says("evaluation: the tables are empty (0 rows)")

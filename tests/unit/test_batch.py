@@ -1,7 +1,10 @@
 """Batches: valid ones are accepted, all others are refused with the place of the error."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
 from persia.embedding.data import (
     MAX_BATCH_SIZE,
@@ -20,6 +23,8 @@ def ids(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
+FLOAT: Any = 2.5
+ANY: dict[str, Any] = {"one array": ids(1, 2), "number": 7}
 LABEL = [Label(np.zeros((2, 1), np.float32))]
 
 
@@ -57,10 +62,41 @@ def test_every_dense_dtype_is_accepted(dtype: str) -> None:
     PersiaBatch([IDTypeFeatureWithSingleID("a", ids(1, 2))], [NonIDTypeFeature(np.ones((2, 2), dtype))], LABEL)
 
 
+def test_ids_are_what_they_are_in_any_dtype() -> None:
+    """The rule of EmbeddingCollection too: see test_collection."""
+    plain = [[1, 2, 1], [], [2**31, 2**63]]
+    expected = PersiaBatch([IDTypeFeature("a", [ids(*each) for each in plain])], requires_grad=False).to_bytes()
+    bags: list[Any] = [
+        plain,
+        [np.array([1, 2, 1], np.int8), np.array([]), ids(2**31, 2**63)],
+        [torch.tensor([1, 2, 1], dtype=torch.int32), [], [np.int64(2**31), 2**63]],
+        [(1, 2, 1), torch.tensor([]), [2**31, 2**63]],
+    ]
+    for samples in bags:
+        assert PersiaBatch([IDTypeFeature("a", samples)], requires_grad=False).to_bytes() == expected
+    flat = IDTypeFeature.from_offsets("a", [*plain[0], *plain[2]], np.array([0, 3, 3, 5], np.int32))
+    assert PersiaBatch([flat], requires_grad=False).to_bytes() == expected
+    for dtype in ("int64", "int32", "uint32", "uint8", ">i8"):
+        single = IDTypeFeatureWithSingleID("a", np.array([5, 0, 7], dtype)).values
+        assert (single.dtype, single.tolist()) == (np.dtype(np.uint64), [5, 0, 7])
+    hashes = np.array([-1, -(2**63)])
+    assert IDTypeFeatureWithSingleID("a", hashes.view(np.uint64)).values.tolist() == [2**64 - 1, 2**63]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: IDTypeFeatureWithSingleID("a", np.array([1, 2])), FeatureTypeError, "'a'.*int64"),
+        (lambda: IDTypeFeatureWithSingleID("a", np.array([1.0, 2.0])), FeatureTypeError, "'a'.*float64"),
+        (lambda: IDTypeFeatureWithSingleID("a", np.array(["x"], object)), FeatureTypeError, "'a'.*1-d object"),
+        (lambda: IDTypeFeatureWithSingleID("a", [True, False]), FeatureTypeError, "'a'.*1-d bool list"),
+        (lambda: IDTypeFeatureWithSingleID("a", [1, FLOAT]), FeatureTypeError, "'a'.*1-d float64 list"),
+        (lambda: IDTypeFeatureWithSingleID("a", np.array([3, 1, -1])), DataError, "'a', ids, row 2: -1 is negative"),
+        (lambda: IDTypeFeatureWithSingleID("a", [2**64]), DataError, r"'a'.*2\^64 - 1, got \[18446744073709551616\]"),
+        (lambda: IDTypeFeatureWithSingleID("a", [-1, 2**63]), DataError, r"'a'.*got \[-1"),
+        (lambda: IDTypeFeature("a", [ids(2**63), [1], np.array([4, -7])]), DataError, "'a', sample 2: -7 is negative"),
+        (lambda: IDTypeFeature("a", ANY["one array"]), FeatureTypeError, "'a', sample 0.*got uint64"),
+        (lambda: IDTypeFeature("a", ANY["number"]), FeatureTypeError, "'a'.*ids of each sample, got int"),
+        (lambda: IDTypeFeature.from_offsets("a", [-2, 1], [0, 2]), DataError, "'a', ids, row 0: -2 is negative"),
         (lambda: IDTypeFeature("a", [ids(1), np.array([1.0])]), FeatureTypeError, "sample 1"),
         (lambda: IDTypeFeature.from_offsets("a", ids(1, 2), np.array([0, 3])), DataError, "ascend"),
         (lambda: IDTypeFeatureWithSingleID("", ids(1)), DataError, "ASCII"),

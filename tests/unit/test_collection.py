@@ -263,13 +263,25 @@ def test_a_step_with_nan_changes_no_row(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_ids_are_what_they_are_in_any_dtype() -> None:
     tables = collection(SGD(1.0))
-    for ids in (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32), np.array([1, 2], np.uint64)):
+    for ids in (
+        torch.tensor([1, 2]),
+        torch.tensor([1, 2], dtype=torch.int32),
+        np.array([1, 2], np.uint64),
+        np.array([1, 2], np.uint16),
+        [1, 2],
+        [[1], [2]],
+        [np.array([1]), torch.tensor([2])],
+        ([1, 2], [0, 1, 2]),
+    ):
         tables({"a": ids, "b": ids})["a"].sum().backward()
     assert tables.stats()["rows"]["a"] == 2
-    tables({"a": torch.tensor([-1, 1]), "b": torch.tensor([-1, 1])})
+    hashes = torch.tensor([-1, 1]).view(torch.uint64)
+    tables({"a": hashes, "b": hashes})["a"].sum().backward()
     with torch.no_grad():
         same = np.array([2**64 - 1, 1], np.uint64)
         assert tables({"a": same, "b": same})["a"].any(1).all()
+        empty = tables({"a": [[], [1]], "b": ([], [0, 0, 0])})
+        assert not empty["a"][0].any() and not empty["b"].any()
 
 
 def test_mistakes_are_named() -> None:
@@ -281,10 +293,12 @@ def test_mistakes_are_named() -> None:
         (
             {"a": ids.float(), "b": ids},
             FeatureTypeError,
-            "'a', ids: want 1-d int64 or uint64 or int32, got 1-d float32",
+            "'a', ids: want a 1-d array or list of whole numbers.*got a 1-d float32 Tensor",
         ),
-        ({"a": ids.reshape(1, 2), "b": ids}, FeatureTypeError, "got 2-d int64"),
-        ({"a": [1, 2], "b": ids}, FeatureTypeError, "got list"),
+        ({"a": ids.reshape(1, 2), "b": ids}, FeatureTypeError, "got a 2-d int64 Tensor"),
+        ({"a": [1.0, 2.0], "b": ids}, FeatureTypeError, "'a'.*got float"),
+        ({"a": torch.tensor([4, -1]), "b": ids}, DataError, "'a', ids, row 1: -1 is negative"),
+        ({"a": [[4], [5, -1]], "b": ids}, DataError, "'a', sample 1: -1 is negative"),
         ({"a": (ids, torch.tensor([0, 1])), "b": ids}, DataError, "include_last_offset=True"),
         ({"a": (ids, torch.tensor([0.0, 2.0])), "b": ids}, FeatureTypeError, "'a', offsets"),
         ({"a": (ids, torch.tensor([0, 2]), torch.ones(2)), "b": ids}, BatchSizeError, "a: 1, b: 2"),

@@ -35,6 +35,31 @@ def test_logits_follow_the_formula_sample_by_sample() -> None:
         torch.testing.assert_close(logits[sample], dlrm.top(torch.cat([first, torch.stack(products)])))
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("bottom", [[], [6, DIM]])
+def test_a_model_without_dense_inputs_has_a_learned_vector_instead(bottom: list[int]) -> None:
+    torch.manual_seed(0)
+    dlrm = DLRM(0, SLOTS, DIM, bottom_mlp=bottom, top_mlp=[7, 1])
+    _, embeddings = inputs()
+    assert dlrm.constant is not None and not [*dlrm.bottom.parameters()]
+    logits = dlrm([], embeddings)
+    for sample in range(BATCH):
+        vectors = [dlrm.constant, *(embedding[sample] for embedding in embeddings)]
+        products = [torch.dot(vectors[i], vectors[j]) for i in range(SLOTS + 1) for j in range(i)]
+        torch.testing.assert_close(logits[sample], dlrm.top(torch.cat([vectors[0], torch.stack(products)])))
+    logits.sum().backward()
+    assert dlrm.constant.grad is not None and dlrm.constant.grad.any()
+    with pytest.raises(DataError, match=r"num_dense \(0\)"):
+        dlrm([torch.ones(BATCH, 1)], embeddings)
+    torch.testing.assert_close(torch.jit.script(dlrm)([], embeddings), logits)
+
+
+def test_dense_inputs_of_whole_numbers_are_refused_by_name() -> None:
+    dense, embeddings = inputs()
+    with pytest.raises(DataError, match=r"dense input 1 has dtype int64.*astype\(np.float32\)"):
+        model()([dense[0], dense[1].long()], embeddings)
+
+
 def test_gradients_equal_finite_differences() -> None:
     dlrm = model().double()
     dense, embeddings = inputs(torch.float64)
@@ -51,9 +76,9 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_wrong_arguments_are_listed_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        DLRM(0, SLOTS, 16, bottom_mlp=[0, 64], top_mlp=[], dropout=1.0)
+        DLRM(-1, SLOTS, 16, bottom_mlp=[0, 64], top_mlp=[], dropout=1.0)
     for part in (
-        "num_dense (0) must be at least 1",
+        "num_dense (-1) must be at least 0",
         "bottom_mlp[-1] (64) must equal embedding_dim (16)",
         "bottom_mlp[0] (0) must be at least 1",
         "top_mlp is empty; its last layer must equal 1",

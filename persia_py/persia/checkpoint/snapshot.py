@@ -33,6 +33,9 @@ from persia_core.engine import Engine
 
 _logger = get_logger("checkpoint")
 
+COLLECTION_MODEL = "model.pt"
+"""The model in a checkpoint of ``EmbeddingCollection.save(directory, model=...)``."""
+
 
 class Save:
     """One save, of the rows at the time of construction; training may continue before it is written.
@@ -223,9 +226,23 @@ class Load:
             raise CheckpointError(f"{self.path}: the checkpoint has no {name}; apart from rows it has: {others}")
         return _read_state(Path(self._opened.path_of(name)), map_location)
 
+    def model_name(self, name: str) -> str:
+        """Return the name of the model's file: ``name``, or in place of the default one that of a collection."""
+        from_collection = name == "dense.pt" and name not in self.names and COLLECTION_MODEL in self.names
+        return COLLECTION_MODEL if from_collection else name
+
     def restore(self, engine: Engine) -> None:
-        """Replace the engine's rows and step by the checkpoint's."""
+        """Replace the engine's rows by the checkpoint's; warn of tables that it does not have."""
+        saved = {table["name"] for table in json.loads(self._opened.manifest)["head"]["run"]["schema"]["tables"]}
+        absent = [table for table in engine.stats()["rows"] if table not in saved]
         self._opened.restore(engine)
+        if absent:
+            _logger.warning(
+                "%s has no table %s: its rows begin empty; the checkpoint has %s",
+                self.path,
+                ", ".join(absent),
+                ", ".join(sorted(saved)),
+            )
 
 
 def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:

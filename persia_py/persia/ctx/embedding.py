@@ -8,10 +8,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import RowSettings
+from persia.backend.evaluation import Evaluation, EvaluationReport
 from persia.backend.inputs import Arranger
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
+from persia.ctx.checks import LabelCheck, named_error
 from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
@@ -56,16 +58,23 @@ class EmbeddingCtx(BaseCtx):
         self._outer: RowSettings | None = None
         self._truncated_slots: set[str] = set()  # those that were logged
         self._arranger = Arranger()
+        self._label_check = LabelCheck()
+        self._evaluation: Evaluation | None = None
 
     def _on_enter(self) -> None:
         self._outer = None if self._owner else self._backend.row_settings
         if self._owner or self.embedding_config is not None:
             self._backend.begin(config=self.embedding_config)
-        if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
+        if self.preprocess_mode is PreprocessMode.TRAIN:
+            return
+        self._evaluation = Evaluation(self._backend, "ctx.load_checkpoint(DIRECTORY)")
+        if self.model is not None:
             self._was_training = self.model.training
             self.model.eval()
 
     def _on_exit(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
         if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
             self.model.train(self._was_training)
         self.current_batch = None
@@ -77,15 +86,23 @@ class EmbeddingCtx(BaseCtx):
         """Use ``embedding_config`` for rows made from now on."""
         self._backend.begin(config=embedding_config)
 
+    @property
+    def evaluation_report(self) -> EvaluationReport:
+        """How many ids of this evaluation have no row; empty in training. It stays after the ``with`` block."""
+        return EvaluationReport() if self._evaluation is None else self._evaluation.report
+
     def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, Any]:
         """Run the model on a batch of a :class:`persia.data.DataLoader` or of :meth:`get_embedding_from_data`.
 
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
+            A label of whole numbers or bools that has the shape of an output of floats is float32, as losses of floats
+            want it; with numbers beyond 2^24 it stays as it is, and a warning names it.
 
         Raises:
             DataError: The batch has other inputs than those that the model was trained on; the message lists both.
             UsageError: The context has no model.
+            FeatureTypeError: The model cannot take the dtype of a dense input, which is named.
         """
         watchdog.progress()
         if self.model is None:
@@ -94,12 +111,27 @@ class EmbeddingCtx(BaseCtx):
         with torch.set_grad_enabled(training and torch.is_grad_enabled()):
             if isinstance(batch, PersiaBatch):
                 batch = self.get_embedding_from_data(batch)
-            self._arrange(batch, whole=True)
+            places = self._arrange(batch, whole=True)
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
-            if not training:  # on one rank alone, so nothing that all ranks do together
-                return unwrap_model(self.model)(non_id_tensors, embedding_tensors), labels
-            with self._backend.collective():
-                return self.model(non_id_tensors, embedding_tensors), labels
+            looked = self.current_batch
+            try:
+                if not training:  # on one rank alone, so nothing that all ranks do together
+                    output = unwrap_model(self.model)(non_id_tensors, embedding_tensors)
+                else:
+                    with self._backend.collective():
+                        output = self.model(non_id_tensors, embedding_tensors)
+            except RuntimeError as error:
+                named = (
+                    error
+                    if looked is None
+                    else named_error(error, non_id_tensors, arranged(looked.dense_names, places.dense))
+                )
+                if named is error:
+                    raise
+                raise named from error
+            if labels is None or looked is None:
+                return output, labels
+            return output, self._label_check.forward(output, labels, arranged(looked.label_names, places.labels))
 
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
@@ -174,7 +206,10 @@ class EmbeddingCtx(BaseCtx):
         preemption.exit_if_requested()
         device = self._backend.device
         own = device is not None and device_id == device.number
-        return self._backend.lookup(batch, None if own else device_id)
+        looked = self._backend.lookup(batch, None if own else device_id)
+        if self._evaluation is not None:
+            self._evaluation.add(batch, looked)
+        return looked
 
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode."""
@@ -256,7 +291,8 @@ class EmbeddingCtx(BaseCtx):
         Args:
             src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
-            dense_filename: The model's state dict inside it.
+            dense_filename: The model's state dict inside it. A checkpoint of an :class:`~persia.nn.EmbeddingCollection`
+                has none of the default name: its ``model.pt`` is used, which ``save(model=...)`` has written.
             blocking: PersiaML's; accepted, without effect: the load is complete when this returns.
 
         Raises:
@@ -269,7 +305,7 @@ class EmbeddingCtx(BaseCtx):
         if self.model is None and not self._backend.is_rank_0:
             return
         loaded = snapshot.Load(self._backend.checkpoint_dir(src_dir))
-        state = None if self.model is None else loaded.state(dense_filename, map_location)
+        state = None if self.model is None else loaded.state(loaded.model_name(dense_filename), map_location)
         if self.model is not None and state is not None:
             snapshot.check_module(unwrap_model(self.model), state, loaded.path)
         names = saved_inputs(loaded)

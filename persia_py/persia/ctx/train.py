@@ -240,6 +240,7 @@ class TrainCtx(EmbeddingCtx):
         batch, self.current_batch = self.current_batch, None
         if batch is None or not batch.requires_grad:
             raise UsageError("TrainCtx.backward without a forward of a training batch before it")
+        self._label_check.backward(loss)
         embeddings, self._embeddings = self._embeddings, []
         self._trained_batches.backward()
         loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._backend)

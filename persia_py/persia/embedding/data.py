@@ -2,19 +2,29 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from persia.embedding.ids import as_bags, as_ids, as_offsets, kind_of
 from persia.runtime.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError
+from persia.runtime.logging import get_logger
 from persia_core import data as _core
 
 if TYPE_CHECKING:
     import torch
 
+IdArray: TypeAlias = "npt.NDArray[np.integer] | Sequence[int] | torch.Tensor"
+"""Whole numbers from 0 to 2^64 - 1."""
+
+_logger = get_logger("data")
+
 MAX_BATCH_SIZE = 65535
 """PersiaML's limit. The name is kept for its scripts; larger batches work too."""
+
+_EXACT = 2**24
+_rounded: set[str] = set()  # dense inputs and labels whose rounding was logged
 
 _ND_ARRAY_SUPPORT_TYPE = {np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64}
 _DTYPES = sorted(map(np.dtype, _ND_ARRAY_SUPPORT_TYPE), key=lambda dtype: (dtype.kind, dtype.itemsize))
@@ -29,71 +39,67 @@ class IDTypeFeature:
 
     Args:
         name: The name of the slot in ``embedding_config.yml``.
-        data: The ids of each sample: a 1-d uint64 array, which may be empty.
+        data: The ids of each sample: a 1-d array of any integer dtype or a list of ints, which may be empty. See
+            :mod:`persia.embedding.ids`.
         weights: The weights of each sample: a 1-d float32 array with one finite number for each id. None means 1 for
             all.
 
     Raises:
-        FeatureTypeError: The data is not a list of 1-d uint64 arrays, or the weights are not float32; the message names
-            the sample.
-        DataError: The numbers of weights and ids differ.
+        FeatureTypeError: The ids of a sample are something else, or the weights are not float32; the message names the
+            sample.
+        DataError: An id is negative, or the numbers of weights and ids differ; the message names the sample.
     """
 
     def __init__(
         self,
         name: str,
-        data: Sequence[npt.NDArray[np.uint64]],
+        data: Sequence[IdArray],
         weights: Sequence[npt.NDArray[np.float32]] | None = None,
     ) -> None:
         self.name = _name(name)
-        _check_arrays(name, "", data, np.uint64)
-        lengths = np.fromiter((len(ids) for ids in data), np.int64, len(data))
-        self.offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(lengths)])
-        self.values: npt.NDArray[np.uint64] = np.concatenate(data) if len(data) else np.empty(0, np.uint64)
+        self.values, self.offsets = as_bags(name, data)
         self.weights: npt.NDArray[np.float32] | None = None
         if weights is not None:
-            _check_arrays(name, "weights of ", weights, np.float32)
-            found = [len(each) for each in weights]
-            if found != lengths.tolist():
-                raise DataError(f"feature {name!r}: {_first_difference(found, lengths.tolist())}")
+            _check_weights(name, weights)
+            found, lengths = [len(each) for each in weights], np.diff(self.offsets).tolist()
+            if found != lengths:
+                raise DataError(f"feature {name!r}: {_first_difference(found, lengths)}")
             self.weights = np.concatenate(weights) if len(weights) else np.empty(0, np.float32)
 
     @classmethod
     def from_offsets(
         cls,
         name: str,
-        values: npt.NDArray[np.uint64],
-        offsets: npt.NDArray[np.int64],
+        values: IdArray,
+        offsets: IdArray,
         weights: npt.NDArray[np.float32] | None = None,
     ) -> "IDTypeFeature":
         """Make the feature from all ids in one array, without a Python object for each sample.
 
         Args:
             name: The name of the slot.
-            values: All ids, sample after sample: a 1-d uint64 array.
-            offsets: A 1-d int64 array of length batch size + 1: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
+            values: All ids, sample after sample: a 1-d array of any integer dtype, or a list of ints.
+            offsets: Batch size + 1 whole numbers: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
             weights: A 1-d float32 array with one finite number for each id; None means 1 for all.
 
         Raises:
             FeatureTypeError: An array has another dtype or shape.
-            DataError: The offsets do not ascend from 0 to ``len(values)``, or the numbers of weights and ids differ.
+            DataError: An id is negative, the offsets do not ascend from 0 to ``len(values)``, or the numbers of weights
+                and ids differ.
         """
         feature = cls.__new__(cls)
         feature.name = _name(name)
-        arrays: list[tuple[str, object, type]] = [("values", values, np.uint64), ("offsets", offsets, np.int64)]
+        feature.values = as_ids(name, values)
+        feature.offsets = as_offsets(name, offsets, len(feature.values))
+        feature.weights = None
         if weights is not None:
-            arrays.append(("weights", weights, np.float32))
-        for what, array, dtype in arrays:
-            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-                raise FeatureTypeError(
-                    f"feature {name!r}, {what}: want a 1-d {np.dtype(dtype)} array, got {_kind(array)}"
+            if not isinstance(weights, np.ndarray) or weights.dtype != np.float32 or weights.ndim != 1:
+                raise FeatureTypeError(f"feature {name!r}, weights: want a 1-d float32 array, got {kind_of(weights)}")
+            if len(weights) != len(feature.values):
+                raise DataError(
+                    f"feature {name!r}: {len(weights)} weights for {len(feature.values)} ids; give one for each id"
                 )
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
-            raise DataError(f"feature {name!r}: offsets must ascend from 0 to the number of ids ({len(values)})")
-        if weights is not None and len(weights) != len(values):
-            raise DataError(f"feature {name!r}: {len(weights)} weights for {len(values)} ids; give one for each id")
-        feature.values, feature.offsets = np.ascontiguousarray(values), np.ascontiguousarray(offsets)
-        feature.weights = None if weights is None else np.ascontiguousarray(weights)
+            feature.weights = np.ascontiguousarray(weights)
         return feature
 
     @property
@@ -112,17 +118,17 @@ class IDTypeFeatureWithSingleID:
 
     Args:
         name: The name of the slot in ``embedding_config.yml``.
-        data: A 1-d uint64 array with one id for each sample.
+        data: One id for each sample: a 1-d array of any integer dtype, or a list of ints. See
+            :mod:`persia.embedding.ids`.
 
     Raises:
-        FeatureTypeError: The data is not a 1-d uint64 array.
+        FeatureTypeError: The data is something else.
+        DataError: An id is negative; the message names the row.
     """
 
-    def __init__(self, name: str, data: npt.NDArray[np.uint64]) -> None:
+    def __init__(self, name: str, data: IdArray) -> None:
         self.name = _name(name)
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint64 or data.ndim != 1:
-            raise FeatureTypeError(f"feature {name!r}: want a 1-d uint64 array, got {_kind(data)}")
-        self.values = np.ascontiguousarray(data)
+        self.values = as_ids(name, data)
 
     @property
     def data(self) -> npt.NDArray[np.uint64]:
@@ -154,7 +160,7 @@ class NdarrayDataBase:
         if not isinstance(data, np.ndarray) or data.dtype not in _DTYPES or data.ndim == 0:
             raise FeatureTypeError(
                 f"{self.title}: want an array of at least one dimension and dtype {', '.join(d.name for d in _DTYPES)} "
-                f"(this machine's byte order); got {_kind(data)}"
+                f"(this machine's byte order); got {kind_of(data)}"
             )
         self.data = np.ascontiguousarray(data)
 
@@ -225,6 +231,9 @@ IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
 class PersiaBatch:
     """One batch: ids, dense inputs and labels. Its ids are deduplicated when it is made.
 
+    Dense inputs and labels of float64 become float32, rounded to nearest. A number beyond the largest float32 is
+    refused. If a whole number beyond 2^24 changes, such as a time in seconds, a warning names it.
+
     Args:
         id_type_features: The ids of at least one slot.
         non_id_type_features: The dense inputs.
@@ -237,8 +246,9 @@ class PersiaBatch:
         MissingLabelError: ``requires_grad`` is set, and there is no label.
         FeatureTypeError: A feature has another class, or is not in a list.
         BatchSizeError: There is no sample, or parts differ in size; the message names all parts.
-        DataError: Two features have one name, a weight or a dense input has NaN or infinity (of a dense input, the
-            message names row and column), or there are more ids than a batch may hold.
+        DataError: Two features have one name, a weight or a dense input has NaN or infinity, or a number that float32
+            cannot hold (of a dense input, the message names row and column), or there are more ids than a batch may
+            hold.
     """
 
     def __init__(
@@ -276,9 +286,9 @@ class PersiaBatch:
             else:
                 builder.add_list(feature.name, feature.values, feature.offsets, feature.weights)
         for item in dense:
-            builder.add_dense(item.given_name, item.data)
+            builder.add_dense(item.given_name, _narrowed(item))
         for target in targets:
-            builder.add_label(target.given_name, target.data)
+            builder.add_label(target.given_name, _narrowed(target))
         self._batch = builder.build()
 
     @classmethod
@@ -322,11 +332,43 @@ def _name(name: str) -> str:
     return name
 
 
-def _check_arrays(name: str, what: str, arrays: Sequence[object], dtype: type[np.generic]) -> None:
-    for sample, array in enumerate(arrays):
-        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+def _narrowed(item: NdarrayDataBase) -> npt.NDArray[Any]:
+    """Return the data; float64 as float32."""
+    if item.data.dtype != np.float64:
+        return item.data
+    with np.errstate(over="ignore"):
+        narrow = item.data.astype(np.float32)
+    large = np.argwhere(np.isinf(narrow) & np.isfinite(item.data))
+    if len(large):
+        raise DataError(
+            f"{item.title}, {_place(large[0])}: {item.data[tuple(large[0])]} is beyond the largest float32 (3.4e38); "
+            "scale the column"
+        )
+    if item.title not in _rounded and item.data.size and np.abs(item.data).max() > _EXACT:
+        changed = np.argwhere((np.abs(item.data) > _EXACT) & (narrow != item.data) & (item.data == np.rint(item.data)))
+        if len(changed):
+            _rounded.add(item.title)
+            place = tuple(changed[0])
+            _logger.warning(
+                "%s, %s: %.0f becomes %.0f as float32, which holds whole numbers up to 2^24 exactly. Scale the column "
+                "before a batch is made: (data - data.mean()) / data.std(), or hours instead of seconds",
+                item.title,
+                _place(changed[0]),
+                item.data[place],
+                narrow[place],
+            )
+    return narrow
+
+
+def _place(index: npt.NDArray[np.int64]) -> str:
+    return f"row {index[0]}" + (f", column {index[1]}" if len(index) > 1 else "")
+
+
+def _check_weights(name: str, weights: Sequence[object]) -> None:
+    for sample, array in enumerate(weights):
+        if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.ndim != 1:
             raise FeatureTypeError(
-                f"feature {name!r}, {what}sample {sample}: want a 1-d {np.dtype(dtype)} array, got {_kind(array)}"
+                f"feature {name!r}, weights of sample {sample}: want a 1-d float32 array, got {kind_of(array)}"
             )
 
 
@@ -337,16 +379,10 @@ def _first_difference(weights: list[int], ids: list[int]) -> str:
     return f"sample {sample} has {weights[sample]} weights for {ids[sample]} ids; give one for each id"
 
 
-def _kind(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"a {value.ndim}-d {value.dtype} array"
-    return f"{type(value).__name__}"
-
-
 def _check_classes(argument: str, items: object, allowed: tuple[type, ...]) -> None:
     wanted = " or ".join(cls.__name__ for cls in allowed)
     if isinstance(items, allowed) or not isinstance(items, Sequence) or isinstance(items, str | os.PathLike):
         raise FeatureTypeError(f"PersiaBatch({argument}=...): want a list of {wanted}, got {type(items).__name__}")
     for index, item in enumerate(items):
         if not isinstance(item, allowed):
-            raise FeatureTypeError(f"PersiaBatch({argument}[{index}]): want {wanted}, got {_kind(item)}")
+            raise FeatureTypeError(f"PersiaBatch({argument}[{index}]): want {wanted}, got {kind_of(item)}")

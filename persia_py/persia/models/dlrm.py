@@ -16,15 +16,19 @@ class DLRM(nn.Module):
 
         logit = top([e_0, <e_i, e_j> for all i > j])
 
+    Without dense inputs (``num_dense=0``) ``e_0`` is a learned vector, so that ``<e_i, e_0>`` is a linear term of slot
+    ``i``.
+
     The model returns logits. Train it with ``nn.BCEWithLogitsLoss``; ``torch.sigmoid`` of the output is the
     probability. PersiaML's scripts have a sigmoid in the model and use ``nn.BCELoss``. That is the same function, but a
     sigmoid that rounds to 0 or 1 has no gradient.
 
     Args:
-        num_dense: The number of columns of all dense inputs together.
+        num_dense: The number of columns of all dense inputs together; 0 if there are none.
         num_slots: The number of slots.
         embedding_dim: The dimension of every slot.
-        bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer.
+        bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer. It has
+            no effect if ``num_dense`` is 0, and may be empty then.
         top_mlp: The layer sizes of the top MLP; the last is 1, the logit. A ReLU follows every layer but the last.
         dropout: The share of each hidden layer of the top MLP that is zeroed in training.
 
@@ -33,6 +37,7 @@ class DLRM(nn.Module):
     """
 
     pairs: torch.Tensor
+    constant: nn.Parameter | None
 
     def __init__(
         self,
@@ -51,24 +56,34 @@ class DLRM(nn.Module):
         vectors = num_slots + 1
         rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
         self.register_buffer("pairs", rows * vectors + columns, persistent=False)
-        self.bottom = _mlp(num_dense, bottom_mlp, dropout=0.0)
-        self.bottom.append(nn.ReLU())
+        self.bottom = nn.Sequential()
+        self.register_parameter("constant", None)
+        if num_dense:
+            self.bottom = _mlp(num_dense, bottom_mlp, dropout=0.0)
+            self.bottom.append(nn.ReLU())
+        else:
+            self.constant = nn.Parameter(torch.randn(embedding_dim) * embedding_dim**-0.5)
         self.top = _mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits, ``[batch, 1]``.
 
         Args:
-            non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together.
+            non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together. Their
+                dtype is that of the model's parameters.
             embedding_tensors: One ``[batch, embedding_dim]`` for each slot, in the order of training.
 
         Raises:
-            DataError: A tensor has another shape than the model was built for.
+            DataError: A tensor has another shape than the model was built for, or a dense input is not of floats.
         """
         # TorchScript supports neither these messages nor their class.
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             self._check_shapes(non_id_tensors, embedding_tensors)
-        dense = self.bottom(torch.cat(non_id_tensors, dim=1))
+        constant = self.constant
+        if constant is not None:
+            dense = constant.expand(embedding_tensors[0].shape[0], -1)
+        else:
+            dense = self.bottom(torch.cat(non_id_tensors, dim=1))
         vectors = torch.cat([dense.unsqueeze(1), torch.stack(embedding_tensors, dim=1)], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         logits: torch.Tensor = self.top(torch.cat([dense, products.index_select(1, self.pairs)], dim=1))
@@ -81,6 +96,13 @@ class DLRM(nn.Module):
                 f"DLRM: the batch has dense inputs of shapes {shapes}, want [batch, columns] each, with "
                 f"num_dense ({self.num_dense}) columns together"
             )
+        for index, tensor in enumerate(non_id_tensors):
+            if not tensor.is_floating_point():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise DataError(
+                    f"DLRM: dense input {index} has dtype {dtype}, want floats: convert it with .astype(np.float32) "
+                    "where the batch is made, or with tensor.float()"
+                )
         if len(embedding_tensors) != self.num_slots:
             raise DataError(f"DLRM: the batch has {len(embedding_tensors)} slots, want num_slots ({self.num_slots})")
         for index, tensor in enumerate(embedding_tensors):
@@ -112,12 +134,12 @@ def _check(
     top_mlp: Sequence[int],
     dropout: float,
 ) -> None:
-    counts = {"num_dense": num_dense, "num_slots": num_slots, "embedding_dim": embedding_dim}
-    wrong = [f"{name} ({value}) must be at least 1" for name, value in counts.items() if value < 1]
-    mlps = (
-        ("bottom_mlp", bottom_mlp, embedding_dim, f"embedding_dim ({embedding_dim})"),
-        ("top_mlp", top_mlp, 1, "1, the logit"),
-    )
+    counts = {"num_slots": num_slots, "embedding_dim": embedding_dim}
+    wrong = [f"num_dense ({num_dense}) must be at least 0"] * (num_dense < 0)
+    wrong += [f"{name} ({value}) must be at least 1" for name, value in counts.items() if value < 1]
+    mlps = [("top_mlp", top_mlp, 1, "1, the logit")]
+    if num_dense or bottom_mlp:
+        mlps.insert(0, ("bottom_mlp", bottom_mlp, embedding_dim, f"embedding_dim ({embedding_dim})"))
     for name, sizes, end, title in mlps:
         if not sizes:
             wrong.append(f"{name} is empty; its last layer must equal {title}")

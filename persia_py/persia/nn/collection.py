@@ -16,9 +16,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import Device
+from persia.backend.evaluation import EvaluationReport
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import saved_inputs
 from persia.embedding import EmbeddingConfig
+from persia.embedding.ids import as_bags, as_ids, as_offsets
 from persia.embedding.inputs import InputNames
 from persia.embedding.optim import Optimizer
 from persia.nn.session import PendingBackward, Session
@@ -30,9 +32,11 @@ from persia_core.data import Batch, BatchBuilder
 _logger = get_logger("collection")
 
 Array = torch.Tensor | npt.NDArray[Any]
+Whole = Array | Sequence[int]
 
-Feature = Array | tuple[Array, Array] | tuple[Array, Array, Array]
-"""Ids, one for each sample; or ids and offsets (batch + 1 of them); or ids, offsets and per-sample weights."""
+Feature = Whole | Sequence[Whole] | tuple[Whole, Whole] | tuple[Whole, Whole, Array]
+"""Ids, one for each sample; or a list with the ids of each sample; or ids and offsets (batch + 1 of them); or ids,
+offsets and per-sample weights."""
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -85,7 +89,8 @@ class EmbeddingCollection(torch.nn.Module):
 
     Args:
         tables: The tables.
-        optimizer: Updates the rows.
+        optimizer: Updates the rows. None is for evaluation only: rows come from :meth:`load`, which then takes a
+            checkpoint of any optimizer, or from the training run on the servers.
         config: The initializer, the admission rule and the weight bound.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
             ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is given.
@@ -103,7 +108,7 @@ class EmbeddingCollection(torch.nn.Module):
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         config: EmbeddingConfig | None = None,
         *,
         staleness: int | None = None,
@@ -111,9 +116,9 @@ class EmbeddingCollection(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if not isinstance(optimizer, Optimizer):
+        if not (optimizer is None or isinstance(optimizer, Optimizer)):
             raise UsageError(
-                "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, got "
+                "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, or None to evaluate only, got "
                 f"{type(optimizer).__name__}"
             )
         check_tables(tables)
@@ -139,21 +144,24 @@ class EmbeddingCollection(torch.nn.Module):
         """Look up and pool every feature.
 
         Args:
-            features: For each feature name of the tables its ids, a 1-d int64, uint64 or int32 tensor or array with one
-                for each sample; or ``(ids, offsets)``, where sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or
-                ``(ids, offsets, weights)`` with a float32 weight for each id, where pooling is a sum. The weights get
-                no gradient. Negative ids are read as unsigned 64-bit numbers.
+            features: For each feature name of the tables its ids, a 1-d tensor or array of any integer dtype or a list
+                of ints, with one for each sample; or a list with such ids of each sample; or ``(ids, offsets)``, where
+                sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or ``(ids, offsets, weights)`` with a float32
+                weight for each id, where pooling is a sum. The weights get no gradient. Ids are those of
+                :mod:`persia.embedding.ids`, as in a :class:`~persia.embedding.data.PersiaBatch`.
 
         Returns:
             For each feature, in the order of the tables (after :meth:`load`, of the checkpoint), a tensor
             ``[batch, embedding_dim]``, float32 unless the module was made with another dtype.
 
         Raises:
-            DataError: Features missing or unknown, offsets and weights that do not fit the ids, or more ids than a
-                look-up may carry. After the last, forwards that wait for their backward at the next forward lose it.
+            DataError: Features missing or unknown, a negative id, offsets and weights that do not fit the ids, or more
+                ids than a look-up may carry. After the last, forwards that wait for their backward at the next forward
+                lose it.
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
-            UsageError: As many forwards as the staleness allows wait for their backward.
+            UsageError: As many forwards as the staleness allows wait for their backward, or a collection without an
+                optimizer trains, or evaluates before it has rows.
             RunLostError: With several ranks, an earlier forward failed for another reason than its features. The other
                 ranks end too.
         """
@@ -200,11 +208,12 @@ class EmbeddingCollection(torch.nn.Module):
 
         Raises:
             StorageError: On all ranks, if it cannot be written; the previous content remains.
+            UsageError: The collection has no optimizer.
         """
         self._session.save(directory, [*self._pooling], {f"{name}.pt": state for name, state in states.items()})
 
     def load(self, directory: str | os.PathLike[str]) -> snapshot.Load:
-        """Continue with the rows, the step and the learning rate of a checkpoint.
+        """Continue with the rows, the step and the learning rate of a checkpoint of a collection or of a context.
 
         Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
         one rank cannot load, none does, so that all ranks can catch the error and continue together. From then on
@@ -247,6 +256,11 @@ class EmbeddingCollection(torch.nn.Module):
     def skipped(self) -> int:
         """The number of this rank's backwards since the last push that changed no row because of NaN or infinity."""
         return self._session.skipped
+
+    @property
+    def evaluation_report(self) -> EvaluationReport:
+        """How many ids have no row, since the last training forward, save or load."""
+        return self._session.evaluation.report
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, gauges and times."""
@@ -330,28 +344,22 @@ class _Parts:
                 f"feature {name!r}: want ids, (ids, offsets) or (ids, offsets, weights), got a tuple of {len(given)}"
             )
         self.name = name
-        self.ids = _array(name, "ids", given[0], ("int64", "uint64", "int32"))
-        self.ids = self.ids.astype(np.int64) if self.ids.dtype == np.int32 else self.ids
-        self.ids = self.ids.view(np.uint64)
         self.offsets = self.weights = None
+        if isinstance(feature, list) and any(not isinstance(each, int | np.integer) for each in feature):
+            self.ids, self.offsets = as_bags(name, feature)
+        else:
+            self.ids = as_ids(name, given[0])
         if len(given) > 1:
-            self.offsets = _array(name, "offsets", given[1], ("int64", "int32")).astype(np.int64, copy=False)
-            self._check_offsets(self.offsets)
+            hint = ", as with include_last_offset=True of torch.nn.EmbeddingBag"
+            self.offsets = as_offsets(name, given[1], len(self.ids), hint)
         if len(given) > 2:
             if isinstance(given[2], torch.Tensor) and given[2].requires_grad:
                 raise UsageError(f"feature {name!r}: weights get no gradient here; give weights.detach()")
             if pooling != "sum":
                 raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
-            self.weights = _array(name, "weights", given[2], ("float32",))
+            self.weights = _float32(name, given[2])
             if len(self.weights) != len(self.ids):
                 raise DataError(f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; give one each")
-
-    def _check_offsets(self, offsets: npt.NDArray[np.int64]) -> None:
-        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(self.ids) or (np.diff(offsets) < 0).any():
-            raise DataError(
-                f"feature {self.name!r}: want batch + 1 offsets that ascend from 0 to the number of ids "
-                f"({len(self.ids)}), as with include_last_offset=True of torch.nn.EmbeddingBag"
-            )
 
     @property
     def batch_size(self) -> int:
@@ -366,15 +374,14 @@ class _Parts:
             builder.add_list(self.name, self.ids, self.offsets, self.weights)
 
 
-def _array(name: str, what: str, value: object, dtypes: tuple[str, ...]) -> npt.NDArray[Any]:
-    """Return a 1-d contiguous array of one of the dtypes."""
-    found = type(value).__name__
-    if isinstance(value, torch.Tensor | np.ndarray):
-        found = f"{value.ndim}-d {str(value.dtype).removeprefix('torch.')}"
-        if found in [f"1-d {dtype}" for dtype in dtypes]:
-            array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
-            return np.ascontiguousarray(array)
-    raise FeatureTypeError(f"feature {name!r}, {what}: want 1-d {' or '.join(dtypes)}, got {found}")
+def _float32(name: str, weights: object) -> npt.NDArray[np.float32]:
+    """Return the weights as a 1-d contiguous array."""
+    found = type(weights).__name__
+    if isinstance(weights, torch.Tensor | np.ndarray):
+        found = f"{weights.ndim}-d {str(weights.dtype).removeprefix('torch.')}"
+        if found == "1-d float32":
+            return np.ascontiguousarray(weights.cpu().numpy() if isinstance(weights, torch.Tensor) else weights)
+    raise FeatureTypeError(f"feature {name!r}, weights: want 1-d float32, got {found}")
 
 
 def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Device | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from persia.backend.base import Backend, Device, RowSettings
+from persia.backend.evaluation import Evaluation
 from persia.backend.local import LocalBackend
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import saved_inputs
@@ -91,7 +92,7 @@ class Session:
 
     Args:
         slots: The text of its embedding configuration.
-        optimizer: Updates the rows.
+        optimizer: Updates the rows; None for evaluation only.
         config: The configuration of new rows; None means the default.
         staleness: The number of steps that may wait for their push.
         device: The device that pools vectors; None means the CPU.
@@ -104,7 +105,7 @@ class Session:
     def __init__(
         self,
         slots: str,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         config: EmbeddingConfig | None,
         staleness: int | None,
         device: Device | None = None,
@@ -132,8 +133,10 @@ class Session:
         self._pipeline: Pipeline | None = None
         self._refused = False  # the pipeline has ended with a batch that was not looked up
         self._lost = ""
+        self._loaded = False
         self._backend = self._open_backend(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
-        self._finalizer = weakref.finalize(self, _end, self._backend, self.forwards)
+        self.evaluation = Evaluation(self._backend, "collection.load(DIRECTORY)")
+        self._finalizer = weakref.finalize(self, _end, self._backend, self.forwards, self.evaluation)
         try:
             self._backend.apply(RowSettings(optimizer, config or get_default_embedding_config()))
         except BaseException as error:
@@ -150,6 +153,8 @@ class Session:
             )
         from persia.backend.remote import RemoteBackend
 
+        if self._optimizer is None:
+            return RemoteBackend(trains=False, device=device, configuration=configuration)
         group = _GivenGroup(backend="gloo")
         backend = RemoteBackend(
             trains=True, device=device, option=group, configuration=configuration, takes_batches=False
@@ -170,11 +175,20 @@ class Session:
     def evaluate(self, batch: Batch) -> TrainingBatch:
         """Look a batch up without changing anything, after every push so far."""
         self._check_open()
-        return self._backend.lookup(batch)
+        if self._optimizer is None and not self._loaded and isinstance(self._backend, LocalBackend):
+            raise UsageError(
+                "this EmbeddingCollection evaluates only (optimizer=None) and has no rows: load a checkpoint first, "
+                "collection.load(DIRECTORY)"
+            )
+        looked = self._backend.lookup(batch)
+        self.evaluation.add(batch, looked)
+        return looked
 
     def lookup_for_training(self, batch: Batch) -> PendingBackward:
         """Look a batch up for training, after every push so far."""
         self._check_open()
+        self._check_trains("a forward in training")
+        self.evaluation.end()
         if len(self._waiting) >= self._staleness:
             never = "" if self.forwards.backwards else ", and none so far got a backward"
             raise UsageError(
@@ -217,7 +231,7 @@ class Session:
                 self._skip(nonfinite, batch.step)
                 return
         self.skipped = 0
-        mine.push(self._optimizer.lr_factor(batch.step))
+        mine.push(1.0 if self._optimizer is None else self._optimizer.lr_factor(batch.step))
         self._backend.trained_step = max(self._backend.trained_step, batch.step)
 
     def _skip(self, what: str, step: int) -> None:
@@ -231,13 +245,16 @@ class Session:
     ) -> None:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
+        self._check_trains("save")
+        self.evaluation.end()
         with self._backend.together("save, which every rank calls"):
             self.engine.drain()
         self.rows.set(name for names in self._backend.all_gather("rows", self.rows.names()) for name in names)
         with self._backend.together("the end of save"):
             if self._backend.is_rank_0:
                 with snapshot.Save(self.engine, self._backend.checkpoint_dir(directory), self.trained_step) as save:
-                    save.add_state(_STATE, {"lr": float(self._optimizer.lr), "rows": self.rows.names()})
+                    if self._optimizer is not None:
+                        save.add_state(_STATE, {"lr": float(self._optimizer.lr), "rows": self.rows.names()})
                     save.add_state(inputs.FILE, inputs.InputNames(tuple(features)).state())
                     for name, state in states.items():
                         save.add_state(name, state)
@@ -245,6 +262,8 @@ class Session:
     def load(self, directory: str | os.PathLike[str], features: Sequence[str]) -> snapshot.Load:
         """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
         self._check_open()
+        self._backend.check_loads("EmbeddingCollection.load")
+        self.evaluation.end()
         with self._backend.together("load, which every rank calls"):
             if self._waiting:
                 raise UsageError(
@@ -263,16 +282,22 @@ class Session:
                 loaded.restore(self.engine)
                 self._backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))
         self._backend.trained_step = loaded.step
+        self._loaded = True
         self.rows.set(rows)
-        if lr is not None:
+        if lr is not None and self._optimizer is not None:
             self._optimizer.update_lr(lr)
         return loaded
 
     def _saved_state(self, loaded: snapshot.Load) -> tuple[float | None, list[str]]:
-        """Return the learning rate of a checkpoint and the names of its rows; nothing if a context has saved it."""
+        """Return the learning rate of a checkpoint and the names of its rows; nothing if a context has saved it.
+
+        The rate is None where nothing is trained.
+        """
         if _STATE not in loaded.names:
             return None, []
         state = loaded.state(_STATE)
+        if self._optimizer is None:
+            return None, state.get("rows", [])
         lr = state.get("lr")
         if not isinstance(lr, float):
             raise CheckpointError(f"{loaded.path}: {_STATE}: lr={lr!r}: want a number")
@@ -331,7 +356,15 @@ class Session:
             if error is None and not run.failure():
                 self._leave_loop()
         finally:
-            _end(self._backend, self.forwards, error)
+            _end(self._backend, self.forwards, self.evaluation, error)
+
+    def _check_trains(self, what: str) -> None:
+        if self._optimizer is None:
+            raise UsageError(
+                f"EmbeddingCollection: {what} without an optimizer: it was made with optimizer=None, to evaluate only. "
+                "To evaluate, call eval() or use torch.no_grad(); to train, make it with the optimizer of the training "
+                "run, such as Adagrad(lr=0.1)"
+            )
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
@@ -357,11 +390,12 @@ def _check_features(loaded: snapshot.Load, features: Sequence[str]) -> None:
         _logger.warning("%s: it has no feature %s; rows of their own tables are new", loaded.path, ", ".join(new))
 
 
-def _end(backend: Backend, forwards: Forwards, error: BaseException | None = None) -> None:
+def _end(backend: Backend, forwards: Forwards, evaluation: Evaluation, error: BaseException | None = None) -> None:
     """Close the backend, and log how much was trained; the finalizer calls this at garbage collection and at exit.
 
     If the run has failed, close with that error.
     """
+    evaluation.end()
     if error is None:
         forwards.log("EmbeddingCollection is closed")
     failed = run.failure()

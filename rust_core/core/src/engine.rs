@@ -242,8 +242,14 @@ impl Engine {
         };
         let found = py.detach(|| engine.lookup_on(device.as_deref(), &batch.0, Mode::Eval));
         let found = found.map_err(|error| errors::engine(py, &error))?;
-        let (outputs, on_device) = (found.outputs, found.on_device);
-        Ok(TrainingBatch::evaluated(engine.step(), Arc::clone(&batch.0), outputs, on_device))
+        Ok(TrainingBatch::evaluated(engine.step(), Arc::clone(&batch.0), found))
+    }
+
+    /// For each id feature of a batch the number of its unique ids, and how many of them have no row. Each feature is
+    /// looked up by itself.
+    fn missing(&self, py: Python<'_>, batch: &Batch) -> PyResult<Vec<(u64, u64)>> {
+        let engine = self.rank_engine(py)?;
+        py.detach(|| engine.missing(&batch.0)).map_err(|error| errors::engine(py, &error))
     }
 
     /// Wait until every push is applied.

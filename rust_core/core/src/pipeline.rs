@@ -117,10 +117,9 @@ impl Pipeline {
         let mut waiting = Waiting::new(timeout_s);
         wait::until(py, |slice| match pipeline.next(slice) {
             Ok(Next::Ready(ready)) => {
-                let ready = *ready;
-                let batch =
-                    TrainingBatch::new(ready.step, ready.batch, ready.outputs, ready.on_device, ready.ticket);
-                *self.last.lock() = Some((ready.step, batch.ticket()));
+                let step = ready.step;
+                let batch = TrainingBatch::looked_up(*ready);
+                *self.last.lock() = Some((step, batch.ticket()));
                 Ok(Some(Some(batch)))
             }
             Ok(Next::End) => Ok(Some(None)),

@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use persia_engine::device::OnDevice;
-use persia_engine::{Batch, Dtype, Gradient, Output, PushOptions, PushTicket, Tensor as DenseTensor};
+use persia_engine::{
+    Batch, Dtype, EvalResult, Gradient, Output, PooledBatch, PushOptions, PushTicket, Tensor as DenseTensor,
+};
+use persia_types::tables::LookupReport;
 use pyo3::prelude::*;
 
 use crate::backward::Sums;
@@ -26,23 +29,32 @@ pub(crate) struct TrainingBatch {
     batch: Arc<Batch>,
     outputs: Vec<Arc<Output>>,
     on_device: Option<OnDevice>,
+    report: LookupReport,
     /// Whether it came with a ticket.
     trains: bool,
     ticket: SharedTicket,
 }
 
 impl TrainingBatch {
-    pub(crate) fn new(
-        step: u64,
-        batch: Arc<Batch>,
-        outputs: Vec<Output>,
-        on_device: Option<OnDevice>,
-        ticket: Option<PushTicket>,
-    ) -> Self {
-        let outputs = outputs.into_iter().map(Arc::new).collect();
-        let trains = ticket.is_some();
-        let ticket = Arc::new(Mutex::new(ticket));
-        Self { step, position: None, batch, outputs, on_device, trains, ticket }
+    /// A batch of a pipeline.
+    pub(crate) fn looked_up(found: PooledBatch) -> Self {
+        let PooledBatch { step, batch, outputs, on_device, report, ticket } = found;
+        Self {
+            step,
+            position: None,
+            batch,
+            outputs: outputs.into_iter().map(Arc::new).collect(),
+            on_device,
+            report,
+            trains: ticket.is_some(),
+            ticket: Arc::new(Mutex::new(ticket)),
+        }
+    }
+
+    /// A batch that was looked up outside any pipeline.
+    pub(crate) fn evaluated(step: u64, batch: Arc<Batch>, found: EvalResult) -> Self {
+        let EvalResult { outputs, on_device, report } = found;
+        Self::looked_up(PooledBatch { step, batch, outputs, on_device, report, ticket: None })
     }
 
     pub(crate) fn ticket(&self) -> SharedTicket {
@@ -53,15 +65,6 @@ impl TrainingBatch {
     fn shape(&self, output: &Output) -> Vec<usize> {
         let places = output.raw().map(|raw| raw.places);
         [Some(self.batch.batch_size()), places, Some(output.dim())].into_iter().flatten().collect()
-    }
-
-    pub(crate) fn evaluated(
-        step: u64,
-        batch: Arc<Batch>,
-        outputs: Vec<Output>,
-        on_device: Option<OnDevice>,
-    ) -> Self {
-        Self::new(step, batch, outputs, on_device, None)
     }
 
     /// The tensor on the device, if there is a device.
@@ -153,6 +156,24 @@ impl TrainingBatch {
             })
         };
         self.outputs.iter().enumerate().map(share).collect()
+    }
+
+    /// The number of unique ids, and how many of them read as zeros because they have no row.
+    fn missing(&self) -> (u64, u64) {
+        let LookupReport { hits, initial, missing } = self.report;
+        (hits + initial + missing, missing)
+    }
+
+    /// Names of the dense inputs, in the batch's order.
+    #[getter]
+    fn dense_names(&self) -> Vec<Option<&str>> {
+        self.batch.dense().iter().map(DenseTensor::name).collect()
+    }
+
+    /// Names of the labels, in the batch's order.
+    #[getter]
+    fn label_names(&self) -> Vec<Option<&str>> {
+        self.batch.labels().iter().map(DenseTensor::name).collect()
     }
 
     /// For each feature, how many ids exceed the places of a raw slot; they are truncated.

@@ -18,7 +18,7 @@ use crate::pipeline::wait::Wait;
 use crate::pipeline::worker::guarded;
 use crate::stats::EngineStats;
 use crate::step::output::Output;
-use crate::step::{forward, plan};
+use crate::step::{forward, missing, plan};
 
 /// Whether all pushes are acknowledged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,16 +107,32 @@ impl Engine {
             return Err(Error::BadOption { option: "mode", what });
         }
         let scheduler = self.scheduler();
-        let step = {
-            let state = scheduler.lock();
-            state.check()?;
-            state.step
-        };
+        let step = self.running_step()?;
         let plan = plan(&scheduler.context, batch)?;
         let done = guarded("look-up", step, || {
             forward(&scheduler.context, device, (batch, &plan), scheduler.context.token(step), mode)
         })?;
         Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
+    }
+
+    /// For each id feature the number of its unique ids, and how many of them have no row. Each feature is looked up by
+    /// itself, and nothing is changed.
+    ///
+    /// # Errors
+    /// [`Error::FeatureMismatch`], [`Error::Lookup`].
+    pub fn missing(&self, batch: &Batch) -> Result<Vec<(u64, u64)>, Error> {
+        let scheduler = self.scheduler();
+        let step = self.running_step()?;
+        let plan = plan(&scheduler.context, batch)?;
+        let token = scheduler.context.token(step);
+        guarded("look-up", step, || missing(&scheduler.context, (batch, &plan), token))
+    }
+
+    /// The latest step, unless the engine has failed.
+    fn running_step(&self) -> Result<u64, Error> {
+        let state = self.scheduler().lock();
+        state.check()?;
+        Ok(state.step)
     }
 
     /// Wait until every push is acknowledged, as before a checkpoint. Tickets not yet pushed do not count.

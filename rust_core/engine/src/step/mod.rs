@@ -6,7 +6,7 @@ mod on_device;
 pub(crate) mod output;
 pub(crate) mod plan;
 
-use persia_types::tables::Mode;
+use persia_types::tables::{LookupRequest, Mode};
 use persia_types::token::Token;
 
 use crate::batch::Batch;
@@ -38,6 +38,30 @@ pub(crate) fn forward(
         None => on_cpu::forward(context, (batch, plan), token, mode)
             .map_err(|error| Error::Lookup { step: token.seq, source: error.into() }),
     }
+}
+
+/// Look up each feature by itself, and return the number of its unique ids and of those without a row.
+pub(crate) fn missing(
+    context: &Context,
+    (batch, plan): (&Batch, &Plan),
+    token: Token,
+) -> Result<Vec<(u64, u64)>, Error> {
+    let of_feature = |feature: usize| {
+        let tables = plan.tables_of(batch, &context.schema, &[feature])?;
+        let requests: Vec<_> = tables.iter().map(|table| table.request(plan, batch, None)).collect();
+        let mut rows: Vec<_> = requests
+            .iter()
+            .map(|request| context.buffers.take(request.vectors() * context.dim(request.table)))
+            .collect();
+        let mut rows: Vec<&mut [f32]> = rows.iter_mut().map(AsMut::as_mut).collect();
+        let request = LookupRequest { token, step: token.seq, mode: Mode::Eval, tables: &requests };
+        let report = context
+            .tables
+            .lookup(&request, &mut rows)
+            .map_err(|error| Error::Lookup { step: token.seq, source: error.into() })?;
+        Ok((report.hits + report.missing, report.missing))
+    };
+    (0..plan.slots().len()).map(of_feature).collect()
 }
 
 /// Push the gradients of a batch.

@@ -5,10 +5,13 @@ use std::path::{Path, PathBuf};
 
 use persia_types::TablesError;
 
+use super::names;
+
 /// Result of this module's functions.
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
-/// Why a checkpoint could not be written, found or trusted. Each error names the path.
+/// Why a checkpoint could not be written, found or trusted. Each error names the path, that of a staged file without the
+/// staging directory.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The directory has no manifest.
@@ -69,15 +72,15 @@ pub enum CheckpointError {
 
 impl CheckpointError {
     pub(super) fn io(path: &Path, source: io::Error) -> Self {
-        Self::Io { path: path.into(), source }
+        Self::Io { path: names::published(path), source }
     }
 
     pub(super) fn corrupt(path: &Path, what: impl Into<String>) -> Self {
-        Self::Corrupt { path: path.into(), what: what.into() }
+        Self::Corrupt { path: names::published(path), what: what.into() }
     }
 
     pub(super) fn bad_save(path: &Path, what: impl Into<String>) -> Self {
-        Self::BadSave { path: path.into(), what: what.into() }
+        Self::BadSave { path: names::published(path), what: what.into() }
     }
 }
 

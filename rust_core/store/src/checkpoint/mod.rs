@@ -36,6 +36,7 @@ mod shard_file;
 pub use disk::{CRASH_EXIT, replace_file};
 pub use error::CheckpointError;
 pub use manifest::{FORMAT, Head, Manifest};
+pub(crate) use names::published;
 pub(crate) use names::shard_of_entry;
 pub use probe::{probe, probe_file};
 pub use recover::recover;

@@ -1,5 +1,7 @@
 //! Names in a checkpoint. Manifests are not trusted: a name is never a path.
 
+use std::path::{Path, PathBuf};
+
 use persia_types::VIRTUAL_SHARDS;
 use persia_types::limits::MAX_NAME_BYTES;
 
@@ -32,6 +34,11 @@ pub(super) fn staging(revision: u64) -> String {
 pub(super) fn revision(name: &str) -> Option<u64> {
     let revision = name.strip_prefix(STAGING_PREFIX)?.parse().ok()?;
     (staging(revision) == name).then_some(revision)
+}
+
+/// The path of a file after its save: without the staging directory, which is gone by then.
+pub(crate) fn published(path: &Path) -> PathBuf {
+    path.iter().filter(|part| part.to_str().and_then(revision).is_none()).collect()
 }
 
 /// Split the name of an entry into its staging directory, if any, and the name of the file.
@@ -85,6 +92,18 @@ mod tests {
             ["x/dense.pt", ".saving-07/a", ".saving-/a", ".saving-1/../a", ".saving-1/.saving-1/a", "/a"]
         {
             assert_eq!(split(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn messages_name_the_path_after_the_save() {
+        for (path, named) in [
+            ("/runs/a/.saving-7/shard-003.arrow", "/runs/a/shard-003.arrow"),
+            ("a/.saving-7", "a"),
+            ("/runs/.saving-07/dense.pt", "/runs/.saving-07/dense.pt"),
+            ("../a/./b", "../a/b"),
+        ] {
+            assert_eq!(published(Path::new(path)), Path::new(named));
         }
     }
 

@@ -12,7 +12,7 @@ use std::path::Path;
 use persia_types::TablesError;
 use persia_types::tables::{FileEntry, Snapshot};
 
-use crate::checkpoint::{ShardReader, ShardRows};
+use crate::checkpoint::{ShardReader, ShardRows, published};
 pub(crate) use parallel::for_each_job;
 use parallel::run_jobs;
 use rows::ShardFile;
@@ -37,7 +37,7 @@ pub(crate) fn save(
         throttle.run(|| write(shards.start + at).inspect_err(|_| throttle.lift()))
     })?;
     // The files are durable; now make their names durable.
-    let io = |source| TablesError::Io { path: dir.to_owned(), source };
+    let io = |source| TablesError::Io { path: published(dir), source };
     File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
     let mut snapshot = Snapshot { files: Vec::new(), rows: vec![0; tables] };
     for (file, counts) in files.into_iter().flatten() {
@@ -56,12 +56,12 @@ pub(crate) fn load<T: Send>(
 ) -> Result<BTreeMap<usize, T>, TablesError> {
     let loaded = run_jobs(files.len(), threads, ShardReader::default, |reader, at| {
         let rows = reader.read(dir, &files[at])?;
-        Ok::<_, TablesError>((rows.shard, import(rows, &dir.join(&files[at].name))?))
+        Ok::<_, TablesError>((rows.shard, import(rows, &published(&dir.join(&files[at].name)))?))
     })?;
     let mut shards = BTreeMap::new();
     for (at, (shard, content)) in loaded.into_iter().enumerate() {
         if shards.insert(shard, content).is_some() {
-            let path = dir.join(&files[at].name);
+            let path = published(&dir.join(&files[at].name));
             return Err(TablesError::Corrupt { path, what: format!("shard {shard} is named twice") });
         }
     }

@@ -1,0 +1,129 @@
+"""How many ids of an evaluation have no row: a report, and a warning where predictions cannot depend on ids."""
+
+from dataclasses import dataclass, field
+
+from persia.backend.base import Backend
+from persia.runtime.errors import StaleGenerationError
+from persia.runtime.logging import get_logger
+from persia_core.data import Batch
+from persia_core.forward import TrainingBatch
+
+_logger = get_logger("evaluation")
+
+_MANY = 0.5
+"""The share of a slot's ids without a row above which an evaluation warns."""
+_ENOUGH = 100
+"""The number of ids of a slot from which its share is reported before the evaluation has ended."""
+_SHOWN = 10
+"""The number of slots that the log line of an evaluation names."""
+
+
+@dataclass
+class EvaluationReport:
+    """Ids that an evaluation looked up. An id counts once in each batch that has it.
+
+    Attributes:
+        batches: The number of batches.
+        ids: The number of ids.
+        missing: The number of ids without a row, which read as zeros.
+        slots: For each slot the number of ids, and of ids without a row. They are counted in the batches 1, 2, 4, 8, …
+            from the first one on that has an id without a row.
+        sampled: The number of batches that are counted in ``slots``.
+    """
+
+    batches: int = 0
+    ids: int = 0
+    missing: int = 0
+    slots: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sampled: int = 0
+
+    @property
+    def missing_share(self) -> float:
+        """The share of ids without a row, from 0 to 1."""
+        return self.missing / self.ids if self.ids else 0.0
+
+    @property
+    def slot_shares(self) -> dict[str, float]:
+        """The share of ids without a row of each slot, from 0 to 1, largest first."""
+        shares = {slot: missing / ids for slot, (ids, missing) in self.slots.items() if ids}
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+class Evaluation:
+    """Counts the ids without a row of an evaluation, which :meth:`end` ends.
+
+    Args:
+        backend: Where the rows are.
+        load: The call that loads rows in this process, for messages.
+    """
+
+    def __init__(self, backend: Backend, load: str) -> None:
+        self.report = EvaluationReport()
+        self._backend = backend
+        self._load = load
+        self._warned = False
+        self._ended = False
+
+    def add(self, batch: Batch, looked: TrainingBatch) -> None:
+        """Count a batch that was looked up; warn once as soon as most ids of a slot have no row."""
+        if self._ended:
+            self.report, self._warned, self._ended = EvaluationReport(), False, False
+        report = self.report
+        ids, missing = looked.missing()
+        report.batches += 1
+        report.ids += ids
+        report.missing += missing
+        if report.missing and report.batches & (report.batches - 1) == 0:
+            self._count_slots(batch)
+        if not self._warned and missing and missing == ids and sum(self._backend.engine.server_rows()) == 0:
+            self._warned = True
+            _logger.warning(
+                "evaluation: the tables are empty (0 rows), so that every id reads as zeros and predictions do not "
+                "depend on ids. Load rows first: %s; with servers, train or load in the training script",
+                self._load,
+            )
+        self._warn(_ENOUGH)
+
+    def _count_slots(self, batch: Batch) -> None:
+        try:
+            counts = self._backend.engine.missing(batch)
+        except StaleGenerationError:  # a training loop has started since the look-up
+            return
+        slots = self.report.slots
+        self.report.sampled += 1
+        for slot, (ids, missing) in zip(batch.slots, counts, strict=True):
+            before, missing_before = slots.get(slot, (0, 0))
+            slots[slot] = (before + ids, missing_before + missing)
+
+    def end(self) -> None:
+        """Log the report. The next batch begins another one; the report stays until then."""
+        report = self.report
+        if self._ended or not report.batches:
+            return
+        self._ended = True
+        self._warn(1)
+        by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share][:_SHOWN]
+        _logger.info(
+            "evaluation: %d batches, %d ids, %.1f %% of them without a row, which read as zeros%s",
+            report.batches,
+            report.ids,
+            100 * report.missing_share,
+            f" (in {report.sampled} of the batches: {', '.join(by_slot)})" if by_slot else "",
+        )
+
+    def _warn(self, least: int) -> None:
+        if self._warned:
+            return
+        most = [
+            f"{missing} of {ids} ids of slot {slot!r}"
+            for slot, (ids, missing) in self.report.slots.items()
+            if ids >= least and missing > _MANY * ids
+        ]
+        if most:
+            self._warned = True
+            _logger.warning(
+                "evaluation: %s have no row and read as zeros. Check that ids are made as in training (hash, type, "
+                "order of columns), and that %s had the checkpoint of this model",
+                "; ".join(most[:_SHOWN]),
+                self._load,
+            )

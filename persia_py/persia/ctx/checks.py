@@ -1,0 +1,113 @@
+"""Checks of what goes into the model and the loss: dtypes and shapes that torch accepts or refuses without a name."""
+
+import torch
+
+from persia.runtime.errors import FeatureTypeError
+from persia.runtime.logging import get_logger
+
+_logger = get_logger("ctx")
+
+_EXACT = 2**24
+"""Whole numbers up to this one are exact in float32."""
+_NODES = 1000
+"""The number of nodes of a loss's graph that are searched for a broadcast."""
+
+
+def named_error(error: RuntimeError, dense: list[torch.Tensor], names: list[str | None]) -> RuntimeError | TypeError:
+    """Return an error that names the dense inputs a model cannot take, if a dtype is why it failed; else ``error``.
+
+    Args:
+        error: The error of the model.
+        dense: The dense inputs that it was given.
+        names: Their names.
+    """
+    others = [
+        f"{_title('dense input', index, name)} is {_dtype(tensor)}"
+        for index, (tensor, name) in enumerate(zip(dense, names, strict=True))
+        if tensor.dtype != torch.float32
+    ]
+    text = str(error).splitlines()[0] if str(error) else ""
+    if not others or not any(word in text for word in ("dtype", "scalar type", "expected m1 and m2")):
+        return error
+    return FeatureTypeError(
+        f"the model failed: {text}; {', '.join(others)}. Give the model float32: "
+        "NonIDTypeFeature(data.astype(np.float32)) where the batch is made, or tensor.float() in the model"
+    )
+
+
+class LabelCheck:
+    """Converts labels to the output's kind of number where that is exact, and finds losses that broadcast them."""
+
+    def __init__(self) -> None:
+        self._suspects: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        self._warned: set[str] = set()
+
+    def forward(self, output: object, labels: list[torch.Tensor], names: list[str | None]) -> list[torch.Tensor]:
+        """Return the labels. Those of whole numbers that have the shape of an output of floats become floats.
+
+        Args:
+            output: What the model returned.
+            labels: The labels of the batch.
+            names: Their names.
+        """
+        outputs = [output] if isinstance(output, torch.Tensor) else output if isinstance(output, list | tuple) else []
+        tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        titles = [_title("label", index, name) for index, name in enumerate(names)]
+        self._suspects = [
+            (each, label, title)
+            for each in tensors
+            for label, title in zip(labels, titles, strict=True)
+            if each.requires_grad and {each.dim(), label.dim()} == {1, 2} and each.numel() == label.numel() > 1
+        ]
+        return [self._convert(label, title, tensors) for label, title in zip(labels, titles, strict=True)]
+
+    def _convert(self, label: torch.Tensor, title: str, outputs: list[torch.Tensor]) -> torch.Tensor:
+        same = [each for each in outputs if each.shape == label.shape]
+        if not same or label.is_floating_point():
+            return label
+        if label.dtype in (torch.int32, torch.int64) and bool(((label > _EXACT) | (label < -_EXACT)).any()):
+            self._warn(
+                f"{title} is {_dtype(label)} and has numbers beyond 2^24, which float32 does not hold exactly: it is "
+                "not converted. Scale it, and give float32: Label(data.astype(np.float32))"
+            )
+            return label
+        return label.to(torch.float64 if same[0].dtype == torch.float64 else torch.float32)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Warn once if the loss compares every sample of an output with every label."""
+        suspects, self._suspects = self._suspects, []
+        for output, label, title in suspects:
+            if _has_square(loss, output):
+                batch = output.numel()
+                self._warn(
+                    f"{title} has shape {list(label.shape)} and the model's output {list(output.shape)}: the loss "
+                    f"broadcasts them to {[batch, batch]} and compares all samples with all labels. Make the shapes "
+                    "equal: Label(data.reshape(-1, 1)) where the batch is made, or output.reshape(labels[0].shape)"
+                )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            _logger.warning("%s", text)
+
+
+def _has_square(loss: torch.Tensor, output: torch.Tensor) -> bool:
+    """Return whether a tensor of shape ``[batch, batch]`` is between an output and the loss."""
+    square, seen, waiting = (output.numel(), output.numel()), {output.grad_fn}, [loss.grad_fn]
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if any(tuple(given.shape) == square for given in getattr(node, "_input_metadata", ())):
+            return True
+        waiting += [function for function, _ in node.next_functions]
+    return False
+
+
+def _title(kind: str, index: int, name: str | None) -> str:
+    return f"{kind} {index}" if name is None else f"{kind} {name!r}"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,147 @@
+"""Ids as the engine takes them: one rule for batches and for :class:`persia.nn.EmbeddingCollection`.
+
+An id is a whole number from 0 to 2^64 - 1. Arrays and tensors of any integer dtype and lists of ints are converted to
+uint64; an empty array may have any dtype. A negative number is refused, because a filler, such as the -1 of a missing
+category, would get a row. Hashes of 64 bits in an int64 array are ids after ``.view(np.uint64)``.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from persia.runtime.errors import DataError, FeatureTypeError
+
+Ids = npt.NDArray[np.uint64]
+Offsets = npt.NDArray[np.int64]
+
+_FIRST_NEGATIVE = np.uint64(2**63)
+"""The first number that a negative one becomes when it is read as unsigned."""
+
+
+def as_ids(feature: str, value: object, *, what: str = "ids") -> Ids:
+    """Return the ids as a 1-d contiguous uint64 array.
+
+    Args:
+        feature: The name of the feature, for messages.
+        value: A 1-d array, tensor or list of whole numbers.
+        what: The place in the feature, for messages.
+
+    Raises:
+        FeatureTypeError: The value is something else.
+        DataError: An id is negative, or larger than 2^64 - 1.
+    """
+    values, signed = _unsigned(feature, value, what)
+    if signed and len(values) and values.max() >= _FIRST_NEGATIVE:
+        row = int(np.argmax(values >= _FIRST_NEGATIVE))
+        raise _negative(feature, f"{what}, row {row}" if what == "ids" else what, values[row])
+    return values
+
+
+def as_bags(feature: str, samples: Sequence[object]) -> tuple[Ids, Offsets]:
+    """Return the ids of all samples in one array, and offsets: sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``.
+
+    Args:
+        feature: The name of the feature, for messages.
+        samples: The ids of each sample, as :func:`as_ids` takes them.
+
+    Raises:
+        FeatureTypeError: The ids of a sample are something else.
+        DataError: An id is negative, or larger than 2^64 - 1; the message names the sample.
+    """
+    if not hasattr(samples, "__len__") or isinstance(samples, str | bytes):
+        raise FeatureTypeError(f"feature {feature!r}: want a list with the ids of each sample, got {kind_of(samples)}")
+    parts = [_unsigned(feature, ids, f"sample {sample}") for sample, ids in enumerate(samples)]
+    offsets = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(ids) for ids, _ in parts], out=offsets[1:])
+    values = np.concatenate([ids for ids, _ in parts]) if parts else np.empty(0, np.uint64)
+    if any(signed for _, signed in parts):
+        for row in np.flatnonzero(values >= _FIRST_NEGATIVE):
+            sample = int(np.searchsorted(offsets, row, side="right")) - 1
+            if parts[sample][1]:
+                raise _negative(feature, f"sample {sample}", values[row])
+    return values, offsets
+
+
+def as_offsets(feature: str, value: object, ids: int, hint: str = "") -> Offsets:
+    """Return the offsets of samples as a 1-d contiguous int64 array.
+
+    Args:
+        feature: The name of the feature, for messages.
+        value: A 1-d array, tensor or list of batch size + 1 whole numbers.
+        ids: The number of ids.
+        hint: The end of the message about wrong offsets.
+
+    Raises:
+        FeatureTypeError: The value is something else.
+        DataError: The numbers do not ascend from 0 to ``ids``.
+    """
+    offsets = _integers(feature, value, "offsets").astype(np.int64, copy=False)
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
+        raise DataError(
+            f"feature {feature!r}: want batch + 1 offsets that ascend from 0 to the number of ids ({ids}){hint}"
+        )
+    return np.ascontiguousarray(offsets)
+
+
+def kind_of(value: object) -> str:
+    """Return what a value is, for messages."""
+    array = None if isinstance(value, np.generic) else _array(value)
+    if array is None:
+        return type(value).__name__
+    return f"a {array.ndim}-d {array.dtype} {'array' if isinstance(value, np.ndarray) else type(value).__name__}"
+
+
+def _unsigned(feature: str, value: object, what: str) -> tuple[Ids, bool]:
+    """Return the ids, and whether they may have been negative numbers, which are read as unsigned here."""
+    if isinstance(value, np.ndarray) and value.dtype == np.uint64 and value.ndim == 1:
+        return np.ascontiguousarray(value), False
+    integers = _integers(feature, value, what)
+    return np.ascontiguousarray(integers.astype(np.uint64, copy=False)), integers.dtype.kind == "i"
+
+
+def _integers(feature: str, value: object, what: str) -> npt.NDArray[np.integer]:
+    try:
+        array = _array(value)
+    except OverflowError as error:
+        raise DataError(f"feature {feature!r}, {what}: want whole numbers from 0 to 2^64 - 1, got {value}") from error
+    if array is None or array.ndim != 1 or not (array.dtype.kind in "iu" or array.size == 0):
+        raise FeatureTypeError(
+            f"feature {feature!r}, {what}: want a 1-d array or list of whole numbers, such as uint64 or int64; "
+            f"got {kind_of(value)}"
+        )
+    integers: npt.NDArray[np.integer] = array if array.dtype.kind in "iu" else array.astype(np.uint64)  # type: ignore[assignment]
+    return integers
+
+
+def _array(value: object) -> npt.NDArray[np.generic] | None:
+    """Return arrays, tensors of torch, columns of pandas and lists as an array; None for anything else."""
+    if isinstance(value, np.ndarray):
+        return value
+    if isinstance(value, list | tuple):
+        return _of_list(value)
+    if hasattr(value, "detach"):  # a tensor of torch, which this module does without
+        value = value.detach().cpu()
+    return np.asarray(value) if hasattr(value, "__array__") else None
+
+
+def _of_list(value: list[object] | tuple[object, ...]) -> npt.NDArray[np.generic] | None:
+    if not value:
+        return np.empty(0, np.uint64)
+    if not all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in value):
+        try:
+            return np.asarray(value)
+        except ValueError:  # lists of different lengths
+            return None
+    try:  # numpy's own choice for large numbers beside small ones is float64, which rounds them
+        return np.array(value, np.int64)
+    except OverflowError:
+        return np.array(value, np.uint64)
+
+
+def _negative(feature: str, place: str, unsigned: np.uint64) -> DataError:
+    return DataError(
+        f"feature {feature!r}, {place}: {int(unsigned) - 2**64} is negative; an id is a whole number from 0 to "
+        "2^64 - 1. Leave out padding; give missing values an id of their own; give hashes of 64 bits as "
+        "array.view(np.uint64)"
+    )
