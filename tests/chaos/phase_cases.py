@@ -1,4 +1,4 @@
-"""The table fault × phase, and the case that a seed makes of one of its cells.
+"""The table of faults and phases, and the case that a seed makes of one of its cells.
 
 Each seed names one case: its cell, the moment in the phase, the victim, how long the fault lasts, the data, the policy
 of the tables, and what kind of job it is. ``SEEDS=1-N`` with N cells has each cell once.
@@ -54,7 +54,8 @@ class Case:
         seed: It.
         fault: Key of :data:`FAULTS`.
         phase: One of :data:`PHASES`.
-        gate: Where the fault begins: phase, moment, step and rank; ``hold`` lets the rank wait there.
+        gate: Where the fault begins: phase, moment, step and rank. With ``hold`` the rank waits there, so that the
+            fault hits this moment; without, it hits a loop in full run, some steps later.
         during: The gate opens when the fault has begun. If not, it opens when the fault is over.
         length: Seconds the fault lasts.
         amount: The delay of a message or of a sync in seconds.
@@ -141,8 +142,9 @@ def case_of(seed: int) -> Case:
     fault, phase = cell_of(seed)
     kind, target = FAULTS[fault].kind, FAULTS[fault].target
     rng = random.Random(seed)
-    steps, every = rng.randrange(18, 27), rng.randrange(4, 7)
-    stop = rng.randrange(every + 1, steps - 4)
+    flies = phase == "loop" and rng.random() < 0.5
+    steps, every = rng.randrange(70, 90) if flies else rng.randrange(18, 27), rng.randrange(4, 7)
+    stop = rng.randrange(steps - 10 if flies else every + 1, steps - 4)
     source = "own" if rng.random() < 0.3 and target != "data-compose" else "stream"
     restore = rng.choice(["restart", "load"] if source == "own" else ["restart"]) if phase == "restored" else None
     moment = {"restart": "entered", "load": "loaded"}[restore] if restore else rng.choice(MOMENTS[phase])
@@ -159,9 +161,9 @@ def case_of(seed: int) -> Case:
     gate = {
         "phase": phase,
         "moment": moment,
-        "step": _step(rng, phase, steps, every, stop),
+        "step": _step(rng, phase, steps // 3 if flies else steps, every),
         "rank": 0 if phase in {"save", "end"} or moment == "loaded" else rng.choice([0, 0, 1]),
-        "hold": phase != "loop" or rng.random() < 0.5,
+        "hold": not flies,
     }
     plan["gate"] = gate
     disk = kind in {"full", "slow"}
@@ -194,13 +196,13 @@ def _data(rng: random.Random, steps: int) -> Data:
     )
 
 
-def _step(rng: random.Random, phase: str, steps: int, every: int, stop: int) -> int | None:
+def _step(rng: random.Random, phase: str, steps: int, every: int) -> int | None:
     """Return the step of the gate; None is the first time that its phase is reached."""
     if phase == "loop":
         return rng.randrange(1, steps + 1)
     if phase == "save":
-        return rng.choice([*range(every, steps, every), steps])
-    del stop
+        saves: list[int] = [*range(every, steps, every), steps]
+        return rng.choice(saves)
     return None
 
 

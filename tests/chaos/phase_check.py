@@ -5,6 +5,7 @@ At the end either all is exact, or the run has said that it stopped. The compari
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def _wrong_generations(job: PhaseJob, saves: list[Path]) -> Iterator[str]:
     begun = [generation for life in lives.values() for generation in life]
     if begun != sorted(set(begun)):
         yield f"the generations of rank 0 are {list(lives.values())}"
-    continued = {later: earlier for life in lives.values() for earlier, later in zip(life, life[1:], strict=False)}
+    continued = {later: earlier for life in lives.values() for earlier, later in pairwise(life)}
     for save in saves:
         run = json.loads((save / "MANIFEST.json").read_text())["head"]["run"]
         if run["epoch"] not in continued or run["fresh"] or run["continues"] != continued[run["epoch"]]:

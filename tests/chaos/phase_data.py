@@ -15,7 +15,6 @@ from typing_extensions import Self
 from persia.ctx import DataCtx
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 
-RANKS = 2
 TABLES = ("many", "one")
 """The tables, in the order of the schema."""
 DIM = 2
@@ -40,6 +39,8 @@ class Data:
         budget: Rows of a virtual shard.
         min_counts: Pushes until an id has a row, by table.
         ttls: Steps until a row expires, by table; 0 is never.
+        ranks: How many ranks train on it; rank ``r`` has batch ``(step - 1) * ranks + r``.
+        twice: A batch that is also sent in place of the one after it, which the judgement must find.
     """
 
     seed: int
@@ -48,6 +49,8 @@ class Data:
     budget: int
     min_counts: dict[str, int]
     ttls: dict[str, int]
+    ranks: int = 2
+    twice: int | None = None
 
     @classmethod
     def of(cls, plan: dict[str, Any]) -> Self:
@@ -73,7 +76,7 @@ class Data:
     def ids(self, number: int) -> tuple[list[int], list[list[int]]]:
         """Return the ids of batch ``number``: one of each sample in ``one``, up to three of each in ``many``."""
         rng = np.random.default_rng([self.seed, number])
-        first = _DRIFT * (number // RANKS)
+        first = _DRIFT * (number // self.ranks)
         if self.ordered:
             one = rng.integers(0, _WINDOW, SAMPLES)
             many = [rng.integers(0, _WINDOW, rng.integers(0, 4)) for _ in range(SAMPLES)]
@@ -87,7 +90,7 @@ class Data:
 
     def batch(self, number: int) -> PersiaBatch:
         """Return batch ``number``."""
-        one, many = self.ids(number)
+        one, many = self.ids(number - (self.twice is not None and number == self.twice + 1))
         zeros = np.zeros((SAMPLES, 1), np.float32)
         return PersiaBatch(
             [
@@ -111,5 +114,5 @@ def _spread(number: int) -> int:
 if __name__ == "__main__":
     data = Data(**json.loads(sys.argv[1]))
     with DataCtx() as ctx:
-        for number in range(data.steps * RANKS):
+        for number in range(data.steps * data.ranks):
             ctx.send_data(data.batch(number))

@@ -52,6 +52,7 @@ class Result:
 
 MAY_STOP = {
     "full run": "the run's name or summary cannot be written: the trainers end with 2 and name the file",
+    "full log": "a server cannot write the generation of a loop that begins: the trainers end with 1 and name the file",
 }
 """Faults after which the run may stop, with the reason. Started again by hand, it has to come to the exact end."""
 
@@ -110,6 +111,8 @@ def inject(job: PhaseJob, case: Case) -> None:
     """Wait for the phase, do the fault to it, and let the run go on."""
     job.wait(f"the gate {json.dumps(case.gate)}", job.reached, job.patience)
     end = case.what.begin(job, case)
+    at = next((each["phase"] for each in reversed(job.lines("phases.jsonl")) if each["phase"] != "save"), "")
+    assert case.gate["hold"] or at == case.phase, f"the fault came when the run was in the phase {at!r} already"
     try:
         if case.during:
             job.release()

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from phase_data import RANKS, TABLES, Data
+from phase_data import TABLES, Data
 
 SHARDS = 256
 _EVICTED_PART = 16
@@ -57,12 +57,12 @@ class Simulation:
     def advance(self) -> None:
         """Apply the pushes of all ranks for the next step."""
         self.step += 1
-        for rank in range(RANKS):
-            self._push((self.step - 1) * RANKS + rank)
+        for rank in range(self.data.ranks):
+            self._push((self.step - 1) * self.data.ranks + rank)
 
     def _push(self, number: int) -> None:
         one, many = self.data.ids(number)
-        request = [Counter(each for sample in many for each in sample), Counter(one)]  # in the order of first occurrence
+        request = [Counter(each for sample in many for each in sample), Counter(one)]  # by first occurrence
         due = self.step % SHARDS
         if any(shard_of(each) == due for ids in request for each in ids) and self.shards[due].swept < self.step:
             self.shards[due].swept = self.step

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from phase_data import RANKS, TABLES, Data, array
+from ledger_data import Sum
+from phase_data import TABLES, Data, array
 from torch.utils.dlpack import from_dlpack
 from waiting import wait_until
 
@@ -63,21 +64,6 @@ def reach(phase: str, moment: str, step: int, generation: int = 0) -> None:
         wait_until("the fault", (FOLDER / "go").exists, HELD_S)
 
 
-class Sum(torch.nn.Module):
-    """Adds all embeddings up; its one weight counts the steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return ``[1]``."""
-        total = self.steps.sum()
-        for tensor in embedding_tensors:
-            total = total + tensor.sum()
-        return total.reshape(1)
-
-
 class Own(IterableDataset):
     """This rank's batches without a data-compose. A pass ends at the step where the plan has the next loop begin."""
 
@@ -89,7 +75,7 @@ class Own(IterableDataset):
         end = next(end for end in (PLAN["stop"], DATA.steps) if self.next < end or end == DATA.steps)
         while self.next < end:
             self.next += 1
-            yield DATA.batch((self.next - 1) * RANKS + env.get_rank())
+            yield DATA.batch((self.next - 1) * DATA.ranks + env.get_rank())
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of batches yielded."""

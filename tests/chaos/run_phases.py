@@ -71,8 +71,9 @@ def print_table() -> None:
     reasons = sorted({what for what in cells.values() if not what.startswith("seed")})
     rows = [["fault", *PHASES]]
     for fault in FAULTS:
-        words = [cells[fault, phase] for phase in PHASES]
-        rows.append([fault, *(f"({reasons.index(word) + 1})" if word in reasons else word.split()[1] for word in words)])
+        whats = [cells[fault, phase] for phase in PHASES]
+        words = [f"({reasons.index(what) + 1})" if what in reasons else what.split()[1] for what in whats]
+        rows.append([fault, *words])
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     for row in rows:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -94,9 +95,9 @@ def main() -> int:
         sys.stderr.write(f"{reason}\n")
         return 2
     wanted = seeds_of(arguments.seeds, arguments.shard)
-    done = {result.seed for result in recorded() if result.good} if "-" in arguments.seeds else set()
+    done = {result.seed: result.text for result in recorded() if result.good} if "-" in arguments.seeds else {}
     for seed in wanted:
-        if seed in done:
+        if done.get(seed) == case_of(seed).text:
             continue
         if why := case_of(seed).what.missing():
             sys.stderr.write(f"left out: seed {seed}, {case_of(seed).fault}: {why}\n")
