@@ -167,6 +167,7 @@ def case_of(seed: int) -> Case:
     }
     plan["gate"] = gate
     disk = kind in {"full", "slow"}
+    victim = rng.randrange(2)
     log = rng.choice(["always", "every_second"]) if target == "log" or rng.random() < 0.3 else None
     return Case(
         seed=seed,
@@ -176,8 +177,8 @@ def case_of(seed: int) -> Case:
         during=disk or rng.random() < 0.5,
         length=_length(rng, kind),
         amount=rng.uniform(0.02, 0.2),
-        victim=rng.randrange(2),
-        also=_also(rng, kind, target),
+        victim=victim,
+        also=_also(rng, kind, target, victim),
         log=log,
         plan={**plan, "steps": steps},
         data=data,
@@ -215,11 +216,11 @@ def _length(rng: random.Random, kind: str) -> float:
     return rng.uniform(10.0, 16.0) if rng.random() < 0.25 else rng.uniform(0.2, 2.5)
 
 
-def _also(rng: random.Random, kind: str, target: str) -> str:
+def _also(rng: random.Random, kind: str, target: str, victim: int) -> str:
     """Return what is killed with its disk: a part, a rank, or nothing."""
     if kind != "lost":
         return ""
-    server = f"server-{rng.randrange(2)}"
+    server = f"server-{victim}"
     return {
         "checkpoints": rng.choice(["", server, "rank-0"]),
         "log": server,

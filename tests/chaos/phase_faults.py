@@ -9,8 +9,8 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,31 +147,22 @@ def slow(job: PhaseJob, case: "Case") -> End:
 
 
 def lost(job: PhaseJob, case: "Case") -> End:
-    """The disk is replaced by an empty one; what ran on its machine is started again."""
+    """The disk is replaced by an empty one; the part on its machine is killed, and started again.
+
+    A process that still runs keeps the files that it has open, as those of a disk that was pulled out.
+    """
     job.note_fault()
     folder = case.folder(job)
-    with ExitStack() as machine:
-        if case.rank is not None:
-            machine.enter_context(_rank_away(job, case.rank))
-        elif case.part:
-            machine.enter_context(_part_away(job, case.part))
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if case.rank is not None:
+        job.rank(case.rank).kill()
+    elif case.part:
+        job.take_away(case.part)
+    if folder.exists():
+        folder.rename(folder.with_name(f"{folder.name}.lost"))
+    folder.mkdir()
+    if case.part and case.rank is None:
+        job.bring_back(case.part)
     return nothing
-
-
-@contextmanager
-def _part_away(job: PhaseJob, name: str) -> Iterator[None]:
-    job.take_away(name)
-    yield
-    job.bring_back(name)
-
-
-@contextmanager
-def _rank_away(job: PhaseJob, rank: int) -> Iterator[None]:
-    process = job.rank(rank)
-    process.kill()
-    yield
 
 
 @dataclass(frozen=True)

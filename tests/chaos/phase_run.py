@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 from phase_cases import TRY_S, Case
 from phase_check import compared, problems
 from phase_faults import disk_of
@@ -79,6 +80,8 @@ def run(case: Case, new_stack: NewStack) -> Result:
                 outcome, problem = "wrong", "\n".join([*wrong, job.logs()])
     except (AssertionError, StoppedError) as error:
         outcome, problem = "failed", str(error)
+    except (OSError, psutil.Error) as error:
+        outcome, problem = "failed", f"the fault could not be injected: {error!r}\n{job.logs()}"
     finally:
         job.close()
     return Result(
