@@ -78,7 +78,11 @@ def _wrong_in_save(save: Path, simulated: list[Simulation]) -> Iterator[str]:
     if dense != -step:
         yield f"the dense weight is {dense}"
     rows, counts = content(save)
-    yield from _differences("row (last use, value)", rows, simulated[step].rows())
+    expected = simulated[step].rows()
+    for key in rows.keys() & expected.keys():
+        if not simulated[step].data.ordered and rows[key][0] in simulated[step].possible_uses(key):
+            expected[key] = (rows[key][0], expected[key][1])
+    yield from _differences("row (last use, value)", rows, expected)
     yield from _differences("admission count", counts, simulated[step].counts())
 
 

@@ -64,7 +64,7 @@ def _links(job: PhaseJob, case: "Case") -> list[Link]:
     if case.target == "NATS":
         assert job.nats_link is not None
         return [job.nats_link]
-    return [job.links[case.part]]
+    return [job.links[case.part or "middleware-0"]]
 
 
 def cut(job: PhaseJob, case: "Case") -> End:
@@ -84,10 +84,11 @@ def cut(job: PhaseJob, case: "Case") -> End:
 
 
 def delay(job: PhaseJob, case: "Case") -> End:
-    """Each message is late, in both directions."""
+    """Each message is late, in both directions; those of a rank alone, if it is done to one."""
     job.note_fault()
     links = _links(job, case)
     for link in links:
+        link.slow = None if case.rank is None else job.rank(case.rank)
         link.delay_s = case.amount
 
     def heal() -> None:
@@ -206,6 +207,7 @@ FAULTS = {
         *(Fault(full, "full", disk, root=True) for disk in ("checkpoints", "log", "run")),
         *(Fault(slow, "slow", disk, needs="strace", root=True) for disk in ("checkpoints", "log")),
         *(Fault(lost, "lost", disk) for disk in ("checkpoints", "log", "run")),
+        *(Fault(delay, "delay", rank) for rank in ("rank", "rank 0")),
     )
 }
 """All faults by name."""

@@ -53,6 +53,7 @@ class Simulation:
         self.data = data
         self.step = 0
         self.shards = [Shard() for _ in range(SHARDS)]
+        self._pushed: dict[Key, list[int]] = {}  # the steps of all pushes of an id, ascending
 
     def advance(self) -> None:
         """Apply the pushes of all ranks for the next step."""
@@ -70,6 +71,7 @@ class Simulation:
         missing: list[tuple[Key, int]] = []
         for table, ids in enumerate(request):
             for each, times in ids.items():
+                self._pushed.setdefault((table, each), []).append(self.step)
                 row = self._shard(each).rows.get((table, each))
                 if row is None or self._expired(table, row, self.step):
                     missing.append(((table, each), times))
@@ -113,6 +115,15 @@ class Simulation:
     def rows(self) -> dict[Key, tuple[int, int]]:
         """Return ``(last use, value)`` of each row."""
         return {key: (row.last_used, row.value) for shard in self.shards for key, row in shard.rows.items()}
+
+    def possible_uses(self, key: Key) -> set[int]:
+        """Return what the last use of a row may be if pushes are not ordered.
+
+        The first ``min_count - 1`` pushes to arrive are counted and not applied. Which steps they are of is open.
+        """
+        steps = self._pushed[key]
+        counted = self.data.min_counts[TABLES[key[0]]] - 1
+        return {steps[-1]} if self.data.ordered or not counted else set(steps[len(steps) - counted - 1 :])
 
     def counts(self) -> dict[Key, int]:
         """Return the admission counts."""

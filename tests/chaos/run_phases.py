@@ -7,6 +7,7 @@ interrupted continues; single seeds always run. ``SEEDS=table`` prints the table
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -114,6 +115,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell lets a job in the background ignore it
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:
