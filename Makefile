@@ -38,7 +38,7 @@ RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type 
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock -o -name '*.ptx' \) -print)
 
 .PHONY: help setup demo up down images third-party test test-all test-build test-images test-rust test-python test-compose test-cold \
-	test-flaky test-gpu chaos chaos-all fuzz lint lint-rust lint-python format bench bench-gpu wheels lock clean
+	test-flaky test-gpu chaos chaos-all chaos-phases fuzz lint lint-rust lint-python format bench bench-gpu wheels lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -117,6 +117,9 @@ chaos: setup ## Inject one fault into a running job and check the rows afterward
 
 chaos-all: setup ## Inject every fault, one after another, and add the results to runs/chaos.json (SEED=7)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_faults.py all $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS))
+
+chaos-phases: setup ## Inject faults into each phase of a run, by seed (SEEDS=17 repeats a case; SEEDS=1-300 SHARD=2/4; SEEDS=table)
+	PYTHONPATH=tests $(BIN)/python tests/chaos/run_phases.py $(or $(SEEDS),--help) $(if $(SHARD),--shard $(SHARD))
 
 fuzz: ## Fuzz the code that parses untrusted input (T=manifest SECONDS=60; without T all targets, one after another)
 	tools/fuzz.sh $(or $(SECONDS),60) $(T)

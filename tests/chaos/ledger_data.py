@@ -1,4 +1,4 @@
-"""The data of a ledger run, and what it subtracts from each row. As a script, it is the data-compose that sends it."""
+"""The data and model of a ledger run, and what it takes from each row. As a script, the data-compose that sends it."""
 
 import json
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from persia.ctx import DataCtx
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
@@ -52,6 +53,21 @@ def expected(count: int, without: Collection[int] = ()) -> dict[str, npt.NDArray
         np.add.at(counts["one"], one.astype(np.int64), 1)
         np.add.at(counts["many"], np.concatenate(many).astype(np.int64), 1)
     return counts
+
+
+class Sum(torch.nn.Module):
+    """Adds all embeddings up; its one weight counts the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return ``[1]``."""
+        total = self.steps.sum()
+        for tensor in embedding_tensors:
+            total = total + tensor.sum()
+        return total.reshape(1)
 
 
 if __name__ == "__main__":

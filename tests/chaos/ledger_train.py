@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ledger_data import DIM, POISON, expected
+from ledger_data import DIM, POISON, Sum, expected
 from torch.utils.dlpack import from_dlpack
 from waiting import wait_until
 
@@ -51,21 +51,6 @@ PLAN: dict[str, Any] = {
     "poison": None,
     **json.loads(sys.argv[2]),
 }
-
-
-class Sum(torch.nn.Module):
-    """Adds all embeddings up; its one weight counts the steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return ``[1]``."""
-        total = self.steps.sum()
-        for tensor in embedding_tensors:
-            total = total + tensor.sum()
-        return total.reshape(1)
 
 
 class Endless(IterableDataset):

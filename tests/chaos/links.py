@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Literal
 
+import psutil
+
 Way = Literal["requests", "replies"]
 _CHUNK = 1 << 16
 _CHUNKS = 64
@@ -23,11 +25,13 @@ class Link:
 
     Attributes:
         delay_s: How long each byte is under way, in either direction.
+        slow: The process whose connections alone are delayed; None means all are.
         bytes_per_s: How many bytes go through in a second, in each direction of each connection.
         far: To where.
     """
 
     delay_s = 0.0
+    slow: psutil.Process | None = None
     bytes_per_s = float("inf")
 
     def __init__(self, near: tuple[str, int], far: tuple[str, int]) -> None:
@@ -82,19 +86,30 @@ class Link:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._changed:
                 self._open += [near, far]
-            self._carry(near, far, "requests")
-            self._carry(far, near, "replies")
+            port = near.getpeername()[1]
+            self._carry(near, far, "requests", port)
+            self._carry(far, near, "replies", port)
 
-    def _carry(self, source: socket.socket, sink: socket.socket, way: Way) -> None:
+    def _carry(self, source: socket.socket, sink: socket.socket, way: Way, port: int) -> None:
         chunks: Chunks = queue.Queue(_CHUNKS)
-        threading.Thread(target=self._read, args=(source, chunks, way), daemon=True).start()
+        threading.Thread(target=self._read, args=(source, chunks, way, port), daemon=True).start()
         threading.Thread(target=self._write, args=(sink, chunks, way), daemon=True).start()
 
-    def _read(self, source: socket.socket, chunks: Chunks, way: Way) -> None:
+    def _read(self, source: socket.socket, chunks: Chunks, way: Way, port: int) -> None:
         with contextlib.suppress(OSError):  # reset; the other side learns of it by the end
             for data in self._arrivals(source, way):
-                chunks.put((time.monotonic() + self.delay_s, data))
+                chunks.put((time.monotonic() + self._delay_of(port), data))
         chunks.put(None)
+
+    def _delay_of(self, port: int) -> float:
+        """Return the delay of the connection from this port."""
+        if not self.delay_s or self.slow is None:
+            return self.delay_s
+        try:
+            ports = {each.laddr.port for each in self.slow.net_connections(kind="tcp") if each.laddr}
+        except psutil.NoSuchProcess:
+            return 0.0
+        return self.delay_s if port in ports else 0.0
 
     def _arrivals(self, source: socket.socket, way: Way) -> Iterator[bytes]:
         while data := source.recv(_CHUNK):

@@ -1,0 +1,249 @@
+"""The table of faults and phases, and the case that a seed makes of one of its cells.
+
+Each seed names one case: its cell, the moment in the phase, the victim, how long the fault lasts, the data, the policy
+of the tables, and what kind of job it is. ``SEEDS=1-N`` with N cells has each cell once.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from phase_data import TABLES, Data
+from phase_faults import FAULTS, Fault, disk_of
+from phase_job import PhaseJob
+
+PHASES = ("before", "restored", "loop", "between", "evaluation", "save", "publish", "serving", "end")
+"""Before the first loop; between a restore and a loop; in a loop; between two loops; in an evaluation; in a save and
+its commit; while a model is published; while it is served and reloaded; after the last step."""
+
+NOT_BUILT = {
+    "publish": "there is no publishing yet: a save is the only thing that is published, which is the phase `save`",
+    "serving": "there is no serving and no reload yet",
+}
+"""Phases without cells, with the reason."""
+
+MOMENTS: dict[str, tuple[str, ...]] = {
+    "before": ("start", "entered"),
+    "restored": ("entered", "loaded"),
+    "loop": ("forward", "backward"),
+    "between": ("left", "evaluated"),
+    "evaluation": ("0", "1", "2"),
+    "save": ("due", "cut", "written", "committed"),
+    "end": ("trained", "left", "finishing", "finished"),
+}
+"""The moments of a phase, in the order of the run."""
+
+CELLS = [(fault, phase) for fault in FAULTS for phase in PHASES if phase not in NOT_BUILT]
+"""The cells of the table: none is left out."""
+
+
+def _shuffled(cells: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    random.Random(9).shuffle(cells)
+    return cells
+
+
+_LATER = {"delay rank", "delay rank 0"}
+"""Faults that were added after seeds of the others were in the record."""
+_ORDER = [
+    *_shuffled([cell for cell in CELLS if cell[0] not in _LATER]),
+    *_shuffled([cell for cell in CELLS if cell[0] in _LATER]),
+]
+
+TRY_S = 3
+"""Seconds one try of a request may take in a job with links."""
+SILENCE_S = 8.0
+"""Seconds after which a silent rank counts as lost."""
+BIG = 1 << 20
+"""Rows of a shard that never has to evict."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a seed decides.
+
+    Attributes:
+        seed: It.
+        fault: Key of :data:`FAULTS`.
+        phase: One of :data:`PHASES`.
+        gate: Where the fault begins: phase, moment, step and rank. With ``hold`` the rank waits there, so that the
+            fault hits this moment; without, it hits a loop in full run, some steps later.
+        during: The gate opens when the fault has begun. If not, it opens when the fault is over.
+        length: Seconds the fault lasts.
+        amount: The delay of a message or of a sync in seconds.
+        victim: Which of equal parts.
+        also: A part that is killed with its disk.
+        log: The log of the servers: None, or when it is synced.
+        plan: What ``phase_train.py`` gets.
+        data: What is trained on.
+    """
+
+    seed: int
+    fault: str
+    phase: str
+    gate: dict[str, Any]
+    during: bool
+    length: float
+    amount: float
+    victim: int
+    also: str
+    log: str | None
+    plan: dict[str, Any]
+    data: Data
+
+    @property
+    def what(self) -> Fault:
+        """The fault."""
+        return FAULTS[self.fault]
+
+    @property
+    def target(self) -> str:
+        """To what the fault is done."""
+        return self.what.target
+
+    @cached_property
+    def rank(self) -> int | None:
+        """The rank that it is done to, or that is on the same machine."""
+        if self.target in {"rank", "rank 0"}:
+            return int(self.target == "rank")
+        return int(self.also.removeprefix("rank-")) if self.also.startswith("rank") else None
+
+    @cached_property
+    def part(self) -> str:
+        """The name of the part that it is done to, or that is on the same machine; empty if there is none."""
+        names = {
+            "server": f"server-{self.victim}",
+            "middleware": "middleware-0",
+            "data-compose": "data-0",
+            "NATS": "nats",
+        }
+        return names.get(self.target, self.also)
+
+    def folder(self, job: PhaseJob) -> Path:
+        """Return the folder of the disk that it is done to."""
+        return disk_of(self.target, job.stack.folder, self.victim)
+
+    @property
+    def links(self) -> bool:
+        """Whether the job has links."""
+        return self.what.kind in {"cut", "delay", "duplicate"}
+
+    @property
+    def text(self) -> str:
+        """The case in one line."""
+        at = " ".join(f"{key} {value}" for key, value in self.gate.items() if value is not None)
+        kind = "reproducible" if self.data.ordered else f"staleness {self.plan['staleness']}"
+        return (
+            f"{self.fault} ({self.part or self.rank}{', ' + self.also if self.also else ''}) at {at}, "
+            f"{'during' if self.during else 'before it goes on'}, {self.length:.1f} s; log {self.log}, {kind}, "
+            f"data by {self.plan['source']}, restore {self.plan['restore']}, every {self.plan['every']}, "
+            f"stop {self.plan['stop']} of {self.data.steps}, budget {self.data.budget}, "
+            f"min_count {list(self.data.min_counts.values())}, ttl {list(self.data.ttls.values())}"
+        )
+
+
+def cell_of(seed: int) -> tuple[str, str]:
+    """Return the cell of a seed, from 1 on. Neighbours have different faults and phases."""
+    return _ORDER[(seed - 1) % len(_ORDER)]
+
+
+def case_of(seed: int) -> Case:
+    """Return the case of a seed."""
+    fault, phase = cell_of(seed)
+    kind, target = FAULTS[fault].kind, FAULTS[fault].target
+    rng = random.Random(seed)
+    flies = phase == "loop" and rng.random() < 0.5
+    steps, every = rng.randrange(70, 90) if flies else rng.randrange(18, 27), rng.randrange(4, 7)
+    stop = rng.randrange(steps - 10 if flies else every + 1, steps - 4)
+    source = "own" if rng.random() < 0.3 and target != "data-compose" else "stream"
+    restore = rng.choice(["restart", "load"] if source == "own" else ["restart"]) if phase == "restored" else None
+    moment = {"restart": "entered", "load": "loaded"}[restore] if restore else rng.choice(MOMENTS[phase])
+    data = _data(rng, steps)
+    plan = {
+        "every": every,
+        "stop": stop,
+        "source": source,
+        "restore": restore,
+        "staleness": 1 if data.ordered else rng.randrange(1, 9),
+        "silence_s": SILENCE_S,
+        "data": data.plan(),
+    }
+    gate = {
+        "phase": phase,
+        "moment": moment,
+        "step": _step(rng, phase, steps // 3 if flies else steps, every),
+        "rank": 0 if phase in {"save", "end"} or moment == "loaded" else rng.choice([0, 0, 1]),
+        "hold": not flies,
+    }
+    plan["gate"] = gate
+    disk = kind in {"full", "slow"}
+    victim = rng.randrange(2)
+    log = rng.choice(["always", "every_second"]) if target == "log" or rng.random() < 0.3 else None
+    return Case(
+        seed=seed,
+        fault=fault,
+        phase=phase,
+        gate=gate,
+        during=disk or rng.random() < 0.5,
+        length=_length(rng, kind),
+        amount=rng.uniform(0.02, 0.2),
+        victim=victim,
+        also=_also(rng, kind, target, victim),
+        log=log,
+        plan={**plan, "steps": steps},
+        data=data,
+    )
+
+
+def _data(rng: random.Random, steps: int) -> Data:
+    ordered = rng.random() < 0.7
+    return Data(
+        seed=rng.randrange(1 << 30),
+        steps=steps,
+        ordered=ordered,
+        budget=rng.choice([1, 1, 2, 3, BIG]) if ordered else BIG,
+        min_counts={table: rng.choice([1, 2, 2, 3]) for table in TABLES},
+        ttls={table: rng.choice([0, 3, 5, 8]) if ordered else 0 for table in TABLES},
+    )
+
+
+def _step(rng: random.Random, phase: str, steps: int, every: int) -> int | None:
+    """Return the step of the gate; None is the first time that its phase is reached."""
+    if phase == "loop":
+        return rng.randrange(1, steps + 1)
+    if phase == "save":
+        saves: list[int] = [*range(every, steps, every), steps]
+        return rng.choice(saves)
+    return None
+
+
+def _length(rng: random.Random, kind: str) -> float:
+    """Return how long a fault lasts. One in four is longer than the others wait for what is frozen or cut."""
+    if kind in {"kill", "lost"}:
+        return 0.0
+    if kind == "duplicate":
+        return TRY_S * rng.uniform(1.2, 1.6)
+    return rng.uniform(10.0, 16.0) if rng.random() < 0.25 else rng.uniform(0.2, 2.5)
+
+
+def _also(rng: random.Random, kind: str, target: str, victim: int) -> str:
+    """Return what is killed with its disk: a part, a rank, or nothing."""
+    if kind != "lost":
+        return ""
+    server = f"server-{victim}"
+    return {
+        "checkpoints": rng.choice(["", server, "rank-0"]),
+        "log": server,
+        "run": rng.choice(["", "rank-0", "rank-1"]),
+    }[target]
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Return each cell of fault and phase with what is done in it: ``seed``s, or the reason why nothing is."""
+    first = {cell_of(seed): seed for seed in range(len(CELLS), 0, -1)}
+    return [
+        (fault, phase, NOT_BUILT.get(phase) or f"seed {first[fault, phase]} and every {len(CELLS)}th after it")
+        for fault in FAULTS
+        for phase in PHASES
+    ]

@@ -1,0 +1,127 @@
+"""A case from its start to its judgement."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from phase_cases import TRY_S, Case
+from phase_check import compared, problems
+from phase_faults import disk_of
+from phase_job import PhaseJob, StoppedError
+from stack import Stack
+
+END_S = 150.0
+"""Seconds from the fault to the end of the run. A run that takes longer hangs."""
+
+NewStack = Callable[..., Stack]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a case; ``runs/chaos-phases.jsonl`` has one in each line.
+
+    Attributes:
+        seed: The case.
+        fault: Its fault.
+        phase: Its phase.
+        outcome: ``exact``, ``stopped`` (it has said so), ``wrong``, or ``failed`` (it hung, or ended without a word).
+        compared: Rows, counts and values that were compared.
+        restarts: How often the trainers were started again.
+        seconds: How long it took.
+        text: The case in words.
+        problem: What is wrong, or how it stopped; empty if it is exact.
+    """
+
+    seed: int
+    fault: str
+    phase: str
+    outcome: str
+    compared: int
+    restarts: int
+    seconds: float
+    text: str
+    problem: str
+
+    @property
+    def good(self) -> bool:
+        """Whether it is what must be."""
+        return self.outcome == "exact" or (self.outcome == "stopped" and self.fault in MAY_STOP)
+
+
+MAY_STOP = {
+    "full run": "the run's name or summary cannot be written: the trainers end with 2 and name the file",
+    "full log": "a server cannot write the generation of a loop that begins: the trainers end with 1 and name the file",
+}
+"""Faults after which the run may stop, with the reason. Started again by hand, it has to come to the exact end."""
+
+
+def run(case: Case, new_stack: NewStack) -> Result:
+    """Run a case, and judge it."""
+    started = time.monotonic()
+    job = new_job(case, new_stack)
+    outcome, problem, rows = "exact", "", 0
+    try:
+        job.start()
+        try:
+            inject(job, case)
+            job.wait("the end of the run", lambda: job.finished, END_S)
+        except StoppedError as error:
+            outcome, problem = "stopped", f"{error}\n{job.logs()}"
+            if case.fault in MAY_STOP:
+                job.start_again()
+                job.wait("the end of the run that was started again", lambda: job.finished, END_S)
+        if outcome == "exact" or case.fault in MAY_STOP:
+            job.wait_healthy()
+            rows = compared(job, case.data)
+            if wrong := problems(job, case.data):
+                outcome, problem = "wrong", "\n".join([*wrong, job.logs()])
+    except (AssertionError, StoppedError) as error:
+        outcome, problem = "failed", str(error)
+    except (OSError, psutil.Error) as error:
+        outcome, problem = "failed", f"the fault could not be injected: {error!r}\n{job.logs()}"
+    finally:
+        job.close()
+    return Result(
+        case.seed,
+        case.fault,
+        case.phase,
+        outcome,
+        rows,
+        job.trainer_starts - 1,
+        round(time.monotonic() - started, 1),
+        case.text,
+        problem,
+    )
+
+
+def new_job(case: Case, new_stack: NewStack) -> PhaseJob:
+    """Return the job of a case, not started."""
+    options: dict[str, Any] = {"tcp": True, "env": {"PERSIA_RPC_TIMEOUT": str(4 * TRY_S)}} if case.links else {}
+    capacity = case.data.budget * 256
+    stack = new_stack(servers=2, middlewares=1, slots=case.data.slots(), capacity=capacity, log=case.log, **options)
+    mounts = [disk_of(case.target, stack.folder, case.victim)] if case.what.kind == "full" else []
+    nats = case.links and case.target == "NATS"
+    job = PhaseJob(stack, case.plan, links=case.links, link_nats=nats, mounts=mounts)
+    if case.what.kind == "lost":
+        job.lost_disk = case.target
+    return job
+
+
+def inject(job: PhaseJob, case: Case) -> None:
+    """Wait for the phase, do the fault to it, and let the run go on."""
+    job.wait(f"the gate {json.dumps(case.gate)}", job.reached, job.patience)
+    end = case.what.begin(job, case)
+    at = next((each["phase"] for each in reversed(job.lines("phases.jsonl")) if each["phase"] != "save"), "")
+    assert case.gate["hold"] or at == case.phase, f"the fault came when the run was in the phase {at!r} already"
+    try:
+        if case.during:
+            job.release()
+        job.let_pass(case.length)
+    finally:
+        end()
+    if not case.during:
+        job.wait_healthy()
+        job.release()
