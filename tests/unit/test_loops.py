@@ -265,7 +265,7 @@ def test_a_feature_without_a_slot_is_named(configure: Configure) -> None:
     class Wrong(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
             features = [IDTypeFeatureWithSingleID(name, np.array([1], np.uint64)) for name in ("a", "extra")]
-            yield PersiaBatch(features, labels=[Label(np.zeros(1, np.float32))])  # type: ignore[arg-type]
+            yield PersiaBatch(features, labels=[Label(np.zeros(1, np.float32))])
 
     with make(), pytest.raises(DataError, match="without a slot: extra; slots without an id feature: b"):
         next(iter(DataLoader(Wrong())))
