@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import persia
-from persia.cli import ckpt, config
+from persia.cli import ckpt, config, data
 from persia.cli.status import status
 from persia.cli.up import up
 from persia.launch.user_script import report
@@ -19,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data.app, name="data")
 app.add_typer(config.app, name="config")
 app.add_typer(ckpt.app, name="ckpt")
 app.command()(up)

@@ -1,0 +1,249 @@
+"""Which files are read, and their parts."""
+
+import glob
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.dataset
+import pyarrow.fs
+
+from persia.runtime.errors import DataError, UsageError
+
+FORMATS = {
+    "parquet": (".parquet", ".pq"),
+    "csv": (".csv", ".csv.gz", ".csv.zst", ".csv.bz2"),
+    "tsv": (".tsv", ".tsv.gz", ".tsv.zst", ".tsv.bz2"),
+    "ipc": (".arrow", ".feather", ".ipc"),
+}
+"""The endings of file names, by format."""
+
+_SCAN_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is read from its start: a row group of a Parquet file, or a whole file of another format.
+
+    Attributes:
+        fragment: The part of the data set.
+        path: Its file.
+        file: The number of the file.
+        first_row: The number of its first row in the file.
+        rows: The number of rows; None if only reading tells.
+    """
+
+    fragment: pyarrow.dataset.Fragment
+    path: str
+    file: int
+    first_row: int
+    rows: int | None
+
+
+class Files:
+    """Files of one format with the same columns.
+
+    Attributes:
+        paths: The files, sorted by name.
+        format: One of :data:`FORMATS`.
+        schema: The columns that are read, in the order of the first file; hive partitions are columns too.
+    """
+
+    def __init__(
+        self, dataset: pyarrow.dataset.FileSystemDataset, file_format: str, columns: Sequence[str] | None
+    ) -> None:
+        self._dataset = dataset
+        self.paths: list[str] = sorted(dataset.files)
+        self.format = file_format
+        names = dataset.schema.names if columns is None else [*dict.fromkeys(columns)]
+        self.schema = pa.schema([dataset.schema.field(name) for name in names])
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The units of all files, in the order of files and rows.
+
+        Raises:
+            DataError: A file is damaged, or lacks a column.
+        """
+        fragments = {fragment.path: fragment for fragment in self._dataset.get_fragments()}
+        return [unit for file, path in enumerate(self.paths) for unit in self._units(fragments[path], path, file)]
+
+    def _units(self, fragment: Any, path: str, file: int) -> Iterator[Unit]:
+        with _named(path):
+            self._check_columns(fragment, path)
+            if self.format != "parquet":
+                rows = fragment.count_rows() if self.format == "ipc" else None
+                yield Unit(fragment, path, file, 0, rows)
+                return
+            first = 0
+            for group in fragment.split_by_row_group():
+                rows = sum(each.num_rows for each in group.row_groups)
+                yield Unit(group, path, file, first, rows)
+                first += rows
+
+    def _check_columns(self, fragment: Any, path: str) -> None:
+        """Refuse a file without a column that another one has: Arrow reads null in its place."""
+        partitions = pyarrow.dataset.get_partition_keys(fragment.partition_expression)
+        have = {*fragment.physical_schema.names, *partitions}
+        if lacking := [name for name in self.schema.names if name not in have]:
+            raise DataError(f"{path}: no column {', '.join(map(repr, lacking))}; it has {', '.join(sorted(have))}")
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows; None if only reading tells."""
+        counts = [unit.rows for unit in self.units]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the names and sizes of the files, which a resumed run compares."""
+        sizes = self._dataset.filesystem.get_file_info(self.paths)
+        text = "\n".join(f"{Path(info.path).name} {info.size}" for info in sizes)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def read(self, unit: Unit) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a unit, in order.
+
+        Raises:
+            DataError: The file is damaged, or a value is not of its column's type.
+        """
+        with _named(unit.path):
+            scanned = unit.fragment.to_batches(
+                self._dataset.schema,
+                columns=self.schema.names,
+                batch_size=_SCAN_ROWS,
+                batch_readahead=2,
+                fragment_readahead=1,
+            )
+            yield from (batch for batch in scanned if batch.num_rows)
+
+
+def open_files(
+    paths: str | Sequence[str],
+    *,
+    file_format: str | None = None,
+    columns: Sequence[str] | None = None,
+    types: Mapping[str, pa.DataType] | None = None,
+    header: Sequence[str] | None = None,
+) -> Files:
+    """Find files and check their columns.
+
+    Args:
+        paths: Files, folders, globs or ``s3://`` addresses. A folder's files are those of the format, below it too;
+            ``key=value`` in the name of a folder is a column.
+        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file.
+        columns: What is read; None means all columns.
+        types: The types of columns of text files. Columns without one are strings: types are never guessed.
+        header: The names of the columns of text files whose first line has none.
+
+    Raises:
+        UsageError: No file is found, or the format is unknown.
+        DataError: A file is damaged, or lacks a column.
+    """
+    given = [paths] if isinstance(paths, str) else list(paths)
+    filesystem, found = _find(given, file_format)
+    file_format = file_format or _format_of(found[0])
+    wrong = [path for path in found if not path.endswith(FORMATS[file_format])] if file_format in FORMATS else []
+    if file_format not in FORMATS or wrong:
+        ending = " or ".join(FORMATS.get(file_format, ("that of its format",)))
+        formats = ", ".join(FORMATS)
+        raise UsageError(
+            f"format {file_format!r} for {(wrong or found)[0]}: want one of {formats}, and the ending {ending}"
+        )
+    with _named(found[0]):
+        source: Any = file_format
+        if file_format in ("csv", "tsv"):
+            names = list(header) if header is not None else _header(filesystem, found[0], file_format)
+            source = _text_format(file_format, names, types or {}, has_header=header is None)
+        dataset = pyarrow.dataset.dataset(found, format=source, filesystem=filesystem, partitioning="hive")
+    if columns is not None and (unknown := [name for name in columns if name not in dataset.schema.names]):
+        raise DataError(f"{found[0]}: {'; '.join(_no_column(name, dataset.schema.names) for name in unknown)}")
+    return Files(dataset, file_format, columns)
+
+
+def _no_column(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, 1)
+    return f"no column {name!r}" + (f" (did you mean {near[0]!r}?)" if near else f"; it has {', '.join(names)}")
+
+
+def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSystem, list[str]]:
+    """Return the file system, and the files in it."""
+    endings = tuple(ending for each, found in FORMATS.items() if file_format in (None, each) for ending in found)
+    filesystem: pa.fs.FileSystem = pa.fs.LocalFileSystem()
+    files: list[str] = []
+    for path in given:
+        if "://" in path:
+            filesystem, start = pa.fs.FileSystem.from_uri(path)
+            files += _below(filesystem, start, endings)
+            continue
+        matches = sorted(glob.glob(str(Path(path).expanduser()), recursive=True))  # noqa: PTH207  # it may be absolute
+        if not matches:
+            raise UsageError(f"{path}: no such file; paths are relative to {Path.cwd()}")
+        for match in matches:
+            files += _below(filesystem, str(Path(match).absolute()), endings)
+    if not files:
+        raise UsageError(f"{', '.join(given)}: no file that ends in {', '.join(endings)}")
+    return filesystem, sorted(set(files))
+
+
+def _below(filesystem: pa.fs.FileSystem, path: str, endings: tuple[str, ...]) -> list[str]:
+    """Return the file, or the files of a folder."""
+    with _named(path):
+        info = filesystem.get_file_info(path)
+        if info.type == pa.fs.FileType.File:
+            return [path]
+        found = filesystem.get_file_info(pa.fs.FileSelector(path, recursive=True))
+    return [each.path for each in found if each.is_file and each.path.endswith(endings)]
+
+
+def _format_of(path: str) -> str:
+    return next((name for name, endings in FORMATS.items() if path.endswith(endings)), Path(path).suffix)
+
+
+def _header(filesystem: pa.fs.FileSystem, path: str, file_format: str) -> list[str]:
+    """Return the names in the first line of a text file."""
+    with filesystem.open_input_stream(path) as stream:
+        reader = pyarrow.csv.open_csv(stream, parse_options=_parse_options(file_format))
+        names: list[str] = reader.schema.names
+        reader.close()
+    return names
+
+
+def _parse_options(file_format: str) -> pyarrow.csv.ParseOptions:
+    return pyarrow.csv.ParseOptions(delimiter="\t" if file_format == "tsv" else ",")
+
+
+def _text_format(
+    file_format: str, names: list[str], types: Mapping[str, pa.DataType], *, has_header: bool
+) -> pyarrow.dataset.CsvFileFormat:
+    return pyarrow.dataset.CsvFileFormat(
+        parse_options=_parse_options(file_format),
+        read_options=pyarrow.csv.ReadOptions(column_names=names, skip_rows=int(has_header), use_threads=False),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types={name: types.get(name, pa.string()) for name in names},
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )
+
+
+class _named:  # noqa: N801  # a context manager
+    """Turn Arrow's errors into a :class:`DataError` that names the file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise UsageError(f"{self._path}: {error.strerror or error}") from error
+        if isinstance(error, pa.ArrowException | OSError):
+            raise DataError(f"{self._path}: {error}") from error

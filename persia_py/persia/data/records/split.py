@@ -1,0 +1,154 @@
+"""How rows are divided into the parts train, valid and test."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from persia.runtime.errors import DataError, UsageError
+
+PARTS = ("train", "valid", "test")
+
+Numbers = npt.NDArray[np.int8]
+"""The part of each row: 0, 1 or 2."""
+
+
+class Split(Protocol):
+    """A rule that gives every row one part. It depends on the row and its place only, so that parts never overlap."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it looks at."""
+
+    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+        """Return the part of each row.
+
+        Args:
+            batch: Rows that follow each other in a file.
+            file: The number of the file.
+            first_row: The number of the batch's first row in it.
+
+        Raises:
+            DataError: A value tells no part.
+        """
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run compares, JSON-ready."""
+
+
+@dataclass(frozen=True)
+class HashSplit:
+    """Divide by a hash: of the values of a column, or of the number of the row.
+
+    Attributes:
+        fractions: The shares of train, valid and test; their sum is 1.
+        group: A column whose equal values stay in one part, such as the user; None hashes the number of the row.
+        seed: Another seed gives another division.
+    """
+
+    fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
+    group: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise a :class:`UsageError` for fractions that are no division."""
+        if len(self.fractions) != 3 or any(not 0 <= part <= 1 for part in self.fractions):
+            raise UsageError(f"fractions {self.fractions}: want three numbers from 0 to 1, for train, valid and test")
+        if abs(sum(self.fractions) - 1) > 1e-6:
+            raise UsageError(f"fractions {self.fractions}: their sum is {sum(self.fractions):g}, want 1")
+
+    @property
+    def columns(self) -> list[str]:
+        """The group's column."""
+        return [] if self.group is None else [self.group]
+
+    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+        """Return the part of each row; rows without a group are divided by their number."""
+        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64) + (np.uint64(file) << np.uint64(40))
+        hashes = mix(rows, self.seed)
+        if self.group is not None:
+            values = batch.column(self.group)
+            known = np.asarray(values.is_valid())
+            hashes[known] = mix(hash_values(values.drop_null()), self.seed)
+        shares = (hashes >> np.uint64(11)).astype(np.float64) / 2.0**53
+        train, valid, _ = self.fractions
+        found: Numbers = (shares >= train).astype(np.int8) + (shares >= train + valid).astype(np.int8)
+        return found
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run compares."""
+        return {"by": "hash", **asdict(self), "fractions": [*self.fractions]}
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Divide by time, so that a model is judged on rows that come after those that it was trained on.
+
+    Attributes:
+        column: A timestamp, a date or a number.
+        valid: The first time of the part valid, in the column's type or as an ISO 8601 text.
+        test: The first time of the part test.
+    """
+
+    column: str
+    valid: float | str | datetime
+    test: float | str | datetime
+
+    @property
+    def columns(self) -> list[str]:
+        """The time's column."""
+        return [self.column]
+
+    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+        """Return the part of each row."""
+        times = batch.column(self.column)
+        valid, test = (self._time(name, times.type) for name in ("valid", "test"))
+        if pc.less(test, valid).as_py():
+            raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
+        if times.null_count:
+            row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
+            raise DataError(f"split by {self.column!r}: row {row} of file {file} has no time")
+        number = [np.asarray(pc.greater_equal(times, bound), np.int8) for bound in (valid, test)]
+        found: Numbers = number[0] + number[1]
+        return found
+
+    def _time(self, name: str, type_: pa.DataType) -> pa.Scalar:
+        given = getattr(self, name)
+        try:
+            if isinstance(given, str) and pa.types.is_temporal(type_):
+                given = datetime.fromisoformat(given)
+            return pa.scalar(given, type_)
+        except (ValueError, pa.ArrowException) as error:
+            raise UsageError(f"split by {self.column!r}: {name}={given!r} is no {type_}: {error}") from error
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a resumed run compares."""
+        return {"by": "time", "column": self.column, "valid": str(self.valid), "test": str(self.test)}
+
+
+def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
+    """Return a hash of each number: the finaliser of SplitMix64, after adding the seed times its constant."""
+    mixed: npt.NDArray[np.uint64] = values + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def hash_values(values: pa.Array) -> npt.NDArray[np.uint64]:
+    """Return 64 bits for each value, none of which is null: an integer itself, of anything else a hash of its text."""
+    if pa.types.is_integer(values.type):
+        numbers: npt.NDArray[np.uint64] = np.array(values, np.int64).view(np.uint64)
+        return numbers
+    encoded = values.dictionary_encode() if not pa.types.is_dictionary(values.type) else values
+    texts: Sequence[str] = encoded.dictionary.cast(pa.string()).to_pylist()
+    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    unique: npt.NDArray[np.uint64] = np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)
+    places: npt.NDArray[np.int64] = np.asarray(encoded.indices, np.int64)
+    return unique[places]

@@ -1,0 +1,206 @@
+"""Made-up rows of clicks from a known teacher, of any size: for benchmarks and for trials of a model."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
+
+from persia.data.records.split import mix
+from persia.runtime.errors import StorageError, UsageError
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.uint64]
+
+_CHUNK = 1 << 17
+_FACTORS = 4
+_BINS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A model of clicks that is known exactly.
+
+    With ids ``x_c`` of the columns ``id0, id1, …`` and dense inputs ``d_j``::
+
+        logit = b + sum_c w(c, x_c) + <f(0, x_0), f(1, x_1)> + 0.3 sum_j d_j + 0.5 (d_0^2 - 1)
+
+    ``w`` and the four numbers of ``f`` are normal with standard deviations of 0.5 and 0.6, and functions of seed,
+    column and id. Dense inputs are standard normal. The k-th most frequent id of a column has a share proportional to
+    ``k ** -exponent``. The label is 1 with the probability ``sigmoid(logit)``; ``b`` gives it the mean ``positive``.
+
+    Attributes:
+        ids: The number of different ids of each id column. Columns with an even number hold integers, others strings.
+        dense: The number of dense columns.
+        exponent: Of the power law; 0 is uniform.
+        positive: The share of labels that are 1.
+        seed: Of everything.
+    """
+
+    ids: tuple[int, ...] = (1_000, 10_000, 100_000)
+    dense: int = 4
+    exponent: float = 1.05
+    positive: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise a :class:`UsageError` with all wrong numbers."""
+        wrong = [f"ids {count}: want 1 to 2^40" for count in self.ids if not 1 <= count <= 1 << 40]
+        if not self.ids:
+            wrong.append("ids: want at least one id column")
+        if self.dense < 0:
+            wrong.append(f"dense {self.dense}: want 0 or more")
+        if not 0 <= self.exponent <= 4:
+            wrong.append(f"exponent {self.exponent}: want 0 to 4")
+        if not 0 < self.positive < 1:
+            wrong.append(f"positive {self.positive}: want a number between 0 and 1")
+        if wrong:
+            raise UsageError("synth: " + "; ".join(wrong))
+
+    def batches(self, rows: int) -> Iterator[tuple[pa.RecordBatch, Floats]]:
+        """Yield rows with the probability of each label. More rows begin with the same ones."""
+        bias = self._bias()
+        for first in range(0, rows, _CHUNK):
+            batch, logits = self._chunk(first // _CHUNK, min(_CHUNK, rows - first))
+            probabilities = 1 / (1 + np.exp(-(logits + bias)))
+            draws = _uniform(np.arange(first, first + len(logits), dtype=np.uint64), self.seed + 1)
+            labels = pa.array((draws < probabilities).astype(np.int8))
+            yield batch.append_column("label", labels), probabilities
+
+    def _bias(self) -> float:
+        """Return the ``b`` that gives labels their mean, on the first rows."""
+        _, logits = self._chunk(0, _CHUNK)
+        low, high = -30.0, 30.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (
+                (middle, high) if (1 / (1 + np.exp(-(logits + middle)))).mean() < self.positive else (low, middle)
+            )
+        return (low + high) / 2
+
+    def _chunk(self, number: int, rows: int) -> tuple[pa.RecordBatch, Floats]:
+        random = np.random.Generator(np.random.PCG64([self.seed, number]))
+        columns: dict[str, Any] = {}
+        logits = np.zeros(_CHUNK)
+        factors = []
+        for column, count in enumerate(self.ids):
+            ids = self._draw_ids(random.random(_CHUNK), count, column)
+            logits += 0.5 * _normal(ids, self.seed, column, 0)
+            if column < 2:
+                factors.append(np.stack([_normal(ids, self.seed, column, 1 + place) for place in range(_FACTORS)]))
+            values = ids.astype(np.int64)[:rows]
+            columns[f"id{column}"] = pa.array(values) if column % 2 == 0 else pa.array(values).cast(pa.string())
+        if len(factors) == 2:
+            logits += 0.36 * (factors[0] * factors[1]).sum(axis=0)
+        for column in range(self.dense):
+            dense = random.standard_normal(_CHUNK)
+            logits += 0.3 * dense + (0.5 * (dense * dense - 1) if column == 0 else 0)
+            columns[f"dense{column}"] = pa.array(dense[:rows].astype(np.float32))
+        return pa.record_batch(columns), logits[:rows]
+
+    def _draw_ids(self, uniform: Floats, count: int, column: int) -> Ids:
+        """Return ids by the power law, of which neighbours in frequency are far apart."""
+        slope = 1 - self.exponent
+        if abs(slope) < 1e-9:
+            ranks = np.exp(uniform * np.log(count + 1)) - 1
+        else:
+            ranks = ((uniform * ((count + 1.0) ** slope - 1)) + 1) ** (1 / slope) - 1
+        whole: Ids = np.minimum(ranks, count - 1).astype(np.uint64)
+        ids: Ids = mix(whole + np.uint64(column << 48), self.seed) >> np.uint64(16)
+        return ids
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written.
+
+    Attributes:
+        rows: The number of rows.
+        positive: The share of labels that are 1.
+        best_auc: The expected AUC of the teacher's own probabilities: no model does better but by chance.
+        best_log_loss: The same for the log loss.
+    """
+
+    rows: int
+    positive: float
+    best_auc: float
+    best_log_loss: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def write(path: str | os.PathLike[str], rows: int, teacher: Teacher) -> Made:
+    """Write rows to a file, which appears when it is complete.
+
+    Args:
+        path: A file that ends in ``.parquet`` or ``.csv``.
+        rows: The number of rows.
+        teacher: Where they come from.
+
+    Raises:
+        UsageError: The ending is another one, or there are no rows.
+        StorageError: The file cannot be written; nothing is left of it.
+    """
+    path = Path(path)
+    if path.suffix not in (".parquet", ".csv") or rows < 1:
+        raise UsageError(f"synth {path}, {rows} rows: want a file that ends in .parquet or .csv, and at least 1 row")
+    part = path.with_name(f".{path.name}.part")
+    positive, log_loss = 0.0, 0.0
+    bins = np.zeros((2, _BINS))
+    try:
+        writer: Any = None
+        try:
+            for batch, probabilities in teacher.batches(rows):
+                writer = writer or _writer(part, batch.schema)
+                writer.write_batch(batch)
+                positive += float(np.asarray(batch["label"]).sum())
+                log_loss -= float((_xlogx(probabilities) + _xlogx(1 - probabilities)).sum())
+                places = np.minimum((probabilities * _BINS).astype(np.int64), _BINS - 1)
+                bins[0] += np.bincount(places, probabilities, _BINS)
+                bins[1] += np.bincount(places, 1 - probabilities, _BINS)
+        finally:
+            if writer is not None:
+                writer.close()
+        part.replace(path)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return Made(rows, positive / rows, _expected_auc(*bins), log_loss / rows)
+
+
+def _writer(path: Path, schema: pa.Schema) -> Any:
+    csv = path.name.endswith(".csv.part")
+    return pa.csv.CSVWriter(path, schema) if csv else pa.parquet.ParquetWriter(path, schema)
+
+
+def _expected_auc(positives: Floats, negatives: Floats) -> float:
+    """Return the AUC of scores that fall into bins in ascending order; within a bin half of the pairs are in order."""
+    below = np.concatenate([[0.0], np.cumsum(negatives)[:-1]])
+    return float((positives * (below + negatives / 2)).sum() / (positives.sum() * negatives.sum()))
+
+
+def _xlogx(values: Floats) -> Floats:
+    logs: Floats = np.log(np.maximum(values, 1e-300))
+    return values * logs
+
+
+def _uniform(numbers: Ids, seed: int) -> Floats:
+    shares: Floats = (mix(numbers, seed) >> np.uint64(11)).astype(np.float64) + 0.5
+    return shares / 2.0**53
+
+
+def _normal(ids: Ids, seed: int, column: int, place: int) -> Floats:
+    """Return a standard normal number for each id (Box and Muller's method)."""
+    key = 1000 * seed + 16 * column + place
+    first, second = _uniform(ids, 2 * key + 7919), _uniform(ids, 2 * key + 7920)
+    numbers: Floats = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
+    return numbers

@@ -1,0 +1,97 @@
+"""DCN-v2, the improved deep and cross network of Wang et al. 2021 (arXiv 2008.13535)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from persia.models.blocks import CrossNetwork, check_inputs, mlp, wrong_dropout, wrong_sizes
+from persia.runtime.errors import ConfigError
+
+
+class DCNv2(nn.Module):
+    """Predict a binary label, such as a click, from dense inputs and one embedding for each slot.
+
+    A cross network multiplies inputs explicitly, an MLP implicitly. With ``x`` all dense inputs and embeddings beside
+    each other (the parallel structure of the paper, figure 1b)::
+
+        logit = w . [cross(x), deep(x)] + b
+
+    Without ``deep_mlp`` it is the cross network alone. The model returns logits. Train it with
+    ``nn.BCEWithLogitsLoss``; ``torch.sigmoid`` of the output is the probability. Slots may have different dimensions.
+
+    Args:
+        num_dense: The number of columns of all dense inputs together; 0 for a model of slots only.
+        embedding_dims: The dimension of each slot, in the order of training.
+        cross_layers: The number of layers of the cross network.
+        deep_mlp: The layer sizes of the MLP. A ReLU follows every layer.
+        low_rank: The rank of the weights of the cross network; None means full.
+        dropout: The share of each layer of the MLP that is zeroed in training.
+
+    Raises:
+        ConfigError: Arguments do not fit together; all mistakes are listed.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        embedding_dims: Sequence[int],
+        cross_layers: int = 3,
+        deep_mlp: Sequence[int] = (256, 128),
+        low_rank: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check(num_dense, embedding_dims, cross_layers, deep_mlp, low_rank, dropout)
+        self.num_dense = num_dense
+        self.embedding_dims = [*embedding_dims]
+        width = num_dense + sum(embedding_dims)
+        self.cross = CrossNetwork(width, cross_layers, low_rank)
+        self.deep = mlp(width, deep_mlp, dropout)
+        if deep_mlp:
+            self.deep.append(nn.ReLU())
+        if deep_mlp and dropout:
+            self.deep.append(nn.Dropout(dropout))
+        self.top = nn.Linear(width + (deep_mlp[-1] if deep_mlp else 0), 1)
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return the logits, ``[batch, 1]``.
+
+        Args:
+            non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together.
+            embedding_tensors: One ``[batch, dim]`` for each slot, in the order of training.
+
+        Raises:
+            DataError: A tensor has another shape than the model was built for.
+        """
+        # TorchScript supports neither these messages nor their class.
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            check_inputs("DCNv2", non_id_tensors, embedding_tensors, self.num_dense, self.embedding_dims)
+        inputs = torch.cat(non_id_tensors + embedding_tensors, dim=1)
+        parts = [self.cross(inputs)]
+        if len(self.deep) > 0:
+            parts.append(self.deep(inputs))
+        logits: torch.Tensor = self.top(torch.cat(parts, dim=1))
+        return logits
+
+
+def _check(
+    num_dense: int,
+    embedding_dims: Sequence[int],
+    cross_layers: int,
+    deep_mlp: Sequence[int],
+    low_rank: int | None,
+    dropout: float,
+) -> None:
+    wrong = [] if num_dense >= 0 else [f"num_dense ({num_dense}) must be at least 0"]
+    if not embedding_dims:
+        wrong.append("embedding_dims is empty; give the dimension of each slot")
+    wrong += wrong_sizes("embedding_dims", embedding_dims)
+    if cross_layers < 1:
+        wrong.append(f"cross_layers ({cross_layers}) must be at least 1")
+    wrong += wrong_sizes("deep_mlp", deep_mlp)
+    if low_rank is not None and low_rank < 1:
+        wrong.append(f"low_rank ({low_rank}) must be at least 1, or None for full rank")
+    wrong += wrong_dropout(dropout)
+    if wrong:
+        raise ConfigError("DCNv2: " + "; ".join(wrong))

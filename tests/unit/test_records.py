@@ -1,0 +1,222 @@
+"""Rows of files: every row of its part once, in an order that depends on the seed, and a reader that resumes."""
+
+import gzip
+import json
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+
+from persia.data.records import PARTS, HashSplit, RecordReader, TimeSplit, open_files
+from persia.data.records.split import hash_values
+from persia.errors import DataError, UsageError
+
+ROWS = 1000
+
+
+def table(start: int = 0, rows: int = ROWS) -> pa.Table:
+    numbers = range(start, start + rows)
+    return pa.table(
+        {
+            "row": pa.array(numbers, pa.int64()),
+            "user": [f"user{number % 37}" for number in numbers],
+            "time": pa.array(
+                [datetime(2024, 1, 1 + number * 20 // ROWS // 2) for number in numbers], pa.timestamp("s")
+            ),
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two Parquet files of 600 and 400 rows, in row groups of 70."""
+    for name, start, rows in (("a", 0, 600), ("b", 600, 400)):
+        pa.parquet.write_table(table(start, rows), tmp_path / f"{name}.parquet", row_group_size=70)
+    return tmp_path
+
+
+def rows_of(reader: RecordReader) -> list[int]:
+    return [row for batch in reader for row in batch["row"].to_pylist()]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("window", [64, 100_000])
+def test_an_epoch_has_every_row_once(folder: Path, shuffle: bool, window: int) -> None:
+    reader = RecordReader(open_files(str(folder)), 64, shuffle=shuffle, window_rows=window, epochs=2)
+    sizes, epochs = [], []
+    for batch in reader:
+        sizes.append(batch.num_rows)
+        epochs += batch["row"].to_pylist()
+    assert sizes == ([64] * 15 + [40]) * 2
+    first, second = epochs[:ROWS], epochs[ROWS:]
+    assert sorted(first) == sorted(second) == [*range(ROWS)]
+    assert (first == second == [*range(ROWS)]) is not shuffle
+    if shuffle:
+        assert first != second
+        assert rows_of(RecordReader(open_files(str(folder)), 64, shuffle=True, window_rows=window, epochs=2)) == epochs
+        other = RecordReader(open_files(str(folder)), 64, shuffle=True, window_rows=window, epochs=2, seed=1)
+        assert rows_of(other) != epochs
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("split", [None, HashSplit((0.5, 0.25, 0.25), group="user")])
+def test_a_reader_resumes_after_any_batch(folder: Path, shuffle: bool, split: HashSplit | None) -> None:
+    def reader() -> RecordReader:
+        files = open_files(str(folder))
+        return RecordReader(files, 32, split=split, shuffle=shuffle, window_rows=96, epochs=2, seed=5)
+
+    whole, states = [], []
+    first = reader()
+    for batch in first:
+        whole.append(batch["row"].to_pylist())
+        states.append(json.dumps(first.state_dict()))
+    for number, state in enumerate(states, 1):
+        resumed = reader()
+        resumed.load_state_dict(json.loads(state))
+        assert [batch["row"].to_pylist() for batch in resumed] == whole[number:], f"after batch {number}"
+    assert rows_of(first) == [row for batch in whole for row in batch], "another iteration starts anew"
+
+
+def test_a_resumed_reader_refuses_other_data_and_settings(folder: Path) -> None:
+    files = open_files(str(folder))
+    state = RecordReader(files, 32, shuffle=True).state_dict()
+    for other, text in (
+        (RecordReader(files, 16, shuffle=True), "batch_size: 32 then, 16 now"),
+        (RecordReader(files, 32, shuffle=True, seed=3), "seed: 0 then, 3 now"),
+        (RecordReader(open_files(str(folder / "a.parquet")), 32, shuffle=True), "files:"),
+    ):
+        with pytest.raises(DataError, match=text):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_shards_divide_the_rows(folder: Path, count: int) -> None:
+    """By units if there are enough of them, else row by row."""
+    files = open_files(str(folder))
+    parts = [
+        rows_of(RecordReader(files, 16, shuffle=True, seed=2, shard=(index, count), window_rows=64))
+        for index in range(count)
+    ]
+    assert sorted(row for part in parts for row in part) == [*range(ROWS)]
+    assert all(parts)
+    one = RecordReader(open_files(str(folder / "a.parquet")), 16, shard=(1, 2))
+    assert len(rows_of(one)) == (280 if len(open_files(str(folder / "a.parquet")).units) >= 2 else 300)
+
+
+@pytest.mark.parametrize("group", [None, "user"])
+def test_a_hash_split_divides_and_keeps_groups_together(folder: Path, group: str | None) -> None:
+    files = open_files(str(folder))
+    split = HashSplit((0.6, 0.2, 0.2), group=group)
+    found = {part: list(RecordReader(files, 50, split=split, part=part, shuffle=True)) for part in PARTS}
+    rows = {part: [row for batch in batches for row in batch["row"].to_pylist()] for part, batches in found.items()}
+    assert sorted(row for part in rows.values() for row in part) == [*range(ROWS)]
+    if group is None:
+        assert 540 < len(rows["train"]) < 660
+    else:
+        users = [{user for batch in batches for user in batch["user"].to_pylist()} for batches in found.values()]
+        assert sum(map(len, users)) == 37
+    again = rows_of(RecordReader(open_files(str(folder / "*.parquet")), 50, split=split, part="valid"))
+    assert sorted(again) == sorted(rows["valid"])
+
+
+def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
+    split = TimeSplit("time", valid="2024-01-06", test=datetime(2024, 1, 9))
+    files = open_files(str(folder))
+    times = {
+        part: [time for batch in RecordReader(files, 50, split=split, part=part) for time in batch["time"].to_pylist()]
+        for part in PARTS
+    }
+    assert sum(map(len, times.values())) == ROWS
+    assert max(times["train"]) < datetime(2024, 1, 6) <= min(times["valid"])
+    assert max(times["valid"]) < datetime(2024, 1, 9) <= min(times["test"])
+    with pytest.raises(UsageError, match="test .* begins before valid"):
+        rows_of(RecordReader(files, 50, split=TimeSplit("time", valid="2024-01-09", test="2024-01-06")))
+    with pytest.raises(UsageError, match="valid='spring'"):
+        rows_of(RecordReader(files, 50, split=TimeSplit("time", valid="spring", test="2024-01-06")))
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    data = table().drop_columns(["time"])
+    pa.csv.write_csv(data, tmp_path / "a.csv")
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    pa.csv.write_csv(data, tmp_path / "a.tsv", pa.csv.WriteOptions(delimiter="\t", include_header=False))
+    pa.feather.write_feather(data, tmp_path / "a.arrow")
+    pa.parquet.write_table(data, tmp_path / "a.parquet")
+    types = {"row": pa.int64()}
+    for name in ("a.csv", "a.csv.gz", "a.arrow", "a.parquet"):
+        files = open_files(str(tmp_path / name), types=types)
+        assert pa.Table.from_batches(RecordReader(files, 100)).equals(data), name
+    files = open_files(str(tmp_path / "a.tsv"), types=types, header=["row", "user"])
+    assert pa.Table.from_batches(RecordReader(files, 100)).equals(data)
+
+
+def test_text_columns_are_strings_unless_declared(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("code,count\n007,1\n,2\n")
+    (batch,) = RecordReader(open_files(str(path), types={"count": pa.float32()}), 10)
+    assert batch.to_pydict() == {"code": ["007", None], "count": [1.0, 2.0]}
+
+
+def test_partitions_of_folders_are_columns(tmp_path: Path) -> None:
+    for day in ("1", "2"):
+        (tmp_path / f"day={day}").mkdir()
+        pa.parquet.write_table(table(rows=10), tmp_path / f"day={day}" / "a.parquet")
+    files = open_files(str(tmp_path), columns=["row", "day"])
+    assert files.rows == 20
+    days = Counter(day for batch in RecordReader(files, 7) for day in batch["day"].to_pylist())
+    assert days == {1: 10, 2: 10}
+
+
+def test_wrong_files_are_named(folder: Path) -> None:
+    with pytest.raises(UsageError, match="nothing.parquet: no such file"):
+        open_files(str(folder / "nothing.parquet"))
+    with pytest.raises(DataError, match=r"no column 'usr' \(did you mean 'user'\?\)"):
+        open_files(str(folder), columns=["usr"])
+    with pytest.raises(UsageError, match="format 'csv' for .*a.parquet"):
+        open_files(str(folder / "a.parquet"), file_format="csv")
+    with pytest.raises(UsageError, match="no file that ends in .csv"):
+        open_files(str(folder), file_format="csv")
+    pa.parquet.write_table(table().rename_columns(["row", "person", "time"]), folder / "c.parquet")
+    with pytest.raises(DataError, match="c.parquet: no column 'user'; it has"):
+        rows_of(RecordReader(open_files(str(folder)), 10))
+    whole = (folder / "a.parquet").read_bytes()
+    (folder / "c.parquet").unlink()
+    (folder / "b.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match="b.parquet"):
+        rows_of(RecordReader(open_files(str(folder)), 10))
+    (folder / "b.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match="b.parquet"):
+        rows_of(RecordReader(open_files(str(folder)), 10))
+
+
+def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("row\n" + "".join(f"{number}\n" for number in range(50_000)) + "many\n")
+    with pytest.raises(DataError, match=r"a.csv: .*Row #50002.*'many'"):
+        rows_of(RecordReader(open_files(str(path), types={"row": pa.int64()}), 1000))
+
+
+def test_wrong_arguments_are_listed_at_once(folder: Path) -> None:
+    files = open_files(str(folder), columns=["row"])
+    with pytest.raises(UsageError) as caught:
+        RecordReader(files, 0, epochs=0, part="all", shard=(2, 2), split=HashSplit(group="user"))
+    for text in ("batch_size=0", "epochs=0", "part='all'", "shard=(2, 2)", "'user', which is not read"):
+        assert text in str(caught.value)
+    with pytest.raises(UsageError, match="their sum is 1.1"):
+        HashSplit((0.8, 0.2, 0.1))
+
+
+def test_splits_are_pinned() -> None:
+    """A split stays what it was in an older version. Text is hashed by BLAKE2b (`b2sum -l 64`)."""
+    assert hash_values(pa.array([1, -1])).tolist() == [1, 2**64 - 1]
+    a, b = (int.from_bytes(bytes.fromhex(text), "little") for text in ("40f89e395b66422f", "8472c2e34d854f75"))
+    assert hash_values(pa.array(["a", "b", "a"])).tolist() == [a, b, a]
+    batch = pa.record_batch({"x": np.arange(12)})
+    assert HashSplit().parts(batch, 0, 0).tolist() == [1, *[0] * 11]
+    assert HashSplit(seed=1).parts(batch, 1, 100).tolist() == [0, 0, 1, *[0] * 9]
