@@ -164,18 +164,6 @@ impl TrainingBatch {
         (hits + initial + missing, missing)
     }
 
-    /// Names of the dense inputs, in the batch's order.
-    #[getter]
-    fn dense_names(&self) -> Vec<Option<&str>> {
-        self.batch.dense().iter().map(DenseTensor::name).collect()
-    }
-
-    /// Names of the labels, in the batch's order.
-    #[getter]
-    fn label_names(&self) -> Vec<Option<&str>> {
-        self.batch.labels().iter().map(DenseTensor::name).collect()
-    }
-
     /// For each feature, how many ids exceed the places of a raw slot; they are truncated.
     fn truncated(&self) -> Vec<usize> {
         self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.truncated)).collect()
