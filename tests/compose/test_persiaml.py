@@ -67,7 +67,7 @@ def test_it_trains_as_the_embedded_mode_does(folder: Path, embedded: tuple[str, 
         wait_until(
             "nn_worker to end with 0",
             lambda: "Exited (0)" in compose(folder, "ps", "--all", "--format", "{{.Status}}", "nn_worker"),
-            240,
+            600,
             evidence=lambda: compose(folder, "logs", "--no-color", check=False),
             interval=1,
         )

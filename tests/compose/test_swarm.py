@@ -78,7 +78,7 @@ def test_a_compose_file_of_persiaml_trains_on_a_swarm(folder: Path, embedded: tu
     wait_until(
         "the trainer to finish",
         lambda: "Complete" in docker("service", "ps", "--format", "{{.CurrentState}}", f"{NAME}_nn_worker").stdout,
-        300,
+        600,
         evidence=lambda: logs("nn_worker") + logs("embedding_parameter_server"),
         interval=1,
     )

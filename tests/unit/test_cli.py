@@ -44,14 +44,15 @@ def test_settings_of_tables_are_shown(configure: Configure) -> None:
 
 
 @pytest.mark.stack
-def test_every_mistake_is_listed_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [["--global"], []], ids=["option", "second argument"])
+def test_every_mistake_is_listed_at_once(tmp_path: Path, option: list[str]) -> None:
     embedding = tmp_path / "embedding_config.yml"
     embedding.write_text(
         "slots_config:\n  a: {dim: 0}\n  b: {dimm: 4}\n  c: {dim: 4, pooling: max}\nfeature_group: {}\n"
     )
     general = tmp_path / "global_config.yml"
     general.write_text("embedding_parameter_server_config:\n  capacity: -1\n")
-    done = run("config", "check", embedding, "--global", general)
+    done = run("config", "check", embedding, *option, general)
     assert done.returncode == 2
     for text in ("a.dim", "dimm", "c.pooling", "sum", "mean", "feature_group", "capacity", str(general)):
         assert text in done.stderr, text

@@ -37,11 +37,12 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     """Start ``persia-launcher`` in ``tmp_path``, without NATS: ``launch("nn-worker", "train.py")``."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: object, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    def start(*arguments: object, env: Mapping[str, str | None] | None = None) -> "subprocess.Popen[str]":
+        variables = {**os.environ, "PERSIA_NATS_URL": "", **(env or {})}
         process = subprocess.Popen(
             [sys.executable, "-m", "persia.launch.cli", *map(str, arguments)],
             cwd=tmp_path,
-            env={**os.environ, "PERSIA_NATS_URL": "", **(env or {})},
+            env={name: value for name, value in variables.items() if value is not None},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,6 +90,18 @@ def test_ranks_know_their_place(launch: Launch, tmp_path: Path, order: str) -> N
     code, output = result(launch("nn-worker", *words[order], "--lr", "1"))
     assert code == 0, output
     assert "[rank 2] place 2 0 4 --lr 1" in output and "[rank 3] place 3 1 4 --lr 1" in output
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [(None, "nats://persia_nats_service:4222"), ("", ""), ("nats://here:1", "nats://here:1")]
+)
+def test_nats_is_where_persiaml_has_it_unless_a_variable_says_so(
+    launch: Launch, tmp_path: Path, given: str | None, seen: str
+) -> None:
+    """Set to nothing, the variable means the embedded mode."""
+    (tmp_path / "train.py").write_text("import os\nprint(f\"url=<{os.environ['PERSIA_NATS_URL']}>\")\n")
+    code, output = result(launch("nn-worker", "train.py", env={"PERSIA_NATS_URL": given}))
+    assert code == 0 and f"url=<{seen}>" in output, output
 
 
 def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path) -> None:

@@ -43,9 +43,11 @@ def packaged(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path, packaged: Path) -> Run:
-    """Run a command through entrypoint.sh. ``dns`` is the container's name in Docker's DNS."""
+    """Run a command through entrypoint.sh or ``entry``. ``dns`` is the container's name in Docker's DNS."""
 
-    def call(*command: str, dns: str = "", check: bool = True, **variables: str) -> "subprocess.CompletedProcess[str]":
+    def call(
+        *command: str, dns: str = "", check: bool = True, entry: str = "entrypoint.sh", **variables: str
+    ) -> "subprocess.CompletedProcess[str]":
         own = f'"-s dns hosts 10.0.0.7") [ -z "{dns}" ] || echo "10.0.0.7  {dns}"'
         script(packaged / "getent", f'case "$*" in {own} ;; "hosts data_compose") echo 10.0.0.8 ;; *) exit 2 ;; esac')
         environment = {
@@ -56,7 +58,7 @@ def run(tmp_path: Path, packaged: Path) -> Run:
             **variables,
         }
         result = subprocess.run(
-            [str(LAUNCH / "entrypoint.sh"), *command], env=environment, capture_output=True, text=True, timeout=20
+            [str(LAUNCH / entry), *command], env=environment, capture_output=True, text=True, timeout=20
         )
         assert not check or result.returncode == 0, result.stderr
         return result
@@ -171,6 +173,17 @@ def test_the_token_is_made_once(run: Run, tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", token.read_text())
     assert stat.S_IMODE(token.stat().st_mode) == 0o444
     assert [path.name for path in tmp_path.glob("token*")] == ["token"]
+
+
+def test_in_the_folder_of_the_scripts_the_token_is_closed_to_other_users(run: Run, tmp_path: Path) -> None:
+    token = tmp_path / ".persia" / "token"
+    variables = {"PERSIA_TOKEN_FILE": str(token), "entry": "persiaml_entrypoint.sh"}
+    first = run("bash", "-c", 'echo "$0 $PERSIA_TOKEN_FILE"', **variables)
+    assert first.stdout == f"bash {token}\n"
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    secret = token.read_text()
+    assert re.fullmatch(r"[0-9a-f]{64}", secret)
+    assert run("cat", str(token), **variables).stdout == secret
 
 
 def test_a_token_that_cannot_be_made_or_is_empty_is_named(run: Run, tmp_path: Path) -> None:

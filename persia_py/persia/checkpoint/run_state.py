@@ -99,8 +99,6 @@ class RunState:
         save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
         with save.kept():
             names = self.backend.inputs.of(model)
-            if names is not None:
-                save.add_state(inputs.FILE, names.state())
             if model is not None:
                 save.add_state(dense, inputs.annotate(unwrap_model(model).state_dict(), names))
                 if jit is not None:
@@ -110,6 +108,8 @@ class RunState:
                 save.add_state(LOSS_SCALE, self._loss_scale.state_dict())
             for name, state in {rng_state.rank_state(0): self.rank_state(), **more}.items():
                 save.add_state(name, state)
+            if names is not None:
+                save.add_state(inputs.FILE, names.state())
         return save
 
     def restore(

@@ -256,12 +256,12 @@ class EmbeddingCtx(BaseCtx):
         self._backend.finish_checkpoint()
         with self._begin_save(self._backend.checkpoint_dir(dst_dir)).kept() as save:
             names = self._backend.inputs.for_evaluation(self.model)
-            if names is not None:
-                save.add_state(inputs.FILE, names.state())
             if self.model is not None:
                 save.add_state(dense_filename, inputs.annotate(unwrap_model(self.model).state_dict(), names))
                 if with_jit_model:
                     save.add_module(jit_dense_filename, unwrap_model(self.model))
+            if names is not None:
+                save.add_state(inputs.FILE, names.state())
         self._write(save, blocking=blocking)
 
     def _begin_save(self, directory: Path) -> snapshot.Save:
