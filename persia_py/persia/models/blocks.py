@@ -66,7 +66,7 @@ def check_inputs(
     num_dense: int,
     dims: list[int],
 ) -> None:
-    """Refuse tensors of other shapes than a model was built for.
+    """Refuse tensors that a model was not built for.
 
     Args:
         model: Its name, for the message.
@@ -76,7 +76,7 @@ def check_inputs(
         dims: The dimension of each slot.
 
     Raises:
-        DataError: A tensor has another shape, or there are more or fewer of them.
+        DataError: A tensor has another shape, there are more or fewer of them, or a dense input is not of floats.
     """
     shapes = [list(tensor.shape) for tensor in non_id_tensors]
     if any(len(shape) != 2 for shape in shapes) or sum(shape[1] for shape in shapes) != num_dense:
@@ -84,6 +84,13 @@ def check_inputs(
             f"{model}: the batch has dense inputs of shapes {shapes}, want [batch, columns] each, with "
             f"num_dense ({num_dense}) columns together"
         )
+    for index, tensor in enumerate(non_id_tensors):
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise DataError(
+                f"{model}: dense input {index} has dtype {dtype}, want floats: convert it with .astype(np.float32) "
+                "where the batch is made, or with tensor.float()"
+            )
     if len(embedding_tensors) != len(dims):
         raise DataError(f"{model}: the batch has {len(embedding_tensors)} slots, want {len(dims)}")
     for index, (tensor, dim) in enumerate(zip(embedding_tensors, dims, strict=True)):

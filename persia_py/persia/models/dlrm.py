@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from persia.runtime.errors import ConfigError, DataError
+from persia.models.blocks import check_inputs, mlp, wrong_dropout, wrong_sizes
+from persia.runtime.errors import ConfigError
 
 
 class DLRM(nn.Module):
@@ -59,11 +60,11 @@ class DLRM(nn.Module):
         self.bottom = nn.Sequential()
         self.register_parameter("constant", None)
         if num_dense:
-            self.bottom = _mlp(num_dense, bottom_mlp, dropout=0.0)
+            self.bottom = mlp(num_dense, bottom_mlp)
             self.bottom.append(nn.ReLU())
         else:
             self.constant = nn.Parameter(torch.randn(embedding_dim) * embedding_dim**-0.5)
-        self.top = _mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
+        self.top = mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits, ``[batch, 1]``.
@@ -78,7 +79,9 @@ class DLRM(nn.Module):
         """
         # TorchScript supports neither these messages nor their class.
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
-            self._check_shapes(non_id_tensors, embedding_tensors)
+            check_inputs(
+                "DLRM", non_id_tensors, embedding_tensors, self.num_dense, [self.embedding_dim] * self.num_slots
+            )
         constant = self.constant
         if constant is not None:
             dense = constant.expand(embedding_tensors[0].shape[0], -1)
@@ -88,42 +91,6 @@ class DLRM(nn.Module):
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         logits: torch.Tensor = self.top(torch.cat([dense, products.index_select(1, self.pairs)], dim=1))
         return logits
-
-    def _check_shapes(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> None:
-        shapes = [list(tensor.shape) for tensor in non_id_tensors]
-        if any(len(shape) != 2 for shape in shapes) or sum(shape[1] for shape in shapes) != self.num_dense:
-            raise DataError(
-                f"DLRM: the batch has dense inputs of shapes {shapes}, want [batch, columns] each, with "
-                f"num_dense ({self.num_dense}) columns together"
-            )
-        for index, tensor in enumerate(non_id_tensors):
-            if not tensor.is_floating_point():
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise DataError(
-                    f"DLRM: dense input {index} has dtype {dtype}, want floats: convert it with .astype(np.float32) "
-                    "where the batch is made, or with tensor.float()"
-                )
-        if len(embedding_tensors) != self.num_slots:
-            raise DataError(f"DLRM: the batch has {len(embedding_tensors)} slots, want num_slots ({self.num_slots})")
-        for index, tensor in enumerate(embedding_tensors):
-            if tensor.dim() != 2 or tensor.shape[1] != self.embedding_dim:
-                raise DataError(
-                    f"DLRM: slot {index} has shape {list(tensor.shape)}, want [batch, {self.embedding_dim}]; "
-                    "give the slot this dim and embedding_summation: true in embedding_config.yml"
-                )
-
-
-def _mlp(width: int, sizes: Sequence[int], dropout: float) -> nn.Sequential:
-    """Return linear layers with a ReLU, and dropout if any, between them."""
-    layers: list[nn.Module] = []
-    for index, size in enumerate(sizes):
-        if index:
-            layers.append(nn.ReLU())
-            if dropout:
-                layers.append(nn.Dropout(dropout))
-        layers.append(nn.Linear(width, size))
-        width = size
-    return nn.Sequential(*layers)
 
 
 def _check(
@@ -145,8 +112,7 @@ def _check(
             wrong.append(f"{name} is empty; its last layer must equal {title}")
         elif sizes[-1] != end:
             wrong.append(f"{name}[-1] ({sizes[-1]}) must equal {title}")
-        wrong += [f"{name}[{i}] ({size}) must be at least 1" for i, size in enumerate(sizes) if size < 1]
-    if not 0 <= dropout < 1:
-        wrong.append(f"dropout ({dropout}) must be at least 0 and below 1")
+        wrong += wrong_sizes(name, sizes)
+    wrong += wrong_dropout(dropout)
     if wrong:
         raise ConfigError("DLRM: " + "; ".join(wrong))
