@@ -1,5 +1,6 @@
 """How many ids of an evaluation have no row: a report, and a warning where predictions cannot depend on ids."""
 
+import logging
 from dataclasses import dataclass, field
 
 from persia.backend.base import Backend
@@ -50,7 +51,9 @@ class EvaluationReport:
 
 
 class Evaluation:
-    """Counts the ids without a row of an evaluation, which :meth:`end` ends.
+    """Counts the ids without a row of evaluations, one after the other; :meth:`end` ends one.
+
+    It warns once for each slot, and once of empty tables.
 
     Args:
         backend: Where the rows are.
@@ -61,13 +64,15 @@ class Evaluation:
         self.report = EvaluationReport()
         self._backend = backend
         self._load = load
-        self._warned = False
-        self._ended = False
+        self._warned_slots: set[str] = set()
+        self._warned_empty = False
+        self._ended = 0
+        self._is_open = True
 
     def add(self, batch: Batch, looked: TrainingBatch) -> None:
-        """Count a batch that was looked up; warn once as soon as most ids of a slot have no row."""
-        if self._ended:
-            self.report, self._warned, self._ended = EvaluationReport(), False, False
+        """Count a batch that was looked up; warn as soon as most ids of a slot have no row."""
+        if not self._is_open:
+            self.report, self._is_open = EvaluationReport(), True
         report = self.report
         ids, missing = looked.missing()
         report.batches += 1
@@ -75,8 +80,9 @@ class Evaluation:
         report.missing += missing
         if report.missing and report.batches & (report.batches - 1) == 0:
             self._count_slots(batch)
-        if not self._warned and missing and missing == ids and sum(self._backend.engine.server_rows()) == 0:
-            self._warned = True
+        if missing and missing == ids and not self._warned_empty and sum(self._backend.engine.server_rows()) == 0:
+            self._warned_empty = True
+            self._warned_slots.update(batch.slots)
             _logger.warning(
                 "evaluation: the tables are empty (0 rows), so that every id reads as zeros and predictions do not "
                 "depend on ids. Load rows first: %s; with servers, train or load in the training script",
@@ -98,32 +104,37 @@ class Evaluation:
     def end(self) -> None:
         """Log the report. The next batch begins another one; the report stays until then."""
         report = self.report
-        if self._ended or not report.batches:
+        if not self._is_open or not report.batches:
             return
-        self._ended = True
+        self._is_open = False
         self._warn(1)
         by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share][:_SHOWN]
-        _logger.info(
+        _logger.log(
+            logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # one in each step of training
             "evaluation: %d batches, %d ids, %.1f %% of them without a row, which read as zeros%s",
             report.batches,
             report.ids,
             100 * report.missing_share,
             f" (in {report.sampled} of the batches: {', '.join(by_slot)})" if by_slot else "",
         )
+        self._ended += 1
+
+    def rows_change(self) -> None:
+        """End the evaluation, because other rows are loaded, which may be warned of again."""
+        self.end()
+        self._warned_slots, self._warned_empty = set(), False
 
     def _warn(self, least: int) -> None:
-        if self._warned:
-            return
-        most = [
-            f"{missing} of {ids} ids of slot {slot!r}"
+        most = {
+            slot: f"{missing} of {ids} ids of slot {slot!r}"
             for slot, (ids, missing) in self.report.slots.items()
-            if ids >= least and missing > _MANY * ids
-        ]
+            if ids >= least and missing > _MANY * ids and slot not in self._warned_slots
+        }
         if most:
-            self._warned = True
+            self._warned_slots.update(most)
             _logger.warning(
                 "evaluation: %s have no row and read as zeros. Check that ids are made as in training (hash, type, "
                 "order of columns), and that %s had the checkpoint of this model",
-                "; ".join(most[:_SHOWN]),
+                "; ".join([*most.values()][:_SHOWN]),
                 self._load,
             )

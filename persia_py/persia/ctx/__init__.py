@@ -13,7 +13,8 @@ them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
 from persia.checkpoint.policy import Checkpoints
 from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
 from persia.ctx.data import DataCtx
-from persia.ctx.embedding import EmbeddingCtx, InferCtx, eval_ctx
+from persia.ctx.embedding import EmbeddingCtx, eval_ctx
+from persia.ctx.infer import InferCtx
 from persia.ctx.train import TrainCtx
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -65,10 +65,9 @@ class EmbeddingCtx(BaseCtx):
         self._outer = None if self._owner else self._backend.row_settings
         if self._owner or self.embedding_config is not None:
             self._backend.begin(config=self.embedding_config)
-        if self.preprocess_mode is PreprocessMode.TRAIN:
-            return
-        self._evaluation = Evaluation(self._backend, "ctx.load_checkpoint(DIRECTORY)")
-        if self.model is not None:
+        if self.preprocess_mode is not PreprocessMode.TRAIN:
+            self._evaluation = Evaluation(self._backend, "ctx.load_checkpoint(DIRECTORY)")
+        if self._evaluation is not None and self.model is not None:
             self._was_training = self.model.training
             self.model.eval()
 
@@ -96,8 +95,8 @@ class EmbeddingCtx(BaseCtx):
 
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
-            A label of whole numbers or bools that has the shape of an output of floats is float32, as losses of floats
-            want it; with numbers beyond 2^24 it stays as it is, and a warning names it.
+            A label of whole numbers or bools that has the shape of an output of floats is float32; with numbers beyond
+            2^24 it stays, and a warning names it.
 
         Raises:
             DataError: The batch has other inputs than those that the model was trained on; the message lists both.
@@ -113,7 +112,6 @@ class EmbeddingCtx(BaseCtx):
                 batch = self.get_embedding_from_data(batch)
             places = self._arrange(batch, whole=True)
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
-            looked = self.current_batch
             try:
                 if not training:  # on one rank alone, so nothing that all ranks do together
                     output = unwrap_model(self.model)(non_id_tensors, embedding_tensors)
@@ -121,17 +119,13 @@ class EmbeddingCtx(BaseCtx):
                     with self._backend.collective():
                         output = self.model(non_id_tensors, embedding_tensors)
             except RuntimeError as error:
-                named = (
-                    error
-                    if looked is None
-                    else named_error(error, non_id_tensors, arranged(looked.dense_names, places.dense))
-                )
+                named = named_error(error, non_id_tensors, arranged(batch.dense_names, places.dense))
                 if named is error:
                     raise
                 raise named from error
-            if labels is None or looked is None:
-                return output, labels
-            return output, self._label_check.forward(output, labels, arranged(looked.label_names, places.labels))
+            if labels is not None:
+                labels = self._label_check.forward(output, labels, arranged(batch.label_names, places.labels))
+            return output, labels
 
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
@@ -145,10 +139,10 @@ class EmbeddingCtx(BaseCtx):
         Returns:
             Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, through which
             gradients flow to the rows in training; a list of labels, or None of a batch without labels and in the mode
-            ``INFERENCE``. All tensors are on the context's device. Use them on the stream that
-            is current in PyTorch during this call. A pooled feature is ``[batch, dim]``. A raw (sequence) feature is
-            ``[batch, sample_fixed_size, dim + 1]``: the rows of the sample's first ids, padded with zeros. The last
-            column is 1 for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
+            ``INFERENCE``. All are on the context's device, for the stream that is current in PyTorch during this call.
+            A pooled feature is ``[batch, dim]``. A raw (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``:
+            the rows of the sample's first ids, padded with zeros. The last column is 1 for an id and 0 for padding;
+            :func:`persia.utils.split_mask` splits it off.
 
         Raises:
             DataError: A training batch has other inputs than the first one; the message lists both.
@@ -385,30 +379,6 @@ class EmbeddingCtx(BaseCtx):
         names = snapshot.load_state(torch_instance, _local("load_torch_state_dict", src_dir), map_location)
         if isinstance(torch_instance, torch.nn.Module):
             self._backend.inputs.set(torch_instance, names)
-
-
-class InferCtx(EmbeddingCtx):
-    """Serving from embedding servers; not in this version."""
-
-    def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
-        """Refuse.
-
-        Raises:
-            UsageError: Always.
-        """
-        del embedding_worker_address_list, args, kwargs
-        self.wait_for_serving()
-
-    def wait_for_serving(self) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(
-            "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx, in the embedded "
-            "mode after load_checkpoint, with servers on the rows that a TrainCtx of their job has made or loaded"
-        )
 
 
 def _local(caller: str, path: str | os.PathLike[str]) -> Path:

@@ -187,7 +187,7 @@ class Session:
     def lookup_for_training(self, batch: Batch) -> PendingBackward:
         """Look a batch up for training, after every push so far."""
         self._check_open()
-        self._check_trains("a forward in training")
+        self._training_optimizer("a forward in training")
         self.evaluation.end()
         if len(self._waiting) >= self._staleness:
             never = "" if self.forwards.backwards else ", and none so far got a backward"
@@ -231,7 +231,7 @@ class Session:
                 self._skip(nonfinite, batch.step)
                 return
         self.skipped = 0
-        mine.push(1.0 if self._optimizer is None else self._optimizer.lr_factor(batch.step))
+        mine.push(self._training_optimizer("a backward").lr_factor(batch.step))
         self._backend.trained_step = max(self._backend.trained_step, batch.step)
 
     def _skip(self, what: str, step: int) -> None:
@@ -245,7 +245,7 @@ class Session:
     ) -> None:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
-        self._check_trains("save")
+        optimizer = self._training_optimizer("save")
         self.evaluation.end()
         with self._backend.together("save, which every rank calls"):
             self.engine.drain()
@@ -253,8 +253,7 @@ class Session:
         with self._backend.together("the end of save"):
             if self._backend.is_rank_0:
                 with snapshot.Save(self.engine, self._backend.checkpoint_dir(directory), self.trained_step) as save:
-                    if self._optimizer is not None:
-                        save.add_state(_STATE, {"lr": float(self._optimizer.lr), "rows": self.rows.names()})
+                    save.add_state(_STATE, {"lr": float(optimizer.lr), "rows": self.rows.names()})
                     save.add_state(inputs.FILE, inputs.InputNames(tuple(features)).state())
                     for name, state in states.items():
                         save.add_state(name, state)
@@ -263,7 +262,7 @@ class Session:
         """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
         self._check_open()
         self._backend.check_loads("EmbeddingCollection.load")
-        self.evaluation.end()
+        self.evaluation.rows_change()
         with self._backend.together("load, which every rank calls"):
             if self._waiting:
                 raise UsageError(
@@ -358,13 +357,14 @@ class Session:
         finally:
             _end(self._backend, self.forwards, self.evaluation, error)
 
-    def _check_trains(self, what: str) -> None:
-        if self._optimizer is None:
-            raise UsageError(
-                f"EmbeddingCollection: {what} without an optimizer: it was made with optimizer=None, to evaluate only. "
-                "To evaluate, call eval() or use torch.no_grad(); to train, make it with the optimizer of the training "
-                "run, such as Adagrad(lr=0.1)"
-            )
+    def _training_optimizer(self, what: str) -> Optimizer:
+        if self._optimizer is not None:
+            return self._optimizer
+        raise UsageError(
+            f"EmbeddingCollection: {what} without an optimizer: it was made with optimizer=None, to evaluate only. To "
+            "evaluate, call eval() or use torch.no_grad(); to train, make it with the optimizer of the training run, "
+            "such as Adagrad(lr=0.1)"
+        )
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
