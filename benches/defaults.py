@@ -2,7 +2,7 @@
 
 The file is Parquet or CSV with a label of 0 and 1. Columns of ``--ids`` are features with one id a sample, those of
 ``--bags`` are lists of ids. 70 % of the samples train, 15 % are the validation part, 15 % the test part, chosen by a
-hash of the row number or of ``--group``. The test part is scored with ``--test`` only, for settings that are decided.
+hash of the row number or of ``--group``; ``--samples`` bounds those that train. Score the test part (``--test``) once.
 
 A setting is ``SYSTEM,OPTIMIZER,LR,ACCUMULATOR,INIT``: ``persia`` is EmbeddingCollection, ``torch`` is sparse
 nn.EmbeddingBag with torch's optimizers; ``adagrad``, ``rowwise`` (Adagrad with one accumulator a row) or ``adam``;
@@ -87,7 +87,6 @@ def read(options: argparse.Namespace) -> Data:
     dense = np.sign(inputs := np.stack([np.zeros(rows), *columns], 1)) * np.log1p(np.abs(inputs))
     train = dense[parts["train"]]
     dense = (dense - train.mean(0)) / np.maximum(train.std(0), 1e-6)
-    labels = torch.from_numpy(table[options.label].to_numpy().astype(np.float32))
     lengths = [np.ones(rows, np.int64) for _ in options.ids]
     lengths += [pc.fill_null(pc.list_value_length(table[name]), 0).to_numpy() for name in options.bags]
     offsets = np.concatenate([[0], np.stack(lengths, 1).ravel().cumsum()])
@@ -98,7 +97,8 @@ def read(options: argparse.Namespace) -> Data:
         within = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
         ids[np.repeat(starts, length) + within] = first + (numbers := _numbers(column))
         first += numbers.max() + 1
-    return Data(labels, torch.from_numpy(dense.astype(np.float32)), parts, len(columns), ids, offsets)
+    labels, dense = table[options.label].to_numpy().astype(np.float32), dense.astype(np.float32)
+    return Data(torch.from_numpy(labels), torch.from_numpy(dense), parts, len(columns), ids, offsets)
 
 
 class Model(torch.nn.Module):
@@ -149,20 +149,18 @@ def aucs(data: Data, setting: str, seed: int, options: argparse.Namespace) -> li
     lookup, optimizers, close = open_table(data, setting, options.dim)
     optimizers.append(torch.optim.Adam(model.parameters()))
     loss_fn = torch.nn.BCEWithLogitsLoss(reduction=options.reduction)
-    order, scored = np.random.default_rng(seed), data.parts["test" if options.test else "valid"]
+    order, scored, results = np.random.default_rng(seed), data.parts["test" if options.test else "valid"], []
 
     def logits(samples: Ints) -> torch.Tensor:
         vectors = lookup(data.bags(samples)).view(len(samples), data.features, options.dim)
         return model(data.dense[samples], vectors)  # type: ignore[no-any-return]
 
-    results = []
     for _ in range(options.epochs):
         samples_of_epoch = order.permutation(data.parts["train"])
         for samples in np.split(samples_of_epoch, range(options.batch, len(samples_of_epoch), options.batch)):
-            loss = loss_fn(logits(samples), data.labels[samples])
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            loss.backward()
+            loss_fn(logits(samples), data.labels[samples]).backward()
             for optimizer in optimizers:
                 optimizer.step()
         with torch.no_grad():
@@ -183,8 +181,8 @@ def main() -> None:
     parser.add_argument("--setting", action="append", default=[])
     for name in ("--grid", "--test"):
         parser.add_argument(name, action="store_true")
-    parser.add_argument("--model", choices=["mlp", "dlrm"], default="mlp")
-    parser.add_argument("--reduction", choices=["mean", "sum"], default="mean")
+    for name, choices in (("--model", ["mlp", "dlrm"]), ("--reduction", ["mean", "sum"])):
+        parser.add_argument(name, choices=choices, default=choices[0])
     for name, default in (("samples", 50_000), ("epochs", 3), ("batch", 256), ("dim", 16), ("seeds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
