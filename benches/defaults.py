@@ -31,7 +31,7 @@ from persia.nn import EmbeddingCollection, TableConfig
 Ints = npt.NDArray[np.int64]
 Lookup = Callable[[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 
-RATES, STARTS, INITS = (0.01, 0.03, 0.1), (0.1, 1e-2, 1e-4, 1e-8), (0.01, 0.05, 0.25)
+RATES, STARTS, INITS = (0.01, 0.03, 0.1), (0.1, 1e-2, 1e-4, 1e-6, 1e-8), (0.01, 0.05, 0.25)
 GRID = [f"persia,adagrad,{lr},{start},{init}" for init in INITS for lr in RATES for start in STARTS]
 GRID += [f"persia,adam,{lr / 10:g},0,{init}" for init in INITS for lr in RATES]
 
