@@ -37,6 +37,8 @@ PLAN: dict[str, Any] = json.loads(sys.argv[2])
 DATA = Data.of(PLAN)
 HELD_S = 150.0
 """Seconds that a rank waits at the gate."""
+MOST_LOOPS = 6
+"""Loops of one process: the two of the plan, one more after a load, and empty ones after a restart."""
 READS = 3
 """Times that an evaluation reads all rows."""
 
@@ -194,12 +196,14 @@ def main() -> None:
         reach("restored" if resumed else "before", "entered", ctx.step, ctx.engine.generation)
         source = StreamingDataset() if PLAN["source"] == "stream" else Own()
         loader = DataLoader(source, reproducible=DATA.ordered, embedding_staleness=PLAN["staleness"])
-        while True:
+        for _ in range(MOST_LOOPS):
             one_loop(ctx, loader)
             if ctx.step >= DATA.steps:
                 break
             if ctx.step == PLAN["stop"]:
                 between(ctx)
+        else:
+            raise RuntimeError(f"the data have ended after step {ctx.step} of {DATA.steps}")
         distributed.agree(True)  # the pushes of all ranks are applied
         reach("end", "trained", ctx.step, ctx.engine.generation)
         if env.get_rank() == 0:

@@ -1,5 +1,6 @@
 """Runs of several ranks that are interrupted and resume from their newest save, checked by tests/chaos's ledger."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from persia.data import DataLoader
 from persia.embedding.optim import SGD
 from persia.errors import RunLostError
 from persia.launch.supervision import SAVING_GRACE
+from persia.nn import EmbeddingCollection, TableConfig
 
 CHAOS = ROOT / "tests" / "chaos"
 STEPS = 60
@@ -192,6 +194,33 @@ def test_rows_that_a_server_lost_are_missed_wherever_they_are_needed(
             ctx.get_embedding_from_data(Batches(1).batch(0, requires_grad=False))
         else:
             train(ctx)
+
+
+@pytest.mark.parametrize("where", ["before a load", "after a load", "after a save"])
+def test_a_collection_misses_the_rows_that_a_server_lost(
+    make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    stack = make_stack(servers=2)
+    stack.use(monkeypatch)
+    tables = EmbeddingCollection([TableConfig("a", 4, ["a"]), TableConfig("b", 4, ["b"])], SGD(0.1))
+
+    def step() -> None:
+        ids = torch.arange(200)
+        sum(vectors.sum() for vectors in tables({"a": ids, "b": ids}).values()).backward()
+
+    try:
+        step()
+        tables.save("here")
+        if where == "after a load":
+            tables.load("here")
+        stack.kill("server-1")
+        stack.start_part("server", 1)
+        stack.wait_ready()
+        with pytest.raises(RunLostError, match=r"server 1 of 2 .* lost"):
+            tables.load("here") if where == "before a load" else step()
+    finally:
+        with contextlib.suppress(RunLostError):
+            tables.close()
 
 
 def test_a_server_with_a_log_continues_with_the_next_loop(

@@ -102,14 +102,15 @@ def test_an_id_gets_its_row_when_it_comes_again(configure: Configure) -> None:
     # Zeros at the first time, the initial row at the second; gradients count from there.
     assert (found[:10] == 1 - 2).all()
     assert not found[10:].any()
-    assert stats["lookups"]["inserted"] == 10
+    assert stats["lookups"] == {"hits": 10, "initial": 10, "missing": len(IDS)}
+    assert stats["pushes"]["rows_inserted"] == 10
     assert stats["pushes"]["rows_missing"] == len(IDS)
     configure("a: {dim: 4}")
     config = EmbeddingConfig(Uniform(1.0, 1.0), weight_bound=0, admit_min_count=2)
     assert np.array_equal(trained(IDS, IDS[:10], IDS[:10], config=config)[0], found)
 
 
-def test_a_row_that_nobody_asks_for_expires(configure: Configure) -> None:
+def test_a_row_without_pushes_expires(configure: Configure) -> None:
     configure("a: {dim: 4, ttl: 2}")
     found, stats = trained(IDS, IDS[:10], IDS[:10], IDS[:10])
     assert (found[:10] == 1 - 4).all()
@@ -117,7 +118,7 @@ def test_a_row_that_nobody_asks_for_expires(configure: Configure) -> None:
     again, _ = trained(IDS, IDS[:10], IDS[:10], IDS)
     assert (again[:10] == 1 - 4).all()
     assert (again[10:] == 1 - 1).all()
-    assert stats["lookups"]["evicted"] == 0
+    assert stats["pushes"]["rows_evicted"] == 0
 
 
 def test_counts_ages_and_halves_are_in_checkpoints(configure: Configure, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -122,10 +122,10 @@ class EmbeddingConfig:
 
     Attributes:
         emb_initialization: One of the classes of this module; ``(low, high)`` means :class:`Uniform`.
-        admit_probability: The probability that an id without a row gets one at a look-up of training, in ``[0, 1]``.
+        admit_probability: The probability that an id without a row gets one at a push, in ``[0, 1]``.
             A hash of seed, id and step decides.
         weight_bound: Weights are clamped to ``±weight_bound`` after each update; 0 means no bound.
-        admit_min_count: An id gets a row when this many training batches have contained it, from 1. The count restarts
+        admit_min_count: An id gets a row at the push that is this number of its pushes, from 1. The count restarts
             when the id loses its row. Counts are exact for twice as many ids as the capacity; with more ids, all counts
             are halved, and ids at 0 are forgotten.
     """

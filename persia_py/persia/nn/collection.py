@@ -7,7 +7,7 @@ embedding servers. One forward is one step of the engine, one backward its push.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.ids import as_bags, as_ids, as_offsets
 from persia.embedding.inputs import InputNames
 from persia.embedding.optim import Optimizer
+from persia.nn.defaults import as_optimizer
 from persia.nn.session import PendingBackward, Session
 from persia.nn.tables import TableConfig, check_tables
 from persia.runtime.errors import BatchSizeError, DataError, FeatureTypeError, UsageError
@@ -73,14 +74,14 @@ class EmbeddingCollection(torch.nn.Module):
         torch.distributed.init_process_group(
             "nccl", init_method="tcp://host:port", rank=env.get_rank(), world_size=env.get_world_size()
         )
-        collection = EmbeddingCollection(tables, Adagrad(lr=0.1))
+        collection = EmbeddingCollection(tables)
         model = DistributedDataParallel(model.cuda(), device_ids=[env.get_local_rank()])
 
     Example:
         ::
 
             tables = [TableConfig("user", 16, ["user"]), TableConfig("item", 16, ["clicked", "bought"], pooling="mean")]
-            collection = EmbeddingCollection(tables, Adagrad(lr=0.1))
+            collection = EmbeddingCollection(tables)
             for batch in batches:
                 vectors = collection({"user": ids, "clicked": (ids, offsets), "bought": (ids, offsets)})
                 loss = loss_fn(model(torch.cat(list(vectors.values()), 1)), batch.labels)
@@ -89,9 +90,11 @@ class EmbeddingCollection(torch.nn.Module):
 
     Args:
         tables: The tables.
-        optimizer: Updates the rows. None is for evaluation only: rows come from :meth:`load`, which then takes a
-            checkpoint of any optimizer, or from the training run on the servers.
-        config: The initializer, the admission rule and the weight bound.
+        optimizer: Updates the rows; without this argument :func:`persia.nn.default_optimizer` does. None is for
+            evaluation only: rows come from :meth:`load`, which then takes a checkpoint of any optimizer, or from the
+            training run on the servers.
+        config: The initializer, the admission rule and the weight bound. None means
+            :func:`persia.nn.default_embedding_config`, and after :meth:`load` the range of the checkpoint's new rows.
         staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
             ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is given.
         device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),
@@ -108,7 +111,7 @@ class EmbeddingCollection(torch.nn.Module):
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | Literal["default"] | None = "default",
         config: EmbeddingConfig | None = None,
         *,
         staleness: int | None = None,
@@ -116,17 +119,12 @@ class EmbeddingCollection(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if not (optimizer is None or isinstance(optimizer, Optimizer)):
-            raise UsageError(
-                "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, or None to evaluate only, got "
-                f"{type(optimizer).__name__}"
-            )
+        self.optimizer = as_optimizer(optimizer)
         check_tables(tables)
         self.tables = tuple(tables)
-        self.optimizer = optimizer
         self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd record a forward
-        self._session = Session(self.embedding_config(), optimizer, config, staleness, _device(device, dtype))
+        self._session = Session(self.embedding_config(), self.optimizer, config, staleness, _device(device, dtype))
 
     def embedding_config(self) -> str:
         """Return the ``embedding_config.yml`` of these tables, for the servers of a job."""

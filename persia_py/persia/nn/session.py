@@ -11,15 +11,17 @@ from persia.backend.base import Backend, Device, RowSettings
 from persia.backend.evaluation import Evaluation
 from persia.backend.local import LocalBackend
 from persia.checkpoint import snapshot
-from persia.checkpoint.run_state import saved_inputs
 from persia.distributed import run
 from persia.distributed.options import DDPOption
-from persia.embedding import EmbeddingConfig, get_default_embedding_config, inputs
+from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.config import Configuration
 from persia.embedding.optim import Optimizer
 from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
+from persia.nn.defaults import STATE as _STATE
+from persia.nn.defaults import default_embedding_config, range_of, saved_default
 from persia.nn.forwards import Forwards
 from persia.nn.reference import RowsVersion
+from persia.nn.tables import check_features
 from persia.runtime import contexts
 from persia.runtime.errors import (
     CheckpointError,
@@ -43,9 +45,6 @@ _logger = get_logger("collection")
 
 _LOOKUP_S = 600.0
 """How long a look-up may take, as in :class:`persia.data.DataLoader`."""
-
-_STATE = "collection.state"
-"""The file of a checkpoint that holds the learning rate; no state dict of the user's has such a name."""
 
 
 class PendingBackward:
@@ -93,7 +92,7 @@ class Session:
     Args:
         slots: The text of its embedding configuration.
         optimizer: Updates the rows; None for evaluation only.
-        config: The configuration of new rows; None means the default.
+        config: The configuration of new rows; None means that of :mod:`persia.nn.defaults`.
         staleness: The number of steps that may wait for their push.
         device: The device that pools vectors; None means the CPU.
 
@@ -126,6 +125,7 @@ class Session:
                 )
             self._staleness = 1
         self._optimizer = optimizer
+        self._is_default = config is None
         self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.forwards = Forwards()
         self.rows = RowsVersion()
@@ -138,7 +138,7 @@ class Session:
         self.evaluation = Evaluation(self._backend, "collection.load(DIRECTORY)")
         self._finalizer = weakref.finalize(self, _end, self._backend, self.forwards, self.evaluation)
         try:
-            self._backend.apply(RowSettings(optimizer, config or get_default_embedding_config()))
+            self._backend.apply(RowSettings(optimizer, config or default_embedding_config()))
         except BaseException as error:
             self.close(error)
             raise
@@ -253,7 +253,8 @@ class Session:
         with self._backend.together("the end of save"):
             if self._backend.is_rank_0:
                 with snapshot.Save(self.engine, self._backend.checkpoint_dir(directory), self.trained_step) as save:
-                    save.add_state(_STATE, {"lr": float(optimizer.lr), "rows": self.rows.names()})
+                    new_rows = range_of(self._backend.row_settings.config) if self._is_default else {}
+                    save.add_state(_STATE, {"lr": float(optimizer.lr), "rows": self.rows.names(), **new_rows})
                     save.add_state(inputs.FILE, inputs.InputNames(tuple(features)).state())
                     for name, state in states.items():
                         save.add_state(name, state)
@@ -271,10 +272,14 @@ class Session:
                 )
             loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
             lr, rows = self._saved_state(loaded)
-            _check_features(loaded, features)
+            check_features(loaded, features)
+            settings_of_rows = self._backend.row_settings
+            if self._is_default:
+                settings_of_rows = RowSettings(self._optimizer, saved_default(loaded))
         with self._backend.together("the loop before a load"):  # left by all ranks or by none
             self._leave_loop()
             self.engine.drain()
+        self._backend.row_settings = settings_of_rows
         with self._backend.together("the end of load"):
             if self._backend.is_rank_0:
                 self._backend.drain_all_ranks()
@@ -373,21 +378,6 @@ class Session:
             raise RunLostError(
                 f"a forward of this EmbeddingCollection failed, which ends the run on all ranks: {self._lost}"
             )
-
-
-def _check_features(loaded: snapshot.Load, features: Sequence[str]) -> None:
-    """Check that a collection with ``features`` has all those of a checkpoint."""
-    names = saved_inputs(loaded)
-    if names is None:
-        return
-    if not {*names.id_features} <= {*features}:
-        raise CheckpointError(
-            f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
-            f"EmbeddingCollection are {', '.join(features)}; give its tables the same feature_names"
-        )
-    new = [feature for feature in features if feature not in names.id_features]
-    if new:
-        _logger.warning("%s: it has no feature %s; rows of their own tables are new", loaded.path, ", ".join(new))
 
 
 def _end(backend: Backend, forwards: Forwards, evaluation: Evaluation, error: BaseException | None = None) -> None:

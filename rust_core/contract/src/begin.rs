@@ -41,7 +41,7 @@ fn a_generation_must_be_above(make: Make<'_>) {
 
 fn another_generation_or_job_is_stale(make: Make<'_>) {
     let fixture = begun(make);
-    fixture.train(1, 0, &[1]);
+    fixture.insert(1, 0, &[1]);
     let stale = [
         Token { generation: GENERATION - 1, ..token(0, 1) },
         Token { generation: GENERATION + 1, ..token(0, 1) },
@@ -105,7 +105,7 @@ fn no_optimizer(make: Make<'_>) {
 fn other_state_is_refused(make: Make<'_>) {
     let momentum = Optimizer::Sgd { lr: 1.0, momentum: 0.5, weight_decay: 0.0 };
     let fixture = begun_with(make, &Run { optimizer: Some(momentum), ..run() });
-    fixture.train(1, 0, &[1]);
+    fixture.insert(1, 0, &[1]);
     let next = Run { optimizer: Some(LEDGER), ..next_run() };
     let error = fixture.0.begin(&next).unwrap_err();
     assert!(matches!(error, TablesError::BadRun { .. }), "{error}");

@@ -64,7 +64,7 @@ fn a_prepared_snapshot_keeps_its_rows(make: Make<'_>) {
     fixture.push(1, 1, &early, &distinct_gradients(1, &early));
     let rows = fixture.read(1, &early);
     fixture.0.prepare_snapshot(1).unwrap();
-    fixture.train(2, 1, &[&early[..], &late].concat());
+    fixture.insert(2, 1, &late);
     fixture.push(2, 1, &early[..100], &distinct_gradients(1, &early[..100]));
     let (prepared, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = fixture.0.write_snapshot(prepared.path(), Some(1)).unwrap();
@@ -100,7 +100,7 @@ fn restore_replaces(make: Make<'_>) {
     fixture.push(1, 0, &early, &distinct_gradients(0, &early));
     let dir = tempfile::tempdir().unwrap();
     let files = snapshot(&fixture, dir.path());
-    fixture.train(2, 0, &[&early[..], &late].concat());
+    fixture.insert(2, 0, &late);
     fixture.push(2, 0, &early, &distinct_gradients(0, &early));
     fixture.0.restore(dir.path(), &files).unwrap();
     assert_eq!(fixture.rows_held(), [50, 0]);
@@ -114,7 +114,7 @@ fn restore_replaces(make: Make<'_>) {
 fn a_damaged_snapshot_changes_nothing(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(50);
-    fixture.train(1, 0, &ids);
+    fixture.insert(1, 0, &ids);
     let dir = tempfile::tempdir().unwrap();
     let files = snapshot(&fixture, dir.path());
     fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
@@ -144,11 +144,13 @@ fn a_damaged_snapshot_changes_nothing(make: Make<'_>) {
 }
 
 fn counts_add_up(make: Make<'_>) {
-    let fixture = begun(make);
+    let initializer = Initializer::Uniform { low: 1.0, high: 2.0 };
+    let fixture = begun_with(make, &Run { admit_probability: 0.5, initializer, ..run() });
     let ids = ids(100);
-    fixture.train(1, 0, &ids[..80]);
+    let (rows, found) = fixture.train(1, 0, &ids);
     let mut gradients = distinct_gradients(0, &ids);
-    gradients[3][0] = f32::NAN;
+    let admitted = rows.iter().position(|row| row[0] != 0.0).unwrap();
+    gradients[admitted][0] = f32::NAN;
     fixture.push(1, 0, &ids, &gradients);
     fixture.push(1, 0, &ids, &gradients);
     let stats = fixture.0.stats().unwrap();
@@ -156,10 +158,10 @@ fn counts_add_up(make: Make<'_>) {
     assert_eq!(sum.rows_pushed, 200);
     assert_eq!(
         (sum.rows_applied, sum.rows_missing, sum.rows_nonfinite, sum.rows_duplicate),
-        (79, 20, 1, 100)
+        (found.initial - 1, found.missing, 1, 100)
     );
-    assert_eq!(stats.pushes.rows_inserted, 80);
-    assert_eq!(stats.rows, [80, 0]);
-    assert!(stats.payload_bytes >= 80 * 4 * 4);
+    assert_eq!(sum.rows_inserted, found.initial);
+    assert_eq!(stats.rows, [found.initial, 0]);
+    assert!(stats.payload_bytes >= found.initial * 4 * 4);
     assert!(stats.memory_bytes >= stats.payload_bytes);
 }

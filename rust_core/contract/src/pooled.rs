@@ -124,6 +124,11 @@ fn pooled_equals_rows(make: Make<'_>) {
             continue;
         }
         for mode in [Mode::Train, Mode::Eval] {
+            if mode == Mode::Eval {
+                for fixture in [&by_sample, &by_row] {
+                    fixture.insert(seq, TABLE, many.ids.ids());
+                }
+            }
             let (report, out) = many.try_lookup(&by_sample, seq, mode, bags).expect("a pooled look-up");
             let (rows, of_rows) = by_row.try_lookup(token(0, seq), mode, TABLE, many.ids.ids()).unwrap();
             let mut pooled = vec![f32::NAN; SAMPLES * DIM];

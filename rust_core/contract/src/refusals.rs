@@ -46,7 +46,7 @@ fn a_table_named_twice_is_refused(make: Make<'_>) {
     let error = lookup(fixture.0.as_ref(), &[table, table], &mut [&mut [0.0; 4], &mut [0.0; 4]]);
     assert!(matches!(error, TablesError::BadTable { table: 0, .. }), "{error}");
     assert_eq!(fixture.rows_held(), [0, 0]);
-    fixture.train(1, 0, &[1]);
+    fixture.insert(1, 0, &[1]);
     let gradients = TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&[1.0; 4]) };
     let error = push(fixture.0.as_ref(), &[gradients, gradients]);
     assert!(matches!(error, TablesError::BadTable { table: 0, .. }), "{error}");
@@ -73,7 +73,7 @@ fn wrong_buffers_are_refused(make: Make<'_>) {
 fn one_bad_table_spoils_the_push(make: Make<'_>) {
     let fixture = begun(make);
     let ids = ids(20);
-    fixture.train(1, 0, &ids);
+    fixture.insert(1, 0, &ids);
     let grouped = ShardedIds::group(&ids).unwrap();
     let good = TableGradients { table: 0, ids: &grouped, gradients: Gradients::Rows(&[1.0; 80]) };
     let bad = TableGradients { table: 1, ids: &grouped, gradients: Gradients::Rows(&[1.0; 80]) };

@@ -22,22 +22,27 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn a_missing_id_shifts_no_other(make: Make<'_>) {
-    let fixture = begun(make);
+    let initializer = Initializer::Uniform { low: 1.0, high: 2.0 };
+    let fixture = begun_with(make, &Run { admit_probability: 0.5, initializer, ..run() });
     let all = ids(200);
-    let known: Vec<u64> = all.iter().copied().filter(|id| id % 3 != 0).collect();
-    let missing: Vec<u64> = all.iter().copied().filter(|id| id % 3 == 0).collect();
-    fixture.train(1, 1, &known);
-    let report = fixture.push(1, 1, &all, &distinct_gradients(1, &all));
+    // The row of an id that is not admitted reads as zeros.
+    let (mut rows, found) = fixture.train(1, 1, &all);
+    assert!((60..140).contains(&found.missing), "{found:?}");
+    let gradients = distinct_gradients(1, &all);
+    let report = fixture.push(1, 1, &all, &gradients);
     let expected = PushReport {
         rows_pushed: 200,
-        rows_applied: known.len() as u64,
-        rows_missing: missing.len() as u64,
+        rows_applied: found.initial,
+        rows_inserted: found.initial,
+        rows_missing: found.missing,
         ..Default::default()
     };
     assert_eq!(report, expected);
-    assert_eq!(fixture.read(1, &known), pushed(1, &known, 1.0));
-    assert_eq!(fixture.read(1, &missing), pushed(1, &missing, 0.0));
-    assert_eq!(fixture.rows_held(), [0, known.len() as u64]);
+    for (row, gradient) in rows.iter_mut().zip(&gradients).filter(|(row, _)| row[0] != 0.0) {
+        row.iter_mut().zip(gradient).for_each(|(weight, g)| *weight -= g);
+    }
+    assert_eq!(fixture.read(1, &all), rows);
+    assert_eq!(fixture.rows_held(), [0, found.initial]);
 }
 
 fn a_nonfinite_row_is_skipped_alone(make: Make<'_>) {
@@ -55,6 +60,7 @@ fn a_nonfinite_row_is_skipped_alone(make: Make<'_>) {
         rows_pushed: 60,
         rows_applied: 56,
         rows_nonfinite: 4,
+        rows_inserted: 60,
         first_nonfinite: Some((1, first_bad)),
         ..Default::default()
     };
@@ -71,6 +77,7 @@ fn evaluation_changes_nothing(make: Make<'_>) {
     let fixture = begun_with(make, &Run { initializer, ..run() });
     let (known, unknown) = (ids(30), [1u64, 2, 3]);
     let (rows, _) = fixture.train(1, 0, &known);
+    fixture.insert(1, 0, &known);
     let before = fixture.0.stats().unwrap();
     for mode in [Mode::Eval, Mode::Infer] {
         let both = [&known[..], &unknown].concat();
@@ -94,7 +101,7 @@ fn tables_do_not_mix(make: Make<'_>) {
     let request = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &tables };
     let mut targets: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
     assert_eq!(fixture.0.lookup(&request, &mut targets).unwrap().initial, 160);
-    assert_eq!(fixture.rows_held(), [80, 80]);
+    assert_eq!(fixture.rows_held(), [0, 0]);
 
     let gradients: Vec<Vec<f32>> =
         dims.iter().enumerate().map(|(table, dim)| vec![1.0 + table as f32; 80 * dim]).collect();
@@ -104,6 +111,7 @@ fn tables_do_not_mix(make: Make<'_>) {
         .collect();
     let push = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };
     assert_eq!(fixture.0.push(&push).unwrap().rows_applied, 160);
+    assert_eq!(fixture.rows_held(), [80, 80]);
     assert_eq!(fixture.read(0, grouped.ids()), vec![vec![-1.0; 4]; 80]);
     assert_eq!(fixture.read(1, grouped.ids()), vec![vec![-2.0; 19]; 80]);
 }
@@ -113,6 +121,7 @@ fn a_part_may_be_pushed(make: Make<'_>) {
     let ids = ids(90);
     fixture.train(1, 0, &ids);
     fixture.push(1, 0, &ids[30..60], &distinct_gradients(0, &ids[30..60]));
+    assert_eq!(fixture.rows_held(), [30, 0]);
     assert_eq!(fixture.read(0, &ids[30..60]), pushed(0, &ids[30..60], 1.0));
     assert_eq!(fixture.read(0, &ids[..30]), pushed(0, &ids[..30], 0.0));
     assert_eq!(fixture.read(0, &ids[60..]), pushed(0, &ids[60..], 0.0));
@@ -167,6 +176,8 @@ fn not_admitted(make: Make<'_>) {
     let (_, report) = half.train(1, 0, &many);
     assert_eq!(report.initial + report.missing, 2000);
     assert!((800..1200).contains(&report.initial), "{report:?}");
+    let pushed = half.push(1, 0, &many, &distinct_gradients(0, &many));
+    assert_eq!((pushed.rows_inserted, pushed.rows_missing), (report.initial, report.missing));
 }
 
 fn the_factor_multiplies(make: Make<'_>) {

@@ -166,7 +166,7 @@ fn misfits(make: Make<'_>) {
         assert!(matches!(refused, Err(TablesError::BadShape { .. })), "{csr:?}: {refused:?}");
     }
     assert_eq!(fixture.rows_held(), [0, 0]);
-    used.lookup(&fixture, 1, Mode::Train);
+    fixture.insert(1, TABLE, used.ids.ids());
     let gradients = [1.0; 4 * DIM];
     let good = SegmentSum {
         gradients: &gradients,

@@ -19,7 +19,7 @@ use super::scratch;
 
 const JOB: &str = "fuzz";
 const GENERATION: u64 = 3;
-const MAGIC: &[u8] = b"persia journal 2";
+const MAGIC: &[u8] = b"persia journal 3";
 const FRAME_BYTES: usize = 12;
 /// The last byte of a record; inputs omit it.
 const END: u8 = 0xE5;

@@ -10,6 +10,8 @@ use crate::simd::{LANES, Lanes};
 
 /// A format of 16 bits.
 pub trait Half {
+    /// The largest finite number.
+    const LARGEST: f32;
     /// 16 bits to f32.
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
     /// f32 to the nearest 16 bits.
@@ -35,6 +37,8 @@ const F16_CUT: u32 = 13;
 const F16_REBIAS: u32 = (127 - 15) << 23;
 
 impl Half for F16 {
+    const LARGEST: f32 = f32::from_bits(F16_MAX);
+
     #[inline(always)]
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES] {
         L::widen_f16(from)
@@ -89,6 +93,8 @@ pub struct Bf16;
 const BF16_MAX: u32 = 0x7F7F_0000;
 
 impl Half for Bf16 {
+    const LARGEST: f32 = f32::from_bits(BF16_MAX);
+
     #[inline(always)]
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES] {
         from.map(|half| f32::from_bits(u32::from(half) << 16))

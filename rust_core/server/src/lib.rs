@@ -20,6 +20,7 @@ pub mod middleware;
 pub mod node;
 pub mod probe;
 pub mod process;
+mod request_memory;
 pub mod serve;
 pub mod service;
 mod wal;

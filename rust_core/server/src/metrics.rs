@@ -34,6 +34,8 @@ const ROWS: &str = "persia_rows";
 const PAYLOAD: &str = "persia_payload_bytes";
 const MEMORY: &str = "persia_memory_bytes";
 const LOG: &str = "persia_log_bytes";
+const REQUEST_MEMORY: &str = "persia_request_memory_bytes";
+const MEMORY_WAITS: &str = "persia_request_memory_waits_total";
 /// From a fraction of a loopback call to the checkpoint of a large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -61,6 +63,8 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
     metrics::describe_counter!(ROW_CHANGES, "Rows that pushes inserted, evicted, or found expired");
     metrics::describe_gauge!(CONNECTIONS, "Open connections");
+    metrics::describe_gauge!(REQUEST_MEMORY, metrics::Unit::Bytes, "Memory of requests in flight");
+    metrics::describe_counter!(MEMORY_WAITS, "Requests that waited for memory that others held");
     metrics::describe_gauge!(GENERATION, "Generation of the last run");
     metrics::describe_gauge!(ROWS, "Rows, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state");
@@ -162,6 +166,28 @@ impl Connected {
 impl Drop for Connected {
     fn drop(&mut self) {
         gauge!(CONNECTIONS).decrement(1.0);
+    }
+}
+
+/// Count a request that waits for memory.
+pub(crate) fn count_memory_wait() {
+    counter!(MEMORY_WAITS).increment(1);
+}
+
+/// Counts the memory of a request while it is in flight.
+#[derive(Debug)]
+pub(crate) struct RequestMemory(u64);
+
+impl RequestMemory {
+    pub(crate) fn count(bytes: u64) -> Self {
+        gauge!(REQUEST_MEMORY).increment(bytes as f64);
+        Self(bytes)
+    }
+}
+
+impl Drop for RequestMemory {
+    fn drop(&mut self) {
+        gauge!(REQUEST_MEMORY).decrement(self.0 as f64);
     }
 }
 

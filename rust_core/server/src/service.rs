@@ -8,19 +8,26 @@ use persia_types::tables::{FileEntry, Run};
 use persia_types::{JobId, Mode, TablesError};
 use persia_wire::auth::{Role, require};
 use persia_wire::error::to_status;
+use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_server::EmbeddingServer;
 use persia_wire::proto::{self, lookup_reply, server_push};
 use persia_wire::send::row_chunks;
 use persia_wire::{PROTOCOL, VERSION, receive};
+use tonic::metadata::MetadataMap;
 use tonic::{Extensions, Request, Response, Status, Streaming};
 
 use crate::metrics::{self, Timer};
+use crate::middleware::deadline;
 use crate::node::{Fence, Node, Phase};
+use crate::request_memory::{MemoryBudget, RequestMemory};
+
+const MEMORY_ADVICE: &str = "use smaller batches, a smaller staleness, or more servers";
 
 /// Serves one node.
 #[derive(Clone)]
 pub struct EmbeddingService {
     node: Arc<Node>,
+    memory: MemoryBudget,
 }
 
 /// Rows in chunks, then the report.
@@ -64,7 +71,18 @@ fn fence(fence: Option<proto::Fence>) -> Result<Fence, Status> {
 impl EmbeddingService {
     /// Serve `node`.
     pub fn new(node: Arc<Node>) -> Self {
-        Self { node }
+        Self { node, memory: MemoryBudget::new(MEMORY_ADVICE) }
+    }
+
+    /// Hold at most this many mebibytes for requests in flight.
+    pub fn with_memory(self, mib: u32) -> Self {
+        Self { memory: MemoryBudget::of(mib, MEMORY_ADVICE), ..self }
+    }
+
+    /// Wait for the memory of a request, before it is received.
+    async fn reserve(&self, metadata: &MetadataMap, parts: &[Part]) -> Result<RequestMemory, Status> {
+        let deadline = deadline(metadata, self.node.options().turn_timeout);
+        self.memory.take(parts.iter().map(Part::bytes).sum(), deadline).await
     }
 
     async fn serve_lookup(
@@ -72,7 +90,11 @@ impl EmbeddingService {
         request: Request<Streaming<proto::LookupRequest>>,
     ) -> Result<LookupStream, Status> {
         require(request.extensions(), "Lookup", &[Role::Trainer, Role::Middleware])?;
-        let lookup = receive::lookup(&mut request.into_inner()).await?;
+        let (metadata, _, mut stream) = request.into_parts();
+        let head = receive::lookup_head(&mut stream).await?;
+        let parts = receive::parts_of_rows(&head.parts)?;
+        let memory = self.reserve(&metadata, &parts).await?;
+        let lookup = receive::lookup_after(head, parts, &mut stream).await?;
         let turn = match lookup.mode {
             Mode::Train => {
                 let admitted = self.node.admit(lookup.token, Phase::Lookup).await;
@@ -95,7 +117,10 @@ impl EmbeddingService {
         let chunks = parts.flat_map(|(at, (part, rows))| row_chunks(at as u32, part.format, rows));
         let messages =
             chunks.map(lookup_reply::Part::Rows).chain([lookup_reply::Part::Report(report.into())]);
-        let replies = messages.map(|part| Ok(proto::LookupReply { part: Some(part) }));
+        let replies = messages.map(move |part| {
+            let _until_sent = &memory;
+            Ok(proto::LookupReply { part: Some(part) })
+        });
         Ok(Box::pin(tokio_stream::iter(replies)))
     }
 
@@ -104,7 +129,11 @@ impl EmbeddingService {
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer, Role::Middleware])?;
-        let push = receive::push(&mut request.into_inner()).await?;
+        let (metadata, _, mut stream) = request.into_parts();
+        let head = receive::push_head(&mut stream).await?;
+        let parts = receive::parts_of_rows(&head.parts)?;
+        let _memory = self.reserve(&metadata, &parts).await?;
+        let push = receive::push_after(head, parts, &mut stream).await?;
         let turn = self.node.admit(push.token, Phase::Push).await.map_err(|error| to_status(&error))?;
         let node = Arc::clone(&self.node);
         let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;

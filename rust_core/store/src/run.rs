@@ -17,8 +17,6 @@ pub(crate) struct ActiveRun {
     pub(crate) generation: u64,
     /// Whether the run has an optimizer. Without one nothing is trained.
     pub(crate) trains: bool,
-    /// Trainer ranks.
-    pub(crate) ranks: u32,
     pub(crate) weight_bound: f32,
     seed: u64,
     tables: Vec<TableRun>,
@@ -57,7 +55,6 @@ impl ActiveRun {
         Ok(Self {
             generation: run.generation,
             trains: run.optimizer.is_some(),
-            ranks: run.world_size,
             weight_bound: run.weight_bound,
             seed: run.seed,
             tables: schema.tables.iter().map(|table| TableRun::new(run, table)).collect(),

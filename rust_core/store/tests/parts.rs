@@ -105,7 +105,7 @@ fn ids_of_a_shard_that_is_not_held_are_refused_and_change_nothing() {
 #[test]
 fn a_fresh_run_drops_all_rows_and_may_have_another_optimizer() {
     let store = store_of(&settings(), CAPACITY);
-    train(&store, 1, 0, &[1, 2, 3]);
+    push(&store, 1, 0, &[1, 2, 3], 0.0);
     let other = Run { generation: 2, optimizer: run(&DIMS).optimizer, ..settings() };
     assert!(matches!(store.begin(&other), Err(TablesError::BadRun { .. })));
     assert_ne!(read(&store, 0, 1), [0.0; 4]);

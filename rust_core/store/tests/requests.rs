@@ -9,7 +9,9 @@ use persia_store::{Store, StoreOptions};
 use persia_types::limits::MAX_IDS_PER_REQUEST;
 use persia_types::tables::{LookupRequest, PushRequest, Run, TableGradients};
 use persia_types::{Id, Initializer, Mode, Optimizer, ShardedIds, Tables, TablesError, Token};
-use sample::{all_rows, grouped, push, read, run, schema, store_of, token, train, try_lookup, try_push};
+use sample::{
+    all_rows, grouped, insert, push, read, run, schema, store_of, token, train, try_lookup, try_push,
+};
 
 fn refused<T>(result: Result<T, TablesError>) -> String {
     result.err().expect("a refusal").to_string()
@@ -47,7 +49,7 @@ fn invalid_options_and_schemas_are_refused() {
 #[test]
 fn a_run_that_does_not_fit_is_refused_and_the_old_one_continues() {
     let store = store_of(&run(&[2]), 1 << 20);
-    train(&store, 1, 0, &[1, 2, 3]);
+    insert(&store, 1, 0, &[1, 2, 3]);
     let begin = |run: Run| refused(store.begin(&run));
     assert!(begin(run(&[2])).contains("generation 1 is not above the current generation 1"));
     assert!(
@@ -135,7 +137,7 @@ fn the_limit_of_ids_counts_all_tables() {
 #[test]
 fn malformed_pushes_are_refused_whole_and_the_token_stays_unknown() {
     let store = store_of(&run(&[2, 2]), 1 << 20);
-    train(&store, 1, 0, &[1, 2]);
+    insert(&store, 1, 0, &[1, 2]);
     let ids = grouped(&[1, 2]);
     let push_of = |tables: &[(usize, usize)], step, lr_factor| {
         let gradients = [1.0; 8];
@@ -171,9 +173,10 @@ fn an_id_reads_as_zeros_until_it_is_admitted() {
     for seq in 1..=20 {
         let (report, rows) = train(&store, seq, 0, &ids);
         assert_eq!(report.hits, held);
-        held += report.inserted;
         assert_eq!(rows.iter().filter(|row| **row == 0.0).count() as u64, report.missing);
-        assert_eq!(push(&store, seq, 0, &ids, 0.0).rows_missing, report.missing);
+        let pushed = push(&store, seq, 0, &ids, 0.0);
+        assert_eq!((pushed.rows_inserted, pushed.rows_missing), (report.initial, report.missing));
+        held += pushed.rows_inserted;
     }
     assert!(held > 450 && store.stats().unwrap().rows == [held], "{held}");
 }

@@ -10,7 +10,7 @@ use persia_store::Store;
 use persia_store::checkpoint::{ShardRows, TableRows, write_shard};
 use persia_types::tables::{FileEntry, Run};
 use persia_types::{Id, Initializer, Optimizer, Tables, TablesError};
-use sample::{all_rows, export, ids_of_shard, push, read, run, store_of, train};
+use sample::{all_rows, export, ids_of_shard, insert, push, read, run, store_of, train};
 
 const ADAGRAD: Optimizer = Optimizer::Adagrad {
     lr: 0.1,
@@ -45,7 +45,7 @@ fn saved(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
 /// A restore that must fail and change nothing.
 fn refusal(run: &Run, dir: &Path, files: &[FileEntry]) -> TablesError {
     let store = store_of(run, 1 << 30);
-    train(&store, 1, 0, &[1, 2, 3]);
+    insert(&store, 1, 0, &[1, 2, 3]);
     let before = export(&store);
     let error = store.restore(dir, files).unwrap_err();
     assert_eq!(export(&store), before);
@@ -58,7 +58,7 @@ fn a_restore_replaces_all_rows() {
     let store = trained();
     let (dir, files) = saved(&store);
     let other = store_of(&settings(&[4, 7]), 1 << 30);
-    train(&other, 1, 0, &(50_000..50_500).collect::<Vec<_>>());
+    insert(&other, 1, 0, &(50_000..50_500).collect::<Vec<_>>());
     other.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&other), export(&store));
     assert_eq!(other.stats().unwrap().rows, store.stats().unwrap().rows);
@@ -75,11 +75,15 @@ fn slots_cached_before_a_restore_are_not_used_after_it() {
     let store = trained();
     let (dir, files) = saved(&store);
     let ids: Vec<Id> = (900_000..900_100).collect();
-    train(&store, 7, 0, &ids);
+    insert(&store, 7, 0, &ids);
+    assert_eq!(train(&store, 8, 0, &ids).0.hits, 100);
     store.restore(dir.path(), &files).unwrap();
-    let before = export(&store);
-    assert_eq!(push(&store, 7, 0, &ids, 1.0).rows_missing, 100);
-    assert_eq!(export(&store), before);
+    let before = all_rows(&store);
+    let report = push(&store, 8, 0, &ids, 1.0);
+    assert_eq!((report.rows_applied, report.rows_inserted), (100, 100));
+    let mut after = all_rows(&store);
+    after.retain(|key, _| before.contains_key(key));
+    assert_eq!(after, before);
 }
 
 #[test]
@@ -87,17 +91,17 @@ fn equal_rows_give_equal_files_whatever_their_history() {
     let (forwards, backwards) = (store_of(&settings(&[4]), 1 << 30), store_of(&settings(&[4]), 1 << 30));
     let ids: Vec<Id> = (0..3_000).collect();
     for (seq, part) in ids.chunks(100).enumerate() {
-        train_at_step_1(&forwards, 1 + seq as u64, part);
+        insert_at_step_1(&forwards, 1 + seq as u64, part);
     }
     for (seq, part) in ids.chunks(170).rev().enumerate() {
-        train_at_step_1(&backwards, 1 + seq as u64, part);
+        insert_at_step_1(&backwards, 1 + seq as u64, part);
     }
     assert_eq!(saved(&forwards).1, saved(&backwards).1);
 }
 
-fn train_at_step_1(store: &Store, seq: u64, ids: &[Id]) {
-    let parts = [(0, sample::grouped(ids))];
-    sample::try_lookup(store, sample::token(0, seq), 1, persia_types::Mode::Train, &parts).unwrap();
+fn insert_at_step_1(store: &Store, seq: u64, ids: &[Id]) {
+    let (parts, zeros) = ([(0, sample::grouped(ids))], [vec![0.0; ids.len() * 4]]);
+    sample::try_push(store, sample::token(0, seq), 1, &parts, &zeros).unwrap();
 }
 
 #[test]
@@ -105,7 +109,7 @@ fn a_smaller_capacity_keeps_the_most_recently_used_rows() {
     let store = store_of(&settings(&[4]), 1 << 30);
     let ids = ids_of_shard(8, 10);
     for (seq, id) in ids.iter().enumerate() {
-        train(&store, seq as u64 + 1, 0, &[*id]);
+        insert(&store, seq as u64 + 1, 0, &[*id]);
     }
     let (dir, files) = saved(&store);
     let small = store_of(&settings(&[4]), 256 * 4);

@@ -10,7 +10,9 @@ use persia_types::tables::{LookupReport, Run};
 use persia_types::{
     Admission, Dtype, Id, Initializer, Mode, Optimizer, Rounding, TableSettings, Tables, TablesError,
 };
-use sample::{all_rows, export, grouped, push, read, run, store_of, token, train, try_lookup, try_push};
+use sample::{
+    all_rows, export, grouped, insert, push, read, run, store_of, token, train, try_lookup, try_push,
+};
 
 const ROW_WISE: Optimizer = Optimizer::Adagrad {
     lr: 0.1,
@@ -168,7 +170,9 @@ fn stochastic_rounding_does_not_depend_on_the_order_of_requests() {
     }
     assert_eq!(export(&whole), export(&parts));
     let other = store_of(&Run { seed: 8, ..run }, 1 << 20);
-    train(&other, 1, 0, &ids);
+    for step in 1..=3 {
+        push(&other, step, 0, &ids, 0.01);
+    }
     assert_ne!(export(&whole), export(&other));
 }
 
@@ -215,7 +219,7 @@ fn counts_and_ages_survive_a_restore() {
     let store = store_of(&run, 1 << 20);
     for seq in 1..=3 {
         let ids: Vec<Id> = (0..100 * seq).collect();
-        train(&store, seq, 0, &ids);
+        insert(&store, seq, 0, &ids);
     }
     assert_eq!(store.stats().unwrap().rows, [100]);
     let dir = tempfile::tempdir().unwrap();
@@ -223,19 +227,21 @@ fn counts_and_ages_survive_a_restore() {
     let loaded = store_of(&run, 1 << 20);
     loaded.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&loaded), export(&store));
-    // Ids 100 to 199 were looked up at steps 2 and 3; the third time inserts their rows.
+    // Ids 100 to 199 were pushed at steps 2 and 3; the third push inserts their rows.
+    let ids: Vec<Id> = (0..200).collect();
     for store in [&store, &loaded] {
-        let report = train(store, 4, 0, &(0..200).collect::<Vec<_>>()).0;
-        assert_eq!(report, LookupReport { hits: 100, inserted: 100, ..LookupReport::default() });
+        assert_eq!(train(store, 4, 0, &ids).0, LookupReport { hits: 100, initial: 100, missing: 0 });
+        let report = insert(store, 4, 0, &ids);
+        assert_eq!((report.rows_applied, report.rows_inserted), (200, 100));
         // Now all are expired, and are counted from 1 again.
-        let report = train(store, 15, 0, &(0..200).collect::<Vec<_>>()).0;
-        assert_eq!((report.hits, report.missing, report.expired), (0, 200, 200));
+        let report = insert(store, 15, 0, &ids);
+        assert_eq!((report.rows_applied, report.rows_missing, report.rows_expired), (0, 200, 200));
     }
     assert_eq!(export(&loaded), export(&store));
 }
 
 #[test]
-fn an_expired_row_reads_as_missing_and_takes_no_gradient() {
+fn an_expired_row_reads_as_missing_and_its_next_push_inserts_another() {
     let own = TableSettings { ttl: Some(5), ..TableSettings::default() };
     let run = Run { initializer: Initializer::Uniform { low: 1.0, high: 2.0 }, ..with(&[own], &[1]) };
     let store = store_of(&run, 1 << 20);
@@ -244,29 +250,30 @@ fn an_expired_row_reads_as_missing_and_takes_no_gradient() {
     let at =
         |step| try_lookup(&store, token(0, 99), step, Mode::Eval, &[(0, grouped(&[7]))]).unwrap().1[0][0];
     assert_eq!((at(1), at(6), at(7)), (first[0] - 0.25, first[0] - 0.25, 0.0));
-    let late = |step| {
-        try_push(&store, token(1, step), step, &[(0, grouped(&[7]))], &[vec![1.0]]).unwrap().rows_applied
-    };
-    assert_eq!((late(7), at(6)), (0, first[0] - 0.25));
-    // A training look-up before its expiry renews it; a later one inserts a new row.
-    assert_eq!(train(&store, 6, 0, &[7]).0.hits, 1);
-    assert_eq!(at(11), first[0] - 0.25);
+    // A push before its expiry renews it; a look-up does not.
+    assert_eq!(train(&store, 4, 0, &[7]).0.hits, 1);
+    assert_eq!(at(7), 0.0);
+    push(&store, 6, 0, &[7], 0.0);
+    assert_eq!((at(11), at(12)), (first[0] - 0.25, 0.0));
     let (report, row) = train(&store, 12, 0, &[7]);
-    assert_eq!(report, LookupReport { inserted: 1, expired: 1, ..LookupReport::default() });
+    assert_eq!(report, LookupReport { initial: 1, ..LookupReport::default() });
     assert_eq!(row, first);
+    let report = push(&store, 12, 0, &[7], 0.5);
+    assert_eq!((report.rows_applied, report.rows_inserted, report.rows_expired), (1, 1, 1));
+    assert_eq!((at(12), at(17), at(18)), (first[0] - 0.5, first[0] - 0.5, 0.0));
 }
 
 #[test]
 fn expired_rows_are_freed_within_256_steps() {
     let own = TableSettings { ttl: Some(3), ..TableSettings::default() };
     let store = store_of(&with(&[own], &[4]), 1 << 20);
-    train(&store, 1, 0, &(0..50_000).collect::<Vec<_>>());
-    // Ids of every shard, looked up until each shard was swept.
+    insert(&store, 1, 0, &(0..50_000).collect::<Vec<_>>());
+    // Ids of every shard, pushed until each shard was swept.
     for step in 2..=261 {
-        train(&store, step, 0, &(1 << 40..(1 << 40) + 3_000).collect::<Vec<_>>());
+        insert(&store, step, 0, &(1 << 40..(1 << 40) + 3_000).collect::<Vec<_>>());
     }
     let stats = store.stats().unwrap();
-    assert_eq!((stats.rows[0], stats.lookups.expired, stats.lookups.evicted), (3_000, 50_000, 0));
+    assert_eq!((stats.rows[0], stats.pushes.rows_expired, stats.pushes.rows_evicted), (3_000, 50_000, 0));
 }
 
 /// The payload is 20 bytes. The overhead is at most 40 bytes at 10⁶ rows, and falls above.
@@ -278,7 +285,7 @@ fn a_small_row_of_halves_costs_its_payload_and_at_most_40_bytes() {
     store.begin(&run).unwrap();
     const ROWS: u64 = 1_000_000;
     for (seq, start) in (1..).zip((0..ROWS).step_by(50_000)) {
-        train(&store, seq, 0, &(start..start + 50_000).collect::<Vec<_>>());
+        insert(&store, seq, 0, &(start..start + 50_000).collect::<Vec<_>>());
     }
     let stats = store.stats().unwrap();
     assert_eq!(stats.payload_bytes, 20 * ROWS);

@@ -141,10 +141,11 @@ fn training_waits_while_the_copy_budget_is_used_up() {
     // A snapshot of an older generation blocks nothing: it will not be written.
     store.prepare_snapshot(3).unwrap();
     let (start, parts) = (Instant::now(), [(0, grouped(&[1, 2, 3]))]);
-    try_lookup(&store, token(0, 8), 8, Mode::Train, &parts).unwrap();
+    let zeros = [vec![0.0; 3 * DIMS[0]]];
+    try_push(&store, token(0, 8), 8, &parts, &zeros).unwrap();
     store.begin(&Run { generation: 2, fresh: false, ..settings }).unwrap();
     let token = Token { generation: 2, ..token(0, 9) };
-    try_lookup(&store, token, 9, Mode::Train, &parts).unwrap();
+    try_push(&store, token, 9, &parts, &zeros).unwrap();
     assert!(start.elapsed() < Duration::from_secs(10), "a snapshot of an older generation");
 }
 

@@ -16,8 +16,8 @@ pub const MAX_RANKS: u32 = 4096;
 pub const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// Bytes of ids, rows or gradients in one request or reply.
 pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
-/// Bytes of samples that a middleware holds at a time, over all requests.
-pub const MAX_KEPT_BYTES: u64 = 4 << 30;
+/// Bytes that a server holds for its requests in flight, and a middleware for their samples, over all connections.
+pub const MAX_IN_FLIGHT_BYTES: u64 = 4 << 30;
 /// Connections one server or middleware serves at a time.
 pub const MAX_CONNECTIONS: usize = 256;
 /// Requests one connection may have in flight.
@@ -34,7 +34,7 @@ pub const MAX_NAME_BYTES: usize = 128;
 pub const MAX_STALENESS: usize = 64;
 /// Rows a shard's slab may hold per table, so that `u32` slots never wrap.
 pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;
-/// Most look-ups that admission may require before an id gets a row.
+/// Most pushes that admission may require until an id gets a row.
 pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
 /// A push skips a row if a number of its summed gradient, weight decay included, is 2 to this power or larger. Squares
 /// of smaller ones, however many are summed, cannot turn finite optimizer state into infinity: 2^102 is less than half
@@ -44,5 +44,5 @@ pub const MAX_GRADIENT_EXPONENT: i32 = 50;
 pub const MAX_GRADIENT: f32 = (1u64 << MAX_GRADIENT_EXPONENT) as f32;
 /// Largest mean of the Poisson initialiser, which draws about as many numbers for each weight.
 pub const MAX_POISSON_MEAN: f32 = 500.0;
-/// Ids without a row whose look-ups a shard counts: twice its budget of rows, within this range.
+/// Ids without a row whose pushes a shard counts: twice its budget of rows, within this range.
 pub const COUNTED_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

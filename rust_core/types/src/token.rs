@@ -48,18 +48,21 @@ struct Window {
 }
 
 /// The tokens of one generation that were already applied. A token older than the window counts as seen.
+///
+/// Its memory is bounded, because it refuses ranks that the run does not have.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
     #[serde(rename = "epoch", alias = "generation")]
     generation: u64,
+    world_size: u32,
     ranks: BTreeMap<u32, Window>,
 }
 
 impl SeenTokens {
-    /// Drop all tokens and accept only `job` and `generation`.
-    pub fn begin(job: JobId, generation: u64) -> Self {
-        Self { job: Some(job), generation, ranks: BTreeMap::new() }
+    /// Drop all tokens and accept only `job` and `generation`, and ranks below `world_size`.
+    pub fn begin(job: JobId, generation: u64, world_size: u32) -> Self {
+        Self { job: Some(job), generation, world_size, ranks: BTreeMap::new() }
     }
 
     /// The generation that is accepted.
@@ -70,10 +73,16 @@ impl SeenTokens {
     /// Whether `token` was inserted before. A token of another job or generation is refused.
     ///
     /// # Errors
-    /// [`TablesError::StaleGeneration`] for another job or generation than the current one.
+    /// [`TablesError::StaleGeneration`] for another job or generation than the current one,
+    /// [`TablesError::BadShape`] for a rank that the run does not have.
     pub fn contains(&self, token: Token) -> Result<bool, TablesError> {
         if self.job != Some(token.job) || self.generation != token.generation {
             return Err(TablesError::StaleGeneration { token, current: self.generation });
+        }
+        let (rank, ranks) = (token.rank, self.world_size);
+        if rank >= ranks {
+            let what = format!("request {token} is of rank {rank}, the run has {ranks} ranks");
+            return Err(TablesError::BadShape { what });
         }
         let Some(window) = self.ranks.get(&token.rank) else { return Ok(false) };
         if token.seq > window.highest {
@@ -91,7 +100,7 @@ impl SeenTokens {
     /// Remember `token`; true when it was new.
     ///
     /// # Errors
-    /// [`TablesError::StaleGeneration`] for another job or generation than the current one.
+    /// As [`Self::contains`].
     pub fn insert(&mut self, token: Token) -> Result<bool, TablesError> {
         if self.contains(token)? {
             return Ok(false);
@@ -128,7 +137,7 @@ mod tests {
 
     #[test]
     fn another_generation_or_job_is_refused() {
-        let mut seen = SeenTokens::begin(JobId(7), 3);
+        let mut seen = SeenTokens::begin(JobId(7), 3, 1);
         assert!(matches!(
             seen.insert(Token { generation: 2, ..token(0, 1) }),
             Err(TablesError::StaleGeneration { .. })
@@ -140,10 +149,21 @@ mod tests {
         assert!(seen.insert(token(0, 1)).unwrap());
     }
 
+    #[test]
+    fn ranks_that_the_run_does_not_have_are_refused_and_take_no_memory() {
+        let mut seen = SeenTokens::begin(JobId(7), 3, 2);
+        assert!(seen.insert(token(1, 1)).unwrap());
+        for rank in (2..1_000).chain([u32::MAX]) {
+            let error = seen.insert(token(rank, 1)).unwrap_err();
+            assert!(error.to_string().contains(&format!("of rank {rank}, the run has 2 ranks")), "{error}");
+        }
+        assert_eq!(seen.highest(), BTreeMap::from([(1, 1)]));
+    }
+
     proptest! {
         #[test]
         fn a_token_counts_once_and_old_ones_never(seqs in prop::collection::vec((0u32..3, 1u64..400), 0..400)) {
-            let mut seen = SeenTokens::begin(JobId(7), 3);
+            let mut seen = SeenTokens::begin(JobId(7), 3, 3);
             let mut model: HashSet<(u32, u64)> = HashSet::new();
             let mut highest = [0u64; 3];
             for (rank, seq) in seqs {

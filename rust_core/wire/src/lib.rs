@@ -42,6 +42,6 @@ pub mod proto {
 }
 
 /// Number of the protocol. Peers of another one are refused.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 /// Version of Persia. Peers of another one are refused.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -70,7 +70,7 @@ fn the_contract_catches_gradients_that_shift_after_a_missing_id() {
         }
         fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
             let shifted: Vec<Vec<f32>> =
-                request.tables.iter().map(|table| self.0.shifted_by_missing(table)).collect();
+                request.tables.iter().map(|table| self.0.shifted_by_missing(request.step, table)).collect();
             let tables: Vec<_> = request
                 .tables
                 .iter()

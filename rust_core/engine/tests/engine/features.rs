@@ -9,7 +9,7 @@ use persia_types::{Id, Tables};
 use proptest::prelude::*;
 
 use crate::plain::PlainTables;
-use crate::support::{LONG, engine, feed, plain, ready, reproducible};
+use crate::support::{LONG, engine, feed, plain, push, ready, reproducible};
 
 /// Ids of a sample, each with its weight.
 type Sample = Vec<(Id, f32)>;
@@ -191,7 +191,8 @@ fn truncated_ids_are_neither_inserted_nor_updated() {
     let engine = engine(tables.clone(), &schema, reproducible());
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&schema, &[vec![vec![(1, 1.0), (2, 1.0), (3, 1.0)]]]));
-    drop(ready(&pipeline));
+    push(ready(&pipeline), 1.0);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     assert_eq!(tables.stats().unwrap().rows, [2]);
 }
 
@@ -206,7 +207,8 @@ fn a_hash_stack_holds_no_more_rows_than_buckets() {
     let engine = engine(tables.clone(), &schema, reproducible());
     let pipeline = engine.pipeline().unwrap();
     feed(&pipeline, batch(&schema, &[(0..5000).map(|id| vec![(id, 1.0)]).collect::<Vec<_>>()]));
-    drop(ready(&pipeline));
+    push(ready(&pipeline), 1.0);
+    assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
     assert_eq!(tables.stats().unwrap().rows, [100]);
 }
 

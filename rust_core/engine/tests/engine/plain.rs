@@ -54,14 +54,15 @@ impl PlainTables {
     }
 
     /// The gradients, if those after a missing id moved up by one.
-    pub(crate) fn shifted_by_missing(&self, table: &TableGradients<'_>) -> Vec<f32> {
+    pub(crate) fn shifted_by_missing(&self, step: u64, table: &TableGradients<'_>) -> Vec<f32> {
         let dim = self.schema.tables.get(table.table).map_or(1, |table| table.dim);
         let all = table.gradients.rows(0..table.ids.len(), dim);
         if table.table >= self.schema.tables.len() {
             return all.to_vec();
         }
         let state = self.lock();
-        let known = |id: &Id| state.rows[table.table].contains_key(id);
+        let admits = |id: &Id| state.run.as_ref().is_some_and(|run| admitted(run, *id, step));
+        let known = |id: &Id| state.rows[table.table].contains_key(id) || admits(id);
         let mut rest = all.chunks(dim);
         let shifted = table.ids.ids().iter().filter(|id| known(id)).filter_map(|_| rest.next());
         let mut shifted: Vec<f32> = shifted.flatten().copied().collect();
@@ -162,8 +163,8 @@ impl Tables for PlainTables {
             }
         }
         let job = JobId::from_name(&run.job);
-        state.looked_up = SeenTokens::begin(job, run.generation);
-        state.pushed = SeenTokens::begin(job, run.generation);
+        state.looked_up = SeenTokens::begin(job, run.generation, run.world_size);
+        state.pushed = SeenTokens::begin(job, run.generation, run.world_size);
         state.run = Some(run.clone());
         Ok(())
     }
@@ -200,33 +201,29 @@ impl Tables for PlainTables {
         if trains && run.optimizer.is_none() {
             return Err(TablesError::NoOptimizer);
         }
-        let fresh = trains && state.looked_up.insert(request.token)?;
+        let counts = trains && state.looked_up.insert(request.token)?;
         let mut report = LookupReport::default();
         for (table, target) in request.tables.iter().zip(rows) {
             let dim = self.schema.tables[table.table].dim;
             for (number, &id) in table.ids.ids().iter().enumerate() {
-                let held = &mut state.rows[table.table];
-                let known = held.contains_key(&id);
-                if known {
+                let row = if let Some(row) = state.rows[table.table].get(&id) {
                     report.hits += 1;
-                } else if fresh && admitted(&run, id, request.step) {
-                    held.insert(id, new_row(&run, table.table, id));
-                    report.inserted += 1;
+                    row.weights.clone()
+                } else if trains && admitted(&run, id, request.step) {
+                    report.initial += 1;
+                    new_row(&run, table.table, id).weights
                 } else {
                     report.missing += 1;
-                }
-                let row = held.get(&id).map_or_else(|| vec![0.0; dim], |row| row.weights.clone());
+                    vec![0.0; dim]
+                };
                 let one = [number as u32];
                 for place in table.gathered().map_or(&one[..], |csr| csr.of(number)) {
                     target[*place as usize * dim..][..dim].copy_from_slice(&row);
                 }
             }
         }
-        if trains {
-            let sum = &mut state.stats.lookups;
-            sum.hits += report.hits;
-            sum.inserted += report.inserted;
-            sum.missing += report.missing;
+        if counts {
+            state.stats.lookups += report;
         }
         Ok(report)
     }
@@ -254,14 +251,20 @@ impl Tables for PlainTables {
                 report.rows_pushed += 1;
                 if seen {
                     report.rows_duplicate += 1;
-                } else if !gradient.iter().all(|value| value.abs() < MAX_GRADIENT) {
-                    report.rows_nonfinite += 1;
-                    report.first_nonfinite = report.first_nonfinite.or(Some((table.table, *id)));
-                } else if let Some(row) = state.rows[table.table].get_mut(id) {
-                    report.rows_applied += 1;
-                    update(row, gradient, &run, request.lr_factor);
-                } else {
-                    report.rows_missing += 1;
+                    continue;
+                }
+                let held = &mut state.rows[table.table];
+                if !held.contains_key(id) && admitted(&run, *id, request.step) {
+                    held.insert(*id, new_row(&run, table.table, *id));
+                    report.rows_inserted += 1;
+                }
+                match held.get_mut(id) {
+                    None => report.rows_missing += 1,
+                    Some(row) if gradient.iter().all(|value| value.abs() < MAX_GRADIENT) => {
+                        report.rows_applied += 1;
+                        update(row, gradient, &run, request.lr_factor);
+                    }
+                    Some(_) => report.add_nonfinite(table.table, *id),
                 }
             }
         }

@@ -15,11 +15,6 @@ pub trait Lanes {
     fn fold(sums: &[f32; LANES]) -> f32;
     /// Whether every magnitude is below 2^`exponent`, which is at most 128. NaN and infinity are below nothing.
     fn all_below(values: &[f32; LANES], exponent: i32) -> bool;
-    /// Whether no value is a NaN or an infinity.
-    #[inline(always)]
-    fn all_finite(values: &[f32; LANES]) -> bool {
-        Self::all_below(values, 128)
-    }
     /// Bit `i` says whether `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
     /// Binary16 to f32, exact.

@@ -37,6 +37,7 @@ use tonic::{Request, Response, Status, Streaming};
 pub use server_pool::{Link, ServerClient, ServerPool};
 
 use crate::metrics::Timer;
+use crate::request_memory::MemoryBudget;
 
 /// Messages in a queue to one server, and to the caller.
 const SERVER_QUEUE: usize = 8;
@@ -49,13 +50,13 @@ pub struct MiddlewareService {
     /// The timeout of a request whose caller sets none.
     timeout: Duration,
     peer: String,
-    memory: pooled::MemoryBudget,
+    memory: MemoryBudget,
 }
 
 impl MiddlewareService {
     /// A middleware of `servers`; `peer` is its name in messages.
     pub fn new(servers: Arc<ServerPool>, timeout: Duration, peer: String) -> Self {
-        Self { servers, timeout, peer, memory: pooled::MemoryBudget::new() }
+        Self { servers, timeout, peer, memory: MemoryBudget::new("start more middlewares") }
     }
 
     async fn start_lookup(
@@ -74,7 +75,8 @@ impl MiddlewareService {
                 Some(proto::lookup_request::Part::Csr(chunk)) => Some(chunk),
                 _ => None,
             };
-            let memory = self.memory.take(split.parts(), RequestKind::Lookup, deadline).await?;
+            let memory =
+                self.memory.take(pooled::kept_bytes(split.parts(), RequestKind::Lookup), deadline).await?;
             let csr = receive_csr(&mut incoming, RequestKind::Lookup, split.parts(), chunk);
             let late = |_| Status::deadline_exceeded("the look-up was not complete before its deadline");
             let csr = timeout_at(deadline, csr).await.map_err(late)??;
@@ -117,7 +119,8 @@ impl MiddlewareService {
             Some(proto::push_request::Part::Csr(chunk)) => Some(chunk),
             _ => None,
         };
-        let _memory = self.memory.take(split.parts(), RequestKind::Push, deadline).await?;
+        let _memory =
+            self.memory.take(pooled::kept_bytes(split.parts(), RequestKind::Push), deadline).await?;
         let csr = receive_csr(&mut incoming, RequestKind::Push, split.parts(), chunk);
         let csr = timeout_at(deadline, csr).await.map_err(push::late_caller)??;
         let push = push::Push { servers, head, split: Arc::new(split), csr, deadline };
@@ -166,9 +169,9 @@ fn until<T>(deadline: Instant, message: T) -> Request<T> {
     request
 }
 
-/// The deadline of the servers: the timeout of the caller less a fifth, or `default`. The fifth leaves time for an
-/// error that names a silent server to reach the caller.
-fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
+/// The deadline of what a request waits for: the timeout of the caller less a fifth, or `default`. The fifth leaves time
+/// for an error with the reason to reach the caller.
+pub(crate) fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
     Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use persia_kernels::Gradients;
 use persia_types::ShardedIds;
-use persia_types::limits::MAX_KEPT_BYTES;
 use persia_wire::chunk::ChunkError;
 use persia_wire::csr::ReceivedCsr;
 use persia_wire::error::to_status;
@@ -14,15 +13,11 @@ use persia_wire::proto::{self, Chunk, lookup_reply, push_request};
 use persia_wire::samples::RequestKind;
 use persia_wire::scatter::Scatter;
 use persia_wire::send::{gradient_chunks, pooled_chunks};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::mpsc;
 use tonic::Status;
 
 use super::SERVER_QUEUE;
 use super::fanout::Fanout;
-
-/// Memory is counted in mebibytes: 2^20 bytes.
-const MIB: u32 = 20;
 
 /// The lists of samples of every part of a request; None for parts whose rows are not pooled.
 pub(super) type AllCsr = Vec<Option<ReceivedCsr>>;
@@ -32,49 +27,15 @@ pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
     split.parts().get(chunk.part as usize).is_some_and(|part| part.samples.is_some())
 }
 
-/// A budget of memory for collected rows and gradients, shared by all requests.
-#[derive(Clone)]
-pub(super) struct MemoryBudget {
-    free: Arc<Semaphore>,
-    mib: u32,
-}
-
-impl MemoryBudget {
-    pub(super) fn new() -> Self {
-        Self::of((MAX_KEPT_BYTES >> MIB) as u32)
-    }
-
-    fn of(mib: u32) -> Self {
-        Self { free: Arc::new(Semaphore::new(mib as usize)), mib }
-    }
-
-    /// Wait for the memory of a request: rows or gradients of its parts with samples, and their lists. Dropping the
-    /// permit releases it.
-    pub(super) async fn take(
-        &self,
-        parts: &[Part],
-        kind: RequestKind,
-        deadline: Instant,
-    ) -> Result<OwnedSemaphorePermit, Status> {
-        let words = |part: &Part| {
-            part.samples.as_ref().map_or(0, |samples| {
-                let vectors = if kind == RequestKind::Lookup { part.len() } else { samples.samples };
-                vectors * part.format.dim + samples.words(kind, part.len())
-            })
-        };
-        let words: usize = parts.iter().map(words).sum();
-        // `Split` has checked that a request is smaller than the budget.
-        let share = (words as u64 * 4).div_ceil(1 << MIB).min(self.mib.into()) as u32;
-        match timeout_at(deadline, Arc::clone(&self.free).acquire_many_owned(share)).await {
-            Ok(Ok(permit)) => Ok(permit),
-            Ok(Err(closed)) => Err(Status::internal(closed.to_string())),
-            Err(_) => Err(Status::unavailable(format!(
-                "no memory for pooling before the deadline: other requests hold {} of {} MiB; start more middlewares",
-                self.mib as usize - self.free.available_permits(),
-                self.mib
-            ))),
-        }
-    }
+/// Bytes that a middleware holds for a request: rows or gradients of its parts with samples, and their lists.
+pub(super) fn kept_bytes(parts: &[Part], kind: RequestKind) -> u64 {
+    let words = |part: &Part| {
+        part.samples.as_ref().map_or(0, |samples| {
+            let vectors = if kind == RequestKind::Lookup { part.len() } else { samples.samples };
+            vectors * part.format.dim + samples.words(kind, part.len())
+        })
+    };
+    parts.iter().map(words).sum::<usize>() as u64 * 4
 }
 
 /// The collected rows of parts with samples; empty for others.
@@ -196,45 +157,21 @@ async fn computed(work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use persia_types::Dtype;
     use persia_wire::floats::RowFormat;
     use persia_wire::samples::Samples;
 
     use super::*;
 
-    /// A part whose samples need almost `mib` mebibytes, and whose lists need some bytes.
-    fn part(mib: usize) -> Part {
+    #[test]
+    fn only_parts_with_samples_are_kept() {
         let format = RowFormat { dim: 1 << 10, dtype: Dtype::F32 };
-        let samples = Samples {
-            samples: (mib << 8) - 1,
-            indices: 1,
-            per_sample_weights: false,
-            factors: false,
-            scale: 1.0,
-        };
-        Part::new(0, format, &ShardedIds::default()).with_samples(Some(samples))
-    }
-
-    async fn take(room: &MemoryBudget, mib: usize) -> Result<OwnedSemaphorePermit, Status> {
-        let deadline = Instant::now() + Duration::from_millis(50);
-        room.take(&[part(mib)], RequestKind::Push, deadline).await
-    }
-
-    #[tokio::test]
-    async fn a_request_waits_for_memory_that_others_hold_and_its_error_says_so() {
-        let room = MemoryBudget::of(4);
-        let held = take(&room, 3).await.unwrap();
-        let refused = take(&room, 2).await.unwrap_err();
-        assert_eq!(refused.code(), tonic::Code::Unavailable);
-        assert!(refused.message().contains("other requests hold 3 of 4 MiB"), "{refused}");
-        let small = take(&room, 1).await.unwrap();
-        drop((held, small));
-        // A request above the budget gets all of it.
-        drop(take(&room, 9).await.unwrap());
-        let rows_of_ids = part(4).with_samples(None);
-        let _all = take(&room, 4).await.unwrap();
-        drop(room.take(&[rows_of_ids], RequestKind::Push, Instant::now()).await.unwrap());
+        let samples =
+            Samples { samples: 100, indices: 7, per_sample_weights: false, factors: false, scale: 1.0 };
+        let rows = Part::new(0, format, &ShardedIds::default());
+        let pooled = rows.clone().with_samples(Some(samples));
+        assert_eq!(kept_bytes(&[rows.clone()], RequestKind::Push), 0);
+        let bytes = kept_bytes(&[rows, pooled], RequestKind::Push);
+        assert!((100 << 12..101 << 12).contains(&bytes), "{bytes}");
     }
 }

@@ -1,8 +1,9 @@
 use std::path::PathBuf;
 
+use persia_kernels::Gradients;
 use persia_types::config::LogSync;
-use persia_types::tables::{LookupRequest, TableIds};
-use persia_types::{Initializer, Mode, Optimizer, ShardedIds, Table};
+use persia_types::tables::{PushRequest, TableGradients};
+use persia_types::{Initializer, Optimizer, ShardedIds, Table};
 
 use super::*;
 
@@ -32,6 +33,7 @@ fn node_with_log(dir: &std::path::Path) -> Node {
     let node = node(&dir.join("data"));
     let options = NodeOptions {
         log: Some(LogOptions { dir: dir.join("log"), sync: LogSync::Always }),
+        checkpoints: CheckpointRoot::new(Some(dir.to_owned())),
         ..node.options.clone()
     };
     drop(node);
@@ -46,9 +48,8 @@ fn continuing(node: &Node, generation: u64, continues: u64) -> Run {
 fn train(node: &Node, generation: u64, seq: u64) {
     let ids = ShardedIds::group(&[1, 2, 3]).unwrap();
     let token = Token { job: JobId::from_name("job"), generation, rank: 0, seq };
-    let tables = [TableIds { table: 0, ids: &ids, per_sample: None }];
-    let request = LookupRequest { token, step: seq, mode: Mode::Train, tables: &tables };
-    node.lookup(None, &request, &mut [&mut [0.0; 12]]).unwrap();
+    let tables = [TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&[1.0; 12]) }];
+    node.push(None, &PushRequest { token, step: seq, lr_factor: 1.0, tables: &tables }).unwrap();
 }
 
 fn run(node: &Node, generation: u64) -> Run {
@@ -184,4 +185,84 @@ fn a_log_of_an_older_generation_is_closed() {
     train(&second, 3, 1);
     drop(second);
     assert_eq!(node_with_log(dir.path()).stats().unwrap().rows, [3]);
+}
+
+/// Files of the rows of now, below the checkpoint root.
+fn saved(node: &Node, generation: u64, dir: &std::path::Path) -> Vec<persia_types::tables::FileEntry> {
+    std::fs::create_dir_all(dir.join("save")).unwrap();
+    node.write_snapshot(fence(generation), "save", None).unwrap().files
+}
+
+fn fence(generation: u64) -> Fence {
+    Fence { job: JobId::from_name("job"), generation }
+}
+
+#[test]
+fn a_server_whose_log_cannot_be_used_does_not_continue() {
+    for damaged in ["base", "1"] {
+        let dir = tempfile::tempdir().unwrap();
+        let first = node_with_log(dir.path());
+        first.begin(1, &run(&first, 1), false).unwrap();
+        train(&first, 1, 1);
+        drop(first);
+        let path = dir.path().join("log").join(damaged);
+        let mut content = std::fs::read(&path).unwrap();
+        content[20] ^= 1;
+        std::fs::write(&path, content).unwrap();
+        let second = node_with_log(dir.path());
+        assert!(!second.log.as_ref().unwrap().has_base(), "{damaged}");
+        let error = second.begin(1, &continuing(&second, 2, 1), false).unwrap_err();
+        assert!(matches!(error, TablesError::Lost { .. }), "{damaged}: {error}");
+        second.begin(1, &run(&second, 2), false).unwrap();
+        train(&second, 2, 1);
+        drop(second);
+        assert_eq!(node_with_log(dir.path()).stats().unwrap().rows, [3], "{damaged}");
+    }
+}
+
+/// Killed between a restore and the first loop after it.
+#[test]
+fn restored_rows_are_continued_only_by_a_server_that_has_them() {
+    for has_log in [true, false] {
+        let dir = tempfile::tempdir().unwrap();
+        let start = || match has_log {
+            true => node_with_log(dir.path()),
+            false => node_with(&dir.path().join("data"), Some(dir.path().to_owned())),
+        };
+        let first = start();
+        first.begin(1, &run(&first, 1), false).unwrap();
+        train(&first, 1, 1);
+        let files = saved(&first, 1, dir.path());
+        first.begin(1, &run(&first, 2), false).unwrap();
+        first.restore(fence(2), "save", &files, false).unwrap();
+        drop(first);
+        let second = start();
+        let begun = second.begin(1, &continuing(&second, 3, 2), false);
+        if has_log {
+            begun.unwrap();
+            assert_eq!(second.stats().unwrap().rows, [3]);
+        } else {
+            assert!(matches!(begun, Err(TablesError::Lost { .. })), "{begun:?}");
+        }
+    }
+}
+
+/// The rows were restored, but the log of them could not be started.
+#[test]
+fn rows_without_a_log_are_not_continued_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = node_with_log(dir.path());
+    first.begin(1, &run(&first, 1), false).unwrap();
+    train(&first, 1, 1);
+    let files = saved(&first, 1, dir.path());
+    first.begin(1, &run(&first, 2), false).unwrap();
+    std::fs::remove_dir_all(dir.path().join("log")).unwrap();
+    first.restore(fence(2), "save", &files, false).unwrap_err();
+    first.begin(1, &continuing(&first, 3, 2), false).unwrap();
+    drop(first);
+    std::fs::create_dir_all(dir.path().join("log")).unwrap();
+    let second = node_with_log(dir.path());
+    assert_eq!(second.stats().unwrap().rows, [0]);
+    let error = second.begin(1, &continuing(&second, 4, 3), false).unwrap_err();
+    assert!(matches!(error, TablesError::Lost { .. }), "{error}");
 }

@@ -10,7 +10,7 @@ use persia_types::TablesError;
 use super::record::{self, ReadOutcome, ReplayOp, WalRecord};
 
 /// The first bytes of a segment.
-pub(super) const MAGIC: &[u8] = b"persia journal 2";
+pub(super) const MAGIC: &[u8] = b"persia journal 3";
 /// A disk writes this many bytes atomically.
 const SECTOR: u64 = 512;
 

@@ -94,8 +94,8 @@ fn any_number_of_servers_gives_the_bits_of_a_store_in_memory() {
         store.begin(&run(&plan(1), 1)).unwrap();
         (1..=STEPS).map(|seq| step(&store, 0, seq)).collect::<Vec<_>>()
     };
-    assert!(reference.iter().any(|(report, ..)| report.evicted > 0), "the test is to evict");
-    assert!(reference.iter().any(|(report, ..)| report.expired > 0), "rows are to expire");
+    assert!(reference.iter().any(|(.., pushed)| pushed.rows_evicted > 0), "the test is to evict");
+    assert!(reference.iter().any(|(.., pushed)| pushed.rows_expired > 0), "rows are to expire");
     for servers in [1, 3] {
         let stack = Stack::start(plan(servers));
         let client = stack.client();
@@ -214,7 +214,7 @@ fn several_servers_begin_and_restore_all_or_none() {
     client.begin(&run(&stack.plan, 1)).unwrap();
     // One id: two of three servers hold no row that another optimizer would not match.
     let one = vec![vec![], vec![], vec![4]];
-    lookup(client.as_ref(), token(0, 1), Mode::Train, &DIMS, &one).unwrap();
+    push(client.as_ref(), token(0, 1), &DIMS, &one).unwrap();
     let sgd =
         Run { generation: 2, continues: 1, optimizer: run_of(&stack.plan).optimizer, ..run(&stack.plan, 1) };
     let error = client.begin(&sgd).unwrap_err();
@@ -225,9 +225,9 @@ fn several_servers_begin_and_restore_all_or_none() {
     assert_eq!(generations, [1, 1, 1]);
 
     let ids = ids(0, 2);
-    lookup(client.as_ref(), token(0, 2), Mode::Train, &DIMS, &ids).unwrap();
-    let snapshot = client.write_snapshot(stack.dir(), None).unwrap();
     push(client.as_ref(), token(0, 2), &DIMS, &ids).unwrap();
+    let snapshot = client.write_snapshot(stack.dir(), None).unwrap();
+    push(client.as_ref(), token(0, 3), &DIMS, &ids).unwrap();
     let before = lookup(client.as_ref(), token(0, 3), Mode::Eval, &DIMS, &ids).unwrap();
     let path = stack.dir().join(&snapshot.files.last().unwrap().name);
     let mut damaged = std::fs::read(&path).unwrap();

@@ -1,5 +1,7 @@
 //! Requests that are refused before they cost or change anything.
 
+use std::time::Duration;
+
 use persia_types::tables::Run;
 use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::auth::{Credentials, Role};
@@ -81,6 +83,57 @@ fn claims_cost_nothing() {
     }
     // A server that trusted such a request would allocate a gigabyte.
     assert!(memory_kib() - before < 200 * 1024, "{} KiB more", memory_kib() - before);
+}
+
+/// A request whose body does not come holds its memory; the next ones wait for it, on any connection.
+#[test]
+fn the_memory_of_requests_in_flight_is_bounded() {
+    let stack = Stack::start(Plan { request_memory: 3, ..Plan::new(1) });
+    let client = stack.client();
+    client.begin(&run_of(&stack.plan)).unwrap();
+    let open = || {
+        let channel = stack.servers[0].channel(None).unwrap();
+        bounded!(EmbeddingServerClient::with_interceptor(channel, Credentials::new(Role::Trainer, None)))
+    };
+    let ids = ShardedIds::group(&(0..100_000).collect::<Vec<Id>>()).unwrap(); // 2.3 MiB with its gradients
+    let parts = vec![Part::new(0, RowFormat::f32(4), &ids).to_proto()];
+    let token = Some(token(0, 1).into());
+    let push_head = proto::PushHead { token, step: 1, lr_factor: 1.0, parts, only: vec![] };
+    stack.block_on(async {
+        let (body, messages) = tokio::sync::mpsc::channel(4);
+        body.send(proto::PushRequest { part: Some(push_request::Part::Head(push_head)) }).await.unwrap();
+        let mut first = open();
+        let held = tokio::spawn(async move {
+            first.push(tokio_stream::wrappers::ReceiverStream::new(messages)).await.map(drop)
+        });
+        let lookup = |limit: Duration| {
+            let head = proto::LookupHead { mode: proto::Mode::Eval.into(), ..head(&ids) };
+            let messages = [lookup_request::Part::Head(head)].into_iter();
+            let messages = messages.chain(id_chunks(0, ids.ids()).map(lookup_request::Part::Ids));
+            let messages: Vec<_> = messages.map(|part| proto::LookupRequest { part: Some(part) }).collect();
+            let mut request = tonic::Request::new(tokio_stream::iter(messages));
+            request.set_timeout(limit);
+            let mut client = open();
+            async move {
+                let mut replies = client.lookup(request).await?.into_inner();
+                while replies.message().await?.is_some() {}
+                Ok::<(), Status>(())
+            }
+        };
+        // Until the head has arrived, a look-up is answered.
+        let refused = loop {
+            if let Err(status) = lookup(Duration::from_secs(1)).await {
+                break status;
+            }
+        };
+        assert_eq!(refused.code(), tonic::Code::Unavailable, "{refused}");
+        assert!(refused.message().contains("other requests hold 3 of 3 MiB"), "{refused}");
+        let waiting = tokio::spawn(lookup(Duration::from_secs(60)));
+        drop(body); // the push ends without its ids
+        let ended = held.await.unwrap().unwrap_err();
+        assert!(ended.message().contains("cut short"), "{ended}");
+        waiting.await.unwrap().unwrap();
+    });
 }
 
 #[test]

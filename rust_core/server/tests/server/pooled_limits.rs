@@ -18,7 +18,7 @@ use tonic::Status;
 
 use crate::equal::sixteen_bits;
 use crate::limits::memory_kib;
-use crate::stack::{self, Plan, Stack, lookup, run_of, token};
+use crate::stack::{self, Plan, Stack, lookup, push_as, run_of, token};
 
 const DIM: usize = 4;
 /// So wide that samples are fewer bytes than rows.
@@ -160,13 +160,13 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     assert!(status.message().contains("pooled by a middleware"), "{status}");
     assert_eq!(client.stats().unwrap().rows, [0]);
     raw_lookup(&stack, None, whole).unwrap();
-    assert_eq!(client.stats().unwrap().rows, [IDS as u64]);
+    assert_eq!(client.stats().unwrap().lookups.initial, IDS as u64);
 }
 
 #[test]
 fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
     let (stack, client) = begun(3);
-    lookup(&client, token(0, 1), Mode::Train, &[DIM], &[ids().ids().to_vec()]).unwrap();
+    push_as(&client, token(0, 50), &[DIM], &[ids().ids().to_vec()], |_| 0.0).unwrap();
     let (good, gradients) = (words(SAMPLES, STARTS, WEIGHTS, &[0.5, 0.5]), vec![1.0; 2 * DIM]);
     let refused = |part, words: &[u32], gradients: Vec<f32>, named: &str| {
         let status = raw_push(&stack, None, push_messages(part, words, gradients)).unwrap_err();

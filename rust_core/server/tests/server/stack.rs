@@ -42,6 +42,8 @@ pub(crate) struct Plan {
     pub(crate) secret: Option<Secret>,
     pub(crate) tls: TlsFiles,
     pub(crate) turn_timeout: Duration,
+    /// Mebibytes of requests in flight, of each server.
+    pub(crate) request_memory: u32,
 }
 
 impl Plan {
@@ -56,6 +58,7 @@ impl Plan {
             secret: None,
             tls: TlsFiles::default(),
             turn_timeout: Duration::from_secs(20),
+            request_memory: 4 << 10,
         }
     }
 }
@@ -150,7 +153,8 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
     let data = dir.join(format!("data-{index}"));
     let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
     let (host, health) = host(plan, &listener).await;
-    let service = bounded!(EmbeddingServerServer::new(EmbeddingService::new(node)));
+    let service = EmbeddingService::new(node).with_memory(plan.request_memory);
+    let service = bounded!(EmbeddingServerServer::new(service));
     tokio::spawn(async { serve(listener, service, host, health, pending(), pending()).await.unwrap() });
     endpoint
 }

@@ -12,7 +12,9 @@ use std::collections::HashMap;
 
 use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
-use persia_types::tables::{LookupReport, LookupRequest, PushRequest, Run, TableGradients, TableIds, Tables};
+use persia_types::tables::{
+    LookupReport, LookupRequest, PushReport, PushRequest, Run, TableGradients, TableIds, Tables,
+};
 use persia_types::{
     Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Token, VIRTUAL_SHARDS,
 };
@@ -48,9 +50,8 @@ fn main() {
             ids: &ids,
             gradients: Gradients::Rows(&gradients[..ids.len() * DIM]),
         }];
-        let applied =
-            store.push(&PushRequest { token, step, lr_factor: 1.0, tables: &tables }).unwrap().rows_applied;
-        assert_eq!(applied, simulation.push(&ids), "step {step}");
+        let report = store.push(&PushRequest { token, step, lr_factor: 1.0, tables: &tables }).unwrap();
+        assert_eq!(report, simulation.push(step as u32, &ids), "step {step}");
         asked += ids.len() as u64;
         if asked * 10 / lookups > printed || asked >= lookups {
             printed = asked * 10 / lookups;
@@ -88,11 +89,12 @@ fn begun(policy: Policy) -> Store {
 
 fn print(store: &Store, asked: u64, step: u64) {
     let stats = store.stats().unwrap();
-    let LookupReport { hits, inserted, missing, evicted, expired } = stats.lookups;
+    let LookupReport { hits, initial, missing } = stats.lookups;
+    let PushReport { rows_inserted, rows_evicted, rows_expired, .. } = stats.pushes;
     println!(
-        "{asked} look-ups in {step} steps: hit rate {:.4}, inserted {inserted}, missing {missing}, evicted {evicted}, \
-         expired {expired}; {} rows, {:.1} MiB",
-        hits as f64 / (hits + inserted + missing) as f64,
+        "{asked} look-ups in {step} steps: hit rate {:.4}, initial {initial}, missing {missing}; inserted \
+         {rows_inserted}, evicted {rows_evicted}, expired {rows_expired}; {} rows, {:.1} MiB",
+        hits as f64 / (hits + initial + missing) as f64,
         stats.rows[0],
         stats.memory_bytes as f64 / f64::from(1 << 20),
     );

@@ -33,7 +33,7 @@ impl CheckedLookup<'_> {
         rows: &mut [&mut [f32]],
         found: &mut LookupSlots,
     ) -> LookupReport {
-        found.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
+        found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
         let (step, mut report, mut asked) = (self.step, LookupReport::default(), 0);
         for (number, part) in self.tables.iter().enumerate() {
             let layout = self.run.table(part.table).layout;
@@ -209,11 +209,8 @@ impl<O: Output> ReadBatch<'_, '_, '_, '_, O> {
     fn read<L: Lanes, const F32: bool>(self) -> u64 {
         let Self { batch, part, layout, found, mut output, step } = self;
         let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
-        for (number, shard) in batch.numbers.iter().zip(&*batch.shards) {
-            found.note(*number, shard.eviction_generation());
-        }
+        found.find::<L>(&batch, number, part.ids.ids());
         let slots = &mut *found.slots;
-        batch.find::<L>(number, part.ids.ids(), slots);
         let prefetcher = batch.prefetcher(number, slots, oldest > 0, |_| false);
         prefetcher.start(words);
         let mut hits = 0;

@@ -61,36 +61,79 @@ enum Pass {
 }
 
 impl CheckedPush<'_> {
-    /// Apply the push. `found` has the slots of its look-up, if they are cached.
+    /// Find the slots of all ids, and make room for the rows of the others, so that [`Self::apply`] needs no memory.
+    /// Nothing changes. `found` has the slots of the look-up, or is empty.
     ///
     /// # Errors
-    /// `OutOfMemory` if an admitted id got no row. The rest of the push was applied: it must not be repeated.
+    /// `OutOfMemory`
+    pub(crate) fn reserve(
+        &self,
+        shards: &[Mutex<Shard>],
+        found: &mut LookupSlots,
+    ) -> Result<(), TablesError> {
+        // A push has the parts of its look-up: either all slots are cached or all are searched.
+        let cached =
+            found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
+        if !cached {
+            self.search(shards, found);
+        }
+        for part in self.tables {
+            let run = self.run.table(part.table);
+            let lookup_part = part_of(found, part).unwrap_or_default();
+            let found = found.part(lookup_part, 0);
+            for (number, shard) in shards.iter().enumerate() {
+                let slots = &found.slots[part.ids.range(number)];
+                if slots.is_empty() {
+                    continue;
+                }
+                let mut shard = shard.lock();
+                let missing = if found.is_stale(number, shard.eviction_generation()) {
+                    slots.len()
+                } else {
+                    slots.iter().filter(|slot| **slot == NO_SLOT).count()
+                };
+                let reserved = shard.reserve_admissions(part.table, missing, run.admission.min_count);
+                reserved.map_err(|error| no_memory(&self.schema.tables[part.table].name, error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fill `found` with the slots of all ids.
+    fn search(&self, shards: &[Mutex<Shard>], found: &mut LookupSlots) {
+        found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
+        for (number, part) in self.tables.iter().enumerate() {
+            let (table, ids) = (part.table, part.ids.ids());
+            let oldest = self.run.table(table).layout.oldest_alive(self.step);
+            let mut found = found.part(number, 0);
+            let Ok(()) = for_each_batch(shards, table, part.ids, |batch| {
+                self.level.run(SearchBatch { batch, table, ids, oldest, found: &mut found });
+                Ok::<(), Infallible>(())
+            });
+        }
+    }
+
+    /// Apply the push, after [`Self::reserve`].
+    ///
+    /// # Errors
+    /// `OutOfMemory` if an admitted id got no row, because another push has used the room. The rest of the push was
+    /// applied: it must not be repeated. With a log, pushes are applied one after another, and this does not happen.
     pub(crate) fn apply(
         &self,
         shards: &[Mutex<Shard>],
-        found: &mut Option<LookupSlots>,
+        found: &mut LookupSlots,
     ) -> Result<PushReport, TablesError> {
-        // A push has the parts of its look-up: either all slots are cached or all are searched.
-        let lookup_part =
-            |found: &LookupSlots, part: &TableGradients<'_>| found.part_of(part.table, part.ids.len());
-        let cached = found
-            .as_ref()
-            .is_some_and(|found| self.tables.iter().all(|part| lookup_part(found, part).is_some()));
-        let found = found.get_or_insert_default();
-        if !cached {
-            found.reset(self.tables.iter().map(|part| (part.table, part.ids.len())));
-        }
         let mut outcome = Outcome::default();
         outcome.report.rows_pushed = self.tables.iter().map(|part| part.ids.len() as u64).sum();
         outcome.report.rows_expired = self.sweep(shards);
         for pass in [Pass::Existing, Pass::Missing] {
             for (index, update) in self.updates.iter().enumerate() {
-                let lookup_part = lookup_part(found, &self.tables[index]).unwrap_or(index);
+                let lookup_part = part_of(found, &self.tables[index]).unwrap_or(index);
                 let found = found.part(lookup_part, 2 * update.layout.dim);
                 if pass == Pass::Missing && !found.slots.contains(&NO_SLOT) {
                     continue;
                 }
-                let part = PartPush { push: self, index, found, cached, outcome: &mut outcome };
+                let part = PartPush { push: self, index, found, outcome: &mut outcome };
                 match update.rule {
                     Rule::Sgd(rule) => part.apply(shards, rule, pass),
                     Rule::Momentum(rule) => part.apply(shards, rule, pass),
@@ -153,9 +196,41 @@ struct PartPush<'a> {
     /// Slots of all ids of the part; after the first pass [`NO_SLOT`] where there was no row. Its scratch is for a
     /// gradient, and for f32 weights of a row of 16 bits.
     found: PartSlots<'a>,
-    /// Whether the slots are those of the look-up, and need no search.
-    cached: bool,
     outcome: &'a mut Outcome,
+}
+
+/// The part of the look-up that has the slots of a push's part.
+fn part_of(found: &LookupSlots, part: &TableGradients<'_>) -> Option<usize> {
+    found.part_of(part.table, part.ids.len())
+}
+
+/// Finds the slots of one batch.
+struct SearchBatch<'a, 'b, 'm, 's> {
+    batch: ShardBatch<'b, 's>,
+    table: usize,
+    /// All ids of the table.
+    ids: &'a [Id],
+    oldest: u32,
+    found: &'a mut PartSlots<'m>,
+}
+
+impl SimdLoop for SearchBatch<'_, '_, '_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let Self { batch, table, ids, oldest, found } = self;
+        found.find::<L>(&batch, table, ids);
+        if oldest == 0 {
+            return;
+        }
+        for (shard, at) in ShardBatch::walk(batch.ranges) {
+            let slot = found.slots[at];
+            if slot != NO_SLOT && !batch.shards[shard].tables[table].is_alive(slot, oldest) {
+                found.slots[at] = NO_SLOT;
+            }
+        }
+    }
 }
 
 impl PartPush<'_> {
@@ -190,18 +265,14 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { batch, part, rule } = self;
-        let PartPush { push, index, found, cached, outcome } = part;
-        let (push, index, cached, report) = (*push, *index, *cached, &mut outcome.report);
+        let PartPush { push, index, found, outcome } = part;
+        let (push, index, report) = (*push, *index, &mut outcome.report);
         let (part, update) = (&push.tables[index], &push.updates[index]);
         let (ids, number) = (part.ids.ids(), part.table);
         let (stride, oldest) = (update.layout.stride(), update.layout.oldest_alive(push.step));
-        if !cached {
-            batch.find::<L>(number, ids, found.slots);
-        }
-        // Rows have left the shard since the look-up: its slots need a check.
-        let is_stale = |shard: usize| {
-            cached && found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_generation())
-        };
+        // Rows have left the shard since the slots were found: they need a check.
+        let is_stale =
+            |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_generation());
         let prefetcher = batch.prefetcher(number, found.slots, true, is_stale);
         let stale: [bool; BATCH_IDS] =
             std::array::from_fn(|shard| shard < batch.shards.len() && is_stale(shard));
@@ -215,8 +286,8 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
                     samples.fetch_ahead(at);
                 }
                 let id = ids[at];
-                // An id without a row at the look-up may have one now.
-                if slots[at] == NO_SLOT && cached || stale && !table.holds(slots[at], id) {
+                // An id without a row may have one now.
+                if slots[at] == NO_SLOT || stale && !table.holds(slots[at], id) {
                     slots[at] = table.find::<L>(id);
                 }
                 let slot = slots[at];

@@ -8,7 +8,10 @@ use std::ops::Range;
 
 use parking_lot::Mutex;
 use persia_types::limits::MAX_STALENESS;
-use persia_types::{Token, VIRTUAL_SHARDS};
+use persia_types::{Id, Token, VIRTUAL_SHARDS};
+
+use crate::request::shard_batch::ShardBatch;
+use crate::simd::Lanes;
 
 /// Buffers that are kept for coming look-ups.
 const MAX_SPARE: usize = 8;
@@ -16,6 +19,8 @@ const MAX_SPARE: usize = 8;
 /// Slots of one look-up, table after table in the request's order.
 #[derive(Debug, Default)]
 pub(crate) struct LookupSlots {
+    /// The step that determines whether rows are expired; 0 if no slot was found.
+    step: u32,
     slots: Vec<u32>,
     /// `(table, slots)` per table of the request.
     parts: Vec<(usize, Range<usize>)>,
@@ -38,9 +43,18 @@ pub(super) struct PartSlots<'a> {
 }
 
 impl PartSlots<'_> {
+    /// Find the slots of a batch of `ids`, those of the part.
+    #[inline(always)]
+    pub(super) fn find<L: Lanes>(&mut self, batch: &ShardBatch<'_, '_>, table: usize, ids: &[Id]) {
+        for (number, shard) in batch.numbers.iter().zip(&*batch.shards) {
+            self.note(*number, shard.eviction_generation());
+        }
+        batch.find::<L>(table, ids, self.slots);
+    }
+
     /// Record that slots of a shard are about to be found.
     #[inline(always)]
-    pub(super) fn note(&mut self, shard: usize, eviction_generation: u64) {
+    fn note(&mut self, shard: usize, eviction_generation: u64) {
         let first = &mut self.eviction_generations[shard];
         *first = eviction_generation.min(*first);
     }
@@ -54,7 +68,8 @@ impl PartSlots<'_> {
 
 impl LookupSlots {
     /// Make room for parts of these `(table, ids)`. Slots are unspecified until written.
-    pub(super) fn reset(&mut self, parts: impl Iterator<Item = (usize, usize)>) {
+    pub(super) fn reset(&mut self, step: u32, parts: impl Iterator<Item = (usize, usize)>) {
+        self.step = step;
         self.parts.clear();
         let mut end = 0;
         for (table, ids) in parts {
@@ -67,6 +82,11 @@ impl LookupSlots {
         }
         self.eviction_generations.clear();
         self.eviction_generations.resize(VIRTUAL_SHARDS, NEVER);
+    }
+
+    /// The step of the request.
+    pub(super) fn step(&self) -> u32 {
+        self.step
     }
 
     /// A part of the request, with `scratch` floats.
@@ -161,22 +181,22 @@ mod tests {
     #[test]
     fn a_part_is_found_by_table_and_length() {
         let mut slots = LookupSlots::default();
-        slots.reset([(4, 3), (2, 2)].into_iter());
+        slots.reset(1, [(4, 3), (2, 2)].into_iter());
         assert_eq!((slots.part_of(2, 2), slots.part_of(2, 1), slots.part_of(3, 3)), (Some(1), None, None));
-        slots.reset([(2, 1)].into_iter());
+        slots.reset(1, [(2, 1)].into_iter());
         assert_eq!(slots.part(0, 0).slots.len(), 1);
     }
 
     #[test]
     fn the_first_eviction_generation_of_a_shard_counts() {
         let mut slots = LookupSlots::default();
-        slots.reset([(0, 1)].into_iter());
+        slots.reset(1, [(0, 1)].into_iter());
         let mut part = slots.part(0, 0);
         assert!(part.is_stale(3, 0));
         part.note(3, 5);
         part.note(3, 6); // another table's slots, found later
         assert!(!part.is_stale(3, 5) && part.is_stale(3, 6) && part.is_stale(4, 5));
-        slots.reset([(0, 1)].into_iter());
+        slots.reset(1, [(0, 1)].into_iter());
         assert!(slots.part(0, 0).is_stale(3, 5));
     }
 }

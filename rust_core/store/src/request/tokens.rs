@@ -1,4 +1,5 @@
-//! [`Claims`]: which pushes were applied, and which are in flight. [`SeenTokens`] refuses those of another generation.
+//! [`Claims`]: which pushes were applied, and which are in flight. [`SeenTokens`] refuses those of another generation or
+//! of a rank that the run does not have.
 
 use std::collections::BTreeMap;
 
@@ -20,14 +21,15 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Drop all tokens, and accept only those of `job` and `generation` from now on. Nothing is in flight.
-    pub(crate) fn begin(&self, job: JobId, generation: u64) {
+    /// Drop all tokens, and accept only those of `job`, `generation` and ranks below `world_size` from now on. Nothing is
+    /// in flight.
+    pub(crate) fn begin(&self, job: JobId, generation: u64, world_size: u32) {
         let mut state = self.state.lock();
         debug_assert!(state.in_flight.is_empty());
-        state.applied = SeenTokens::begin(job, generation);
+        state.applied = SeenTokens::begin(job, generation, world_size);
     }
 
-    /// Refuse a look-up of another job or generation.
+    /// Refuse a look-up of another job, generation or rank.
     pub(crate) fn check(&self, token: Token) -> Result<(), TablesError> {
         self.state.lock().applied.contains(token).map(drop)
     }
@@ -100,7 +102,7 @@ mod tests {
 
     fn claims() -> Claims {
         let claims = Claims::default();
-        claims.begin(JobId(1), 1);
+        claims.begin(JobId(1), 1, 1);
         claims
     }
 

@@ -150,7 +150,7 @@ impl Index {
         if self.len < capacity(buckets) {
             return Ok(());
         }
-        self.move_to(if buckets < GENTLE_FROM { buckets * 2 } else { buckets + buckets / 8 })
+        self.move_to(larger(buckets))
     }
 
     /// Make room for `ids` in all, as [`Index::reserve`] does for one more.
@@ -158,7 +158,7 @@ impl Index {
         if ids <= capacity(self.buckets.len()) {
             return Ok(());
         }
-        self.move_to((ids * 10).div_ceil(33))
+        self.move_to((ids * 10).div_ceil(33).max(larger(self.buckets.len())))
     }
 
     fn move_to(&mut self, buckets: usize) -> Result<(), OutOfMemory> {
@@ -205,6 +205,11 @@ impl Index {
         self.len -= 1;
         slot
     }
+}
+
+/// The number of buckets after `buckets`: a multiple, so that the cost of moving stays a constant per id.
+fn larger(buckets: usize) -> usize {
+    if buckets < GENTLE_FROM { buckets * 2 } else { buckets + buckets / 8 }
 }
 
 /// Ids that `buckets` hold at a load of 0.66.

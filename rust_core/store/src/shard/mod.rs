@@ -23,9 +23,10 @@ use persia_types::limits::COUNTED_IDS_PER_SHARD;
 
 use crate::simd::Portable;
 pub(crate) use copy_budget::CopyBudget;
-use index::Index;
 pub(crate) use index::NO_SLOT;
 use region::OutOfMemory;
+#[cfg(test)]
+pub(crate) use region::refusal;
 pub(crate) use row::Layout;
 pub(crate) use table::ShardTable;
 
@@ -175,6 +176,26 @@ impl Shard {
         (before - self.rows) as u64
     }
 
+    /// Make room for the rows of `ids` more ids, and for their admission counts, so that [`Self::count`] and
+    /// [`Self::insert`] need no memory for them.
+    pub(crate) fn reserve_admissions(
+        &mut self,
+        table: usize,
+        ids: usize,
+        min_count: u32,
+    ) -> Result<(), OutOfMemory> {
+        if ids == 0 {
+            return Ok(());
+        }
+        let (budget, counted) = (self.budget, self.counted_limit());
+        let table = &mut self.tables[table];
+        if min_count > 1 {
+            let counts = &mut table.admission_counts;
+            counts.reserve_for((counts.len() + ids).min(counted.max(counts.len())))?;
+        }
+        table.reserve_slots(ids, budget)
+    }
+
     /// Count a push of an id without a row. Returns whether this was the `min_count`-th, or a later one.
     pub(crate) fn count(&mut self, table: usize, id: u64, min_count: u32) -> Result<bool, OutOfMemory> {
         let hash = hash_id(id);
@@ -182,7 +203,7 @@ impl Shard {
         let count = match before {
             _ if min_count == 1 => return Ok(true),
             NO_SLOT => {
-                self.halve_counts_to(self.counted_limit() - 1)?;
+                self.halve_counts_to(self.counted_limit() - 1);
                 1
             }
             count => count.saturating_add(1).min(min_count),
@@ -221,29 +242,31 @@ impl Shard {
         self.budget.saturating_mul(2).clamp(least, most)
     }
 
-    /// Halve all counts until at most `most` ids have one.
-    fn halve_counts_to(&mut self, most: usize) -> Result<(), OutOfMemory> {
+    /// Halve all counts until at most `most` ids have one. In place, so that it needs no memory of the index.
+    fn halve_counts_to(&mut self, most: usize) {
         while self.counted > most {
             for table in &mut self.tables {
-                let mut halved = Index::new();
-                for (id, count) in table.admission_counts.entries().filter(|(_, count)| *count > 1) {
-                    halved.reserve()?;
-                    halved.insert(id, hash_id(id), count / 2);
-                }
-                self.counted -= table.admission_counts.len() - halved.len();
                 table.preserve_counts();
-                table.admission_counts = halved;
+                let counts: Vec<(u64, u32)> = table.admission_counts.entries().collect();
+                for (id, count) in counts {
+                    let hash = hash_id(id);
+                    table.admission_counts.remove(id, hash);
+                    if count > 1 {
+                        table.admission_counts.insert(id, hash, count / 2);
+                    } else {
+                        self.counted -= 1;
+                    }
+                }
             }
         }
-        Ok(())
     }
 
     /// Evict down to the budget: a checkpoint may be of a larger capacity.
-    pub(crate) fn fit_budget(&mut self) -> Result<(), OutOfMemory> {
+    pub(crate) fn fit_budget(&mut self) {
         if self.rows > self.budget {
             self.evict(self.rows - self.budget);
         }
-        self.halve_counts_to(self.counted_limit())
+        self.halve_counts_to(self.counted_limit());
     }
 
     /// Make room for `rows` more of a checkpoint.

@@ -196,6 +196,10 @@ fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     if bytes == 0 {
         return Ok(NOWHERE);
     }
+    #[cfg(test)]
+    if refusal::is_due() {
+        return Err(OutOfMemory { bytes });
+    }
     let taken = BLOCKS.lock().take(bytes);
     let start = match taken {
         Some(start) => start,
@@ -227,6 +231,10 @@ fn release(start: NonNull<u8>, bytes: usize) {
 /// Map `bytes` (a multiple of `PAGE`) of untouched zeros at a multiple of `HUGE_PAGE`.
 fn map(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     let refused = OutOfMemory { bytes };
+    #[cfg(test)]
+    if refusal::is_due() {
+        return Err(refused);
+    }
     let padded = bytes.checked_add(HUGE_PAGE).ok_or(refused)?;
     let (access, kind) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
@@ -269,6 +277,35 @@ fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>
 fn advise(start: NonNull<u8>, bytes: usize, advice: libc::c_int) {
     // SAFETY: callers pass a mapping of ours, and advice about pages that changes no content.
     unsafe { libc::madvise(start.as_ptr().cast(), bytes, advice) };
+}
+
+/// Refuses memory to a thread, for tests.
+#[cfg(test)]
+pub(crate) mod refusal {
+    use std::cell::Cell;
+
+    thread_local! {
+        static LEFT: Cell<u32> = const { Cell::new(u32::MAX) };
+    }
+
+    /// Grant this many further requests for memory, and refuse the one after them.
+    pub(crate) fn after(requests: u32) {
+        LEFT.set(requests);
+    }
+
+    /// Refuse nothing from now on. Returns whether the refusal has come.
+    pub(crate) fn end() -> bool {
+        LEFT.replace(u32::MAX) == u32::MAX
+    }
+
+    pub(super) fn is_due() -> bool {
+        let left = LEFT.get();
+        let due = left == 0;
+        if left != u32::MAX {
+            LEFT.set(if due { u32::MAX } else { left - 1 });
+        }
+        due
+    }
 }
 
 #[cfg(test)]

@@ -148,6 +148,21 @@ impl ShardTable {
         *last_used = step.max(*last_used);
     }
 
+    /// Make room for `rows` more in a shard of `budget` rows, some of which may be inserted.
+    pub(super) fn reserve_slots(&mut self, rows: usize, budget: usize) -> Result<(), OutOfMemory> {
+        let used = self.used as usize;
+        let most = |held: usize| budget.max(held);
+        let slots = (used + rows.saturating_sub(used - self.len)).min(most(used));
+        let stride = self.layout.stride();
+        if slots > MAX_ROWS_PER_SLAB {
+            return Err(OutOfMemory { bytes: stride * size_of::<f32>() });
+        }
+        self.index.reserve_for((self.len + rows).min(most(self.len)))?;
+        self.rows.grow(slots * stride)?;
+        self.ids.grow(slots)?;
+        self.last_used.grow(slots)
+    }
+
     /// Make room for `rows` more, all of which will be inserted now.
     pub(super) fn reserve(&mut self, rows: usize) -> Result<(), OutOfMemory> {
         let slots = self.used as usize + rows;

@@ -75,7 +75,7 @@ pub(crate) fn import(
         let number = table_number(table, path, schema, layouts, keep_state)?;
         import_table(&mut shard, number, table, layouts[number], corrupt)?;
     }
-    shard.fit_budget().map_err(|error| no_memory("(all)", error))?;
+    shard.fit_budget();
     Ok(shard)
 }
 

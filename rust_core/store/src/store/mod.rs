@@ -224,6 +224,8 @@ impl Tables for Store {
 
 #[cfg(test)]
 mod level_tests;
+#[cfg(test)]
+mod memory_tests;
 
 #[cfg(test)]
 mod tests {

@@ -1,11 +1,11 @@
-//! [`Progress`]: the requests applied since a run began.
+//! [`Progress`]: the pushes applied since a run began.
 
 use persia_types::tables::{LookupReport, PushReport};
 use persia_types::token::SeenTokens;
 use serde::{Deserialize, Serialize};
 
 /// Sums over all training look-ups and pushes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     pub(super) lookups: LookupReport,
     pub(super) pushes: PushReport,
@@ -19,12 +19,11 @@ impl Counters {
     }
 }
 
-/// The state of a run without its rows: the applied pushes, and the counters of
-/// [`Stats`](persia_types::tables::Stats).
+/// The state of a run without its rows: the applied pushes, and their sum in [`Stats`](persia_types::tables::Stats).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub(super) pushes: SeenTokens,
-    pub(super) counters: Counters,
+    pub(super) counted: PushReport,
 }
 
 impl Progress {

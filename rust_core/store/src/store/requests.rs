@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
-use persia_types::{Mode, ShardedIds, Table, TablesError, Token, VIRTUAL_SHARDS};
+use persia_types::{Mode, ShardedIds, Table, TablesError, VIRTUAL_SHARDS};
 
 use crate::request::check::{check_buffer, check_step, check_tables, malformed, of_table};
 use crate::request::lookup::CheckedLookup;
@@ -40,8 +40,8 @@ impl Store {
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
         let trains = request.mode == Mode::Train;
         let step = if trains {
-            check_trains(run, request.token)?;
             self.claims.check(request.token)?;
+            check_trains(run)?;
             check_step(request.step)?
         } else {
             u32::try_from(request.step).unwrap_or(u32::MAX)
@@ -66,10 +66,11 @@ impl Store {
             None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
             Some(claim) => {
                 let push = self.check_push(run, request)?;
-                let mut found = self.slot_cache.take(request.token);
+                let mut found = self.slot_cache.take(request.token).unwrap_or_default();
+                push.reserve(&self.shards, &mut found)?;
                 let report = push.apply(&self.shards, &mut found);
                 claim.applied();
-                found.into_iter().for_each(|found| self.slot_cache.recycle(found));
+                self.slot_cache.recycle(found);
                 report?
             }
         };
@@ -83,7 +84,7 @@ impl Store {
         run: &'a ActiveRun,
         request: &PushRequest<'a>,
     ) -> Result<CheckedPush<'a>, TablesError> {
-        check_trains(run, request.token)?;
+        check_trains(run)?;
         let step = check_step(request.step)?;
         if !(0.0..=f32::MAX).contains(&request.lr_factor) {
             return malformed(format!("lr_factor {} is not from 0 to {:?}", request.lr_factor, f32::MAX));
@@ -118,14 +119,7 @@ impl Store {
     }
 }
 
-/// Refuse a training request of a run that does not train, or of a rank that it does not have.
-fn check_trains(run: &ActiveRun, token: Token) -> Result<(), TablesError> {
-    if !run.trains {
-        return Err(TablesError::NoOptimizer);
-    }
-    let (rank, ranks) = (token.rank, run.ranks);
-    if rank >= ranks {
-        return malformed(format!("request {token} is of rank {rank}, the run has {ranks} ranks"));
-    }
-    Ok(())
+/// Refuse a training request of a run that does not train.
+fn check_trains(run: &ActiveRun) -> Result<(), TablesError> {
+    if run.trains { Ok(()) } else { Err(TablesError::NoOptimizer) }
 }

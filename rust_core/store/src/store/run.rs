@@ -38,7 +38,7 @@ impl Store {
             self.end_snapshot(); // it belongs to the previous generation, and will not be written
         }
         self.shards.iter().for_each(|shard| shard.lock().set_layouts(&layouts));
-        self.claims.begin(ActiveRun::job(run), run.generation);
+        self.claims.begin(ActiveRun::job(run), run.generation, run.world_size);
         self.slot_cache.clear();
         *self.counters.lock() = Counters::default();
         self.generation.store(run.generation, Ordering::Relaxed);
@@ -46,15 +46,15 @@ impl Store {
         Ok(())
     }
 
-    /// The requests applied since the run began. Consistent with the rows while no push is in flight.
+    /// The pushes applied since the run began. Consistent with the rows while none is in flight.
     pub fn progress(&self) -> Progress {
-        Progress { pushes: self.claims.applied(), counters: *self.counters.lock() }
+        Progress { pushes: self.claims.applied(), counted: self.counters.lock().pushes }
     }
 
     /// Restore the result of [`Self::progress`]. The rows must be of the same instant.
     pub fn resume(&self, progress: Progress) {
         self.claims.resume(progress.pushes);
-        *self.counters.lock() = progress.counters;
+        self.counters.lock().pushes = progress.counted;
     }
 
     /// The layouts of the tables in `run`, or why the current rows do not fit it.

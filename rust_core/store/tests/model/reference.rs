@@ -154,6 +154,10 @@ impl Model {
             }
         }
         for ((table, id), gradient) in missing {
+            if self.is_alive((table, id), step) {
+                self.update((table, id), step, gradient, &mut report); // the request names it twice
+                continue;
+            }
             report.rows_expired += u64::from(self.rows.remove(&(table, id)).is_some());
             if !self.has_min_count((table, id)) || !self.drawn.contains(&(step, table, id)) {
                 report.rows_missing += 1;

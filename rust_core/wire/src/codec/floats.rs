@@ -5,6 +5,7 @@ use bytes::Bytes;
 use persia_kernels::half::{Bf16, F16, Half};
 use persia_kernels::simd::{InstructionSet, LANES, Lanes, SimdLoop};
 use persia_types::Dtype;
+use persia_types::limits::{MAX_GRADIENT, MAX_GRADIENT_EXPONENT};
 
 use super::chunk::Width;
 
@@ -14,7 +15,8 @@ pub struct RowFormat {
     /// Floats in a row.
     pub dim: usize,
     /// Format of a float on the wire. 16 bits round to nearest, ties to even. A magnitude beyond the largest finite number
-    /// becomes that number. An infinity becomes a NaN, so that it stays visible.
+    /// becomes that number. An infinity, and in f16 a magnitude of [`MAX_GRADIENT`] or larger, becomes a NaN: a server
+    /// refuses the row, as it does if floats are sent as f32.
     pub dtype: Dtype,
 }
 
@@ -104,8 +106,10 @@ impl<H: Half> SimdLoop for Encode<'_, H> {
 
 #[inline(always)]
 fn narrow<L: Lanes, H: Half>(mut block: [f32; LANES]) -> [u16; LANES] {
-    if !L::all_finite(&block) {
-        block = block.map(|value| if value.is_finite() { value } else { f32::NAN });
+    if !L::all_below(&block, MAX_GRADIENT_EXPONENT) {
+        let is_kept =
+            |value: f32| value.is_finite() && (value.abs() < MAX_GRADIENT || H::LARGEST >= MAX_GRADIENT);
+        block = block.map(|value| if is_kept(value) { value } else { f32::NAN });
     }
     H::narrow::<L>(&block)
 }
@@ -168,14 +172,25 @@ mod tests {
     #[test]
     fn other_numbers_are_rounded_or_bounded_and_non_finite_ones_stay_non_finite() {
         let third = 1.0f32 / 3.0;
-        for (dtype, within, largest) in
-            [(Dtype::F16, 1.0 / 2048.0, 65_504.0), (Dtype::Bf16, 1.0 / 256.0, 3.3895314e38)]
-        {
-            let back = sent(dtype, &[third, f32::MAX, -f32::MAX, f32::INFINITY, f32::NAN, 1.0]);
+        for (dtype, within) in [(Dtype::F16, 1.0 / 2048.0), (Dtype::Bf16, 1.0 / 256.0)] {
+            let back = sent(dtype, &[third, f32::INFINITY, f32::NAN, 1.0]);
             assert!((back[0] - third).abs() <= third * within && back[0] != third);
-            assert_eq!(back[1..3], [largest, -largest]);
-            assert!(back[3].is_nan() && back[4].is_nan());
-            assert_eq!(back[5], 1.0);
+            assert!(back[1].is_nan() && back[2].is_nan());
+            assert_eq!(back[3], 1.0);
+        }
+        assert_eq!(sent(Dtype::F16, &[1e6, -MAX_GRADIENT.next_down()]), [65_504.0, -65_504.0]);
+        assert_eq!(sent(Dtype::Bf16, &[f32::MAX, -f32::MAX]), [3.3895314e38, -3.3895314e38]);
+    }
+
+    /// The row of such a gradient is skipped, whatever the format.
+    #[test]
+    fn a_huge_number_does_not_become_an_acceptable_one() {
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
+            for huge in [MAX_GRADIENT, -MAX_GRADIENT, 1e20, f32::MAX] {
+                let back = sent(dtype, &[0.5, huge, 2.0]);
+                assert!(!(back[1].abs() < MAX_GRADIENT), "{dtype:?}: {huge} became {}", back[1]);
+                assert_eq!((back[0], back[2]), (0.5, 2.0));
+            }
         }
     }
 }

@@ -22,6 +22,11 @@ pub struct Part {
 }
 
 impl Part {
+    /// Bytes of its ids, and of their rows or gradients as f32.
+    pub fn bytes(&self) -> u64 {
+        self.len() as u64 * (8 + 4 * self.format.dim as u64)
+    }
+
     /// Rows of `table` for `ids`.
     pub fn new(table: usize, format: RowFormat, ids: &ShardedIds) -> Self {
         Self { table, format, samples: None, offsets: ids.offsets().to_vec() }

@@ -140,7 +140,10 @@ pub async fn push_head(
 }
 
 /// The parts of a head that may only have rows of ids.
-fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
+///
+/// # Errors
+/// `Malformed` for parts that do not fit, or with samples.
+pub fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
     let parts = check_parts(head)?;
     match parts.iter().find(|part| part.samples.is_some()) {
         None => Ok(parts),
@@ -158,9 +161,21 @@ fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
 pub async fn lookup(
     stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
 ) -> Result<ReceivedLookup, Status> {
-    use proto::lookup_request::Part as Message;
     let head = lookup_head(stream).await?;
     let parts = parts_of_rows(&head.parts)?;
+    lookup_after(head, parts, stream).await
+}
+
+/// Receive a look-up after its head, whose [parts](parts_of_rows) were checked.
+///
+/// # Errors
+/// A status with the problem.
+pub async fn lookup_after(
+    head: proto::LookupHead,
+    parts: Vec<Part>,
+    stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
+) -> Result<ReceivedLookup, Status> {
+    use proto::lookup_request::Part as Message;
     let token = convert::token(head.token).map_err(ChunkError::from)?;
     let mode = convert::mode(head.mode).map_err(ChunkError::from)?;
     let mut ids = Collector::ids(&parts);
@@ -181,9 +196,21 @@ pub async fn lookup(
 pub async fn push(
     stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
 ) -> Result<ReceivedPush, Status> {
-    use proto::push_request::Part as Message;
     let head = push_head(stream).await?;
     let parts = parts_of_rows(&head.parts)?;
+    push_after(head, parts, stream).await
+}
+
+/// Receive a push after its head, whose [parts](parts_of_rows) were checked.
+///
+/// # Errors
+/// A status with the problem.
+pub async fn push_after(
+    head: proto::PushHead,
+    parts: Vec<Part>,
+    stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
+) -> Result<ReceivedPush, Status> {
+    use proto::push_request::Part as Message;
     let token = convert::token(head.token).map_err(ChunkError::from)?;
     let (mut ids, mut gradients) = (Collector::ids(&parts), Collector::gradients(&parts));
     while let Some(message) = next(stream).await? {

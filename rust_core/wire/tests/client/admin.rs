@@ -76,6 +76,21 @@ fn a_begin_whose_reply_was_lost_has_begun() {
     assert_eq!(running.mock.seen.lock().begun.len(), 1);
 }
 
+/// A second one could arrive after later pushes, and drop their rows.
+#[test]
+fn a_clear_or_a_restore_whose_reply_was_lost_is_not_repeated() {
+    let lost = || TablesError::Unreachable { peer: "server 0".into(), what: "reset".into() };
+    let running = start(&[Fault::Nothing, Fault::Fail(lost), Fault::Fail(lost)]);
+    let root = tempfile::tempdir().unwrap();
+    let options = ClientOptions { checkpoint_root: Some(root.path().to_owned()), ..running.options() };
+    let client = WireTables::connect(options).unwrap();
+    client.begin(&run(GENERATION)).unwrap();
+    for error in [client.clear().unwrap_err(), client.restore(root.path(), &[]).unwrap_err()] {
+        assert!(matches!(error, TablesError::Lost { .. }), "{error}");
+    }
+    assert_eq!(running.calls(), ["begin", "clear", "restore"]);
+}
+
 #[test]
 fn a_begin_that_reached_some_servers_only_is_lost() {
     let running = start(&[Fault::BeginOnly(0)]);

@@ -1,0 +1,68 @@
+"""What an :class:`~persia.nn.EmbeddingCollection` takes where the script gives nothing.
+
+The values were measured (docs/performance.md). They differ from those of ``TrainCtx``, which are PersiaML's.
+"""
+
+from typing import Any
+
+from persia.checkpoint import snapshot
+from persia.embedding.config import EmbeddingConfig, get_default_embedding_config
+from persia.embedding.optim import Adagrad, Optimizer
+from persia.runtime.errors import CheckpointError, ConfigError, UsageError
+
+STATE = "collection.state"
+"""The file of a checkpoint that a collection adds; no state dict of the user's has such a name."""
+
+
+def default_optimizer(lr: float = 0.1) -> Adagrad:
+    """Return a new optimizer of rows for a loss that is a mean over the batch.
+
+    It is ``Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)``, with one number of state a row. Where
+    the loss is a sum, gradients are larger by the batch size, and the first updates are too large: use
+    ``Adam(lr=0.01)``, whose steps do not depend on the scale of the loss.
+
+    Raises:
+        ConfigError: ``lr`` is not finite or is negative.
+    """
+    return Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)
+
+
+def default_embedding_config() -> EmbeddingConfig:
+    """Return the configuration of new rows: uniform in [-0.05, 0.05), the rest as in :class:`EmbeddingConfig`."""
+    return EmbeddingConfig((-0.05, 0.05))
+
+
+def as_optimizer(given: object) -> Optimizer | None:
+    """Return the optimizer that an argument means; ``"default"`` is that of a script that gives none.
+
+    Raises:
+        UsageError: It is no optimizer.
+    """
+    if given == "default":
+        return default_optimizer()
+    if given is None or isinstance(given, Optimizer):
+        return given
+    raise UsageError(
+        "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, or None to evaluate only, got "
+        f"{type(given).__name__}"
+    )
+
+
+def range_of(config: EmbeddingConfig) -> dict[str, Any]:
+    """Return what :func:`saved_default` reads, for the state of a collection whose script gives no configuration."""
+    return {"new_rows": config.emb_initialization}
+
+
+def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
+    """Return the configuration of rows that a checkpoint gets later, where the script gives none.
+
+    A checkpoint continues as it began. One of an older version, or of a context, began with PersiaML's defaults.
+
+    Raises:
+        CheckpointError: The saved range is none.
+    """
+    saved = loaded.state(STATE).get("new_rows") if STATE in loaded.names else None
+    try:
+        return EmbeddingConfig(saved) if saved else get_default_embedding_config()
+    except ConfigError as error:
+        raise CheckpointError(f"{loaded.path}: {STATE}: {error}") from error

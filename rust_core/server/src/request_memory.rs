@@ -1,0 +1,96 @@
+//! [`MemoryBudget`]: a bound of the memory of requests in flight, over all connections.
+
+use std::sync::Arc;
+
+use persia_types::limits::MAX_IN_FLIGHT_BYTES;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, timeout_at};
+use tonic::Status;
+
+use crate::metrics;
+
+/// Memory is counted in mebibytes: 2^20 bytes.
+const MIB: u32 = 20;
+
+/// The memory of all requests in flight.
+#[derive(Debug, Clone)]
+pub(crate) struct MemoryBudget {
+    free: Arc<Semaphore>,
+    mib: u32,
+    /// The way to more memory, for messages.
+    advice: &'static str,
+}
+
+/// The memory of one request. Dropping it releases the memory.
+#[derive(Debug)]
+pub(crate) struct RequestMemory {
+    _permit: OwnedSemaphorePermit,
+    _counted: metrics::RequestMemory,
+}
+
+impl MemoryBudget {
+    /// [`MAX_IN_FLIGHT_BYTES`].
+    pub(crate) fn new(advice: &'static str) -> Self {
+        Self::of((MAX_IN_FLIGHT_BYTES >> MIB) as u32, advice)
+    }
+
+    /// This many mebibytes.
+    pub(crate) fn of(mib: u32, advice: &'static str) -> Self {
+        Self { free: Arc::new(Semaphore::new(mib as usize)), mib, advice }
+    }
+
+    /// Wait for the memory of a request, in the order of requests. One that is larger than the budget gets all of it.
+    ///
+    /// # Errors
+    /// `Unavailable`, which callers retry, if other requests hold it until the deadline.
+    pub(crate) async fn take(&self, bytes: u64, deadline: Instant) -> Result<RequestMemory, Status> {
+        let share = bytes.div_ceil(1 << MIB).min(self.mib.into()) as u32;
+        let free = Arc::clone(&self.free);
+        let taken = match Arc::clone(&free).try_acquire_many_owned(share) {
+            Ok(permit) => Ok(Ok(permit)),
+            Err(_) => {
+                metrics::count_memory_wait();
+                timeout_at(deadline, free.acquire_many_owned(share)).await
+            }
+        };
+        match taken {
+            Ok(Ok(permit)) => {
+                let counted = metrics::RequestMemory::count(u64::from(share) << MIB);
+                Ok(RequestMemory { _permit: permit, _counted: counted })
+            }
+            Ok(Err(closed)) => Err(Status::internal(closed.to_string())),
+            Err(_) => Err(Status::unavailable(format!(
+                "no memory for the request before its deadline: other requests hold {} of {} MiB; {}",
+                self.mib as usize - self.free.available_permits(),
+                self.mib,
+                self.advice
+            ))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    async fn take(budget: &MemoryBudget, mib: u64) -> Result<RequestMemory, Status> {
+        budget.take((mib << MIB) - 7, Instant::now() + Duration::from_millis(50)).await
+    }
+
+    #[tokio::test]
+    async fn a_request_waits_for_memory_that_others_hold_and_its_error_says_so() {
+        let budget = MemoryBudget::of(4, "wait");
+        let held = take(&budget, 3).await.unwrap();
+        let refused = take(&budget, 2).await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::Unavailable);
+        assert!(refused.message().contains("other requests hold 3 of 4 MiB; wait"), "{refused}");
+        let small = take(&budget, 1).await.unwrap();
+        drop((held, small));
+        // A request above the budget gets all of it.
+        drop(take(&budget, 9).await.unwrap());
+        let _all = take(&budget, 4).await.unwrap();
+        drop(budget.take(0, Instant::now()).await.unwrap());
+    }
+}
