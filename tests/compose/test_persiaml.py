@@ -48,7 +48,7 @@ def folder(persiaml_images: None, tmp_path: Path) -> Iterator[Path]:
 def embedded(folder: Path) -> tuple[str, str]:
     """AUC and rows of the embedded mode, in the same image."""
     given = ["--env-file", str(folder / ".docker.env"), "--volume", f"{folder}:/workspace"]
-    done = docker("run", "--rm", *given, IMAGE, "python", "train.py")
+    done = docker("run", "--rm", *given, IMAGE, "python", "train.py", timeout=600)
     found = EQUAL.search(done.stdout)
     assert found, done.stdout
     return found[1], found[2]
