@@ -8,7 +8,7 @@ use std::path::Path;
 
 use persia_types::tables::Run;
 use persia_types::{Id, Optimizer, Tables};
-use sample::{run, store_of, train};
+use sample::{insert, run, store_of};
 
 const ROW_WISE: Optimizer = Optimizer::Adagrad {
     lr: 0.1,
@@ -35,7 +35,7 @@ fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_
         while rows < size {
             let ids: Vec<Id> = (rows..size.min(rows + 50_000)).collect();
             (rows, seq) = (rows + ids.len() as u64, seq + 1);
-            train(&store, seq, 0, &ids);
+            insert(&store, seq, 0, &ids);
         }
         let stats = store.stats().unwrap();
         assert_eq!(stats.payload_bytes, rows * 9 * 4);

@@ -118,7 +118,7 @@ pub struct TableSettings {
     pub initializer: Option<Initializer>,
     /// Replaces the run's.
     pub admission: Option<Admission>,
-    /// A row expires after this many steps without a training look-up of its id; None keeps it.
+    /// A row expires after this many steps without a push of its id; None keeps it.
     pub ttl: Option<u32>,
 }
 
@@ -150,14 +150,14 @@ pub enum Rounding {
     Stochastic,
 }
 
-/// The rule by which a missing id gets a row: at a training look-up, if both conditions hold. Until then it reads as
+/// The rule by which a missing id gets a row: at a push, if both conditions hold. Until then it reads as
 /// zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {
     /// Probability of admission, drawn by a hash of (seed, id, step). In `0..=1`.
     pub probability: f32,
-    /// The number of training look-ups of the id since it last had a row, including this one. At least 1.
+    /// The number of pushes of the id since it last had a row, including this one. At least 1.
     pub min_count: u32,
 }
 

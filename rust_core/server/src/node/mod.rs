@@ -56,7 +56,7 @@ pub struct NodeOptions {
     pub turn_timeout: Duration,
     /// Its address, for messages.
     pub address: String,
-    /// The log of training requests. Without one the job resumes from its last checkpoint.
+    /// The log of pushes. Without one the job resumes from its last checkpoint.
     pub log: Option<LogOptions>,
 }
 

@@ -1,4 +1,4 @@
-//! [`Wal`]: a write-ahead log of training requests, in its own directory.
+//! [`Wal`]: a write-ahead log of pushes, in its own directory.
 //!
 //! ```text
 //! base      where the log starts: crc32c, then what the caller says, which names the first segment

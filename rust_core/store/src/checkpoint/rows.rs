@@ -19,13 +19,13 @@ pub struct TableRows {
     pub state_len: usize,
     /// Ascending.
     pub ids: Vec<u64>,
-    /// Step of the last training look-up, per row.
+    /// Step of the last push, per row.
     pub last_used: Vec<u64>,
     /// `[ids.len(), dim]`.
     pub weights: Vec<f32>,
     /// `[ids.len(), state_len]`.
     pub state: Vec<f32>,
-    /// Ids without a row, ascending, and the training look-ups counted for each, from 1.
+    /// Ids without a row, ascending, and the pushes counted for each, from 1.
     pub admission_counts: Vec<(u64, u32)>,
 }
 

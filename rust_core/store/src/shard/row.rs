@@ -22,7 +22,7 @@ pub(crate) struct Layout {
     pub(crate) dtype: Dtype,
     /// Floats of optimizer state per row.
     pub(crate) state_len: usize,
-    /// Steps that a row lives without a training look-up; None means forever.
+    /// Steps that a row lives without a push; None means forever.
     pub(crate) ttl: Option<u32>,
 }
 
