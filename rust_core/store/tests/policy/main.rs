@@ -74,8 +74,7 @@ fn the_least_recently_used_rows_are_evicted() {
 fn expired_rows_leave_first() {
     let (all, pushed) = compare(Policy { capacity: 4_096, min_count: 2, ttl: 3 }, TRAFFIC, 100, Dtype::F16);
     assert!(pushed.rows_expired > 1_000, "{pushed:?}");
-    let (long, pushed) =
-        compare(Policy { capacity: 16_384, min_count: 1, ttl: 8 }, TRAFFIC, 60, Dtype::Bf16);
+    let (long, pushed) = compare(Policy { capacity: 16_384, min_count: 1, ttl: 8 }, TRAFFIC, 60, Dtype::Bf16);
     assert!(pushed.rows_expired > 1_000 && hit_rate(&long) > hit_rate(&all), "{long:?}");
 }
 

@@ -49,7 +49,11 @@ impl Simulation {
                     }
                     _ => {
                         let count = shard.admission_counts.get(id).copied().unwrap_or_default() + 1;
-                        let seen = if count >= self.policy.min_count { &mut report.initial } else { &mut report.missing };
+                        let seen = if count >= self.policy.min_count {
+                            &mut report.initial
+                        } else {
+                            &mut report.missing
+                        };
                         *seen += 1;
                     }
                 }
