@@ -130,7 +130,7 @@ def test_rows_are_taken_and_become_batches(transform: Transform) -> None:
     assert not to_batch(transform(table(), labels=False), requires_grad=False).data.requires_grad
     with pytest.raises(BatchSizeError):
         to_batch(samples.slice(0, 0))
-    with pytest.raises(DataError, match="no slot 'usr'; there are: user, item"):
+    with pytest.raises(DataError, match='no slot "usr"; there are: user, item'):
         samples.ids("usr")
 
 
@@ -185,7 +185,7 @@ def test_mistakes_of_the_file_have_their_places(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_features(path)
     assert [(line, column, key) for line, column, key, _ in caught.value.findings] == [
-        (2, 29, "features.user.prefx"),
+        (2, 28, "features.user.prefx"),
         (3, 28, "features.age.clip"),
     ]
     assert "did you mean `prefix`?" in str(caught.value)

@@ -102,10 +102,9 @@ struct ByKey<'k, R> {
 impl<R: ReadCells> ReadCells for ByKey<'_, R> {
     type Out = R::Out;
 
-    fn read<'a>(self, _: usize, cell: impl Fn(usize) -> Cell<'a>) -> R::Out {
-        self.reader.read(self.places.len(), |row| {
-            if self.keys.is_null(row) { Cell::Null } else { cell(self.places[row]) }
-        })
+    fn read<'a>(self, values: usize, cell: impl Fn(usize) -> Cell<'a>) -> R::Out {
+        let place = |row: usize| (!self.keys.is_null(row)).then(|| self.places[row]);
+        self.reader.read_coded(self.places.len(), values, place, cell)
     }
 }
 

@@ -53,6 +53,20 @@ pub(crate) enum Item<'a, I> {
 pub(crate) trait ReadCells {
     type Out;
     fn read<'a>(self, rows: usize, cell: impl Fn(usize) -> Cell<'a>) -> Self::Out;
+
+    /// Of a dictionary: `place` is the place of a row's value, None for a null, and `cell` a value by its place.
+    fn read_coded<'a>(
+        self,
+        rows: usize,
+        _values: usize,
+        place: impl Fn(usize) -> Option<usize>,
+        cell: impl Fn(usize) -> Cell<'a>,
+    ) -> Self::Out
+    where
+        Self: Sized,
+    {
+        self.read(rows, |row| place(row).map_or(Cell::Null, &cell))
+    }
 }
 
 /// Reads the lists of a column. It is compiled for each layout of the column.

@@ -71,6 +71,15 @@ impl IdRule {
         tally: &mut Tally,
         scratch: &mut Vec<u8>,
     ) -> Option<u64> {
+        match self.usual(cell, scratch) {
+            Some(id) => Some(id),
+            None => self.unusual(cell, row, tally, scratch),
+        }
+    }
+
+    /// The id of a value that needs no count.
+    #[inline]
+    fn usual(&self, cell: Cell<'_>, scratch: &mut Vec<u8>) -> Option<u64> {
         match (cell, self.values) {
             (Cell::Text(text), ValueType::String) if !text.is_empty() => {
                 Some(self.hasher.text(text, scratch))
@@ -78,7 +87,7 @@ impl IdRule {
             (Cell::Int(value), ValueType::Integer) => Some(self.hasher.int(value)),
             (Cell::Uint(value), ValueType::Integer) => Some(self.hasher.uint(value)),
             (Cell::Bool(value), ValueType::Integer) => Some(self.hasher.uint(value.into())),
-            _ => self.unusual(cell, row, tally, scratch),
+            _ => None,
         }
     }
 
@@ -141,6 +150,30 @@ impl ReadCells for ReadIds<'_> {
         let mut scratch = Vec::new();
         for row in 0..rows {
             let id = self.rule.id(cell(row), row, self.tally, &mut scratch);
+            self.out.push(id);
+        }
+    }
+
+    /// Each value is hashed once.
+    fn read_coded<'a>(
+        self,
+        rows: usize,
+        values: usize,
+        place: impl Fn(usize) -> Option<usize>,
+        cell: impl Fn(usize) -> Cell<'a>,
+    ) {
+        if values > rows {
+            return self.read(rows, |row| place(row).map_or(Cell::Null, &cell));
+        }
+        let mut scratch = Vec::new();
+        let known: Vec<Option<u64>> =
+            (0..values).map(|value| self.rule.usual(cell(value), &mut scratch)).collect();
+        for row in 0..rows {
+            let place = place(row);
+            let id = place.and_then(|place| known[place]).or_else(|| {
+                let cell = place.map_or(Cell::Null, &cell);
+                self.rule.id(cell, row, self.tally, &mut scratch)
+            });
             self.out.push(id);
         }
     }

@@ -1,10 +1,20 @@
 //! The embedding configuration that features imply.
 
 use super::{Feature, FeatureSlot, FeaturesConfig, Rule};
-use crate::config::EmbeddingConfig;
+use crate::config::{ConfigErrors, EmbeddingConfig, Parsed};
 use crate::schema::{Schema, Slot, Table};
 
 impl FeaturesConfig {
+    /// The embedding configuration of the text of `file`, which is a `persia.yml`: for servers and middlewares, which
+    /// transform nothing.
+    ///
+    /// # Errors
+    /// All mistakes of its features and labels, except for the names of time zones.
+    pub fn parse_embedding(text: &str, file: &str) -> Result<Parsed<EmbeddingConfig>, ConfigErrors> {
+        let parsed = Self::parse(text, file, &|_| true)?;
+        Ok(Parsed { config: parsed.config.embedding(), warnings: parsed.warnings })
+    }
+
     /// The slots and tables of the features, in the order of the file: what an `embedding_config.yml` would say of them.
     pub fn embedding(&self) -> EmbeddingConfig {
         let mut schema = Schema::default();

@@ -229,6 +229,9 @@ fn tables_that_mean_the_same_are_shared() {
     assert!(matches!(schema.tables[1].settings.optimizer, Some(Optimizer::Sgd { .. })));
     assert_eq!(schema.slots[2].pooling, Pooling::Mean);
     assert_eq!(schema.slots[3].sample_fixed_size, Some(7));
+    let text = format!("features: {{u: {{type: date, timezone: Mars/Olympus, part: hour, dim: 2}}}}{LABELS}");
+    let slots = FeaturesConfig::parse_embedding(&text, "f").unwrap().config.schema.slots;
+    assert_eq!(slots[0].name, "u");
     assert_eq!(
         config.columns(true),
         ["user", "author", "tags", "seen", "price", "hour", "a", "b", "c", "clicked"]
