@@ -1,6 +1,6 @@
 """Check that dependencies point one way only: the layers of the architecture, for crates and for Python.
 
-examples -> persia -> persia_core -> cuda -> engine; persia_core -> engine, store, wire -> types -> kernels;
+examples -> persia -> persia_core -> cuda -> engine; persia_core -> features, engine, store, wire -> types -> kernels;
 server -> store, wire.
 Inside the package ``persia``, each layer imports only those below it, without circles.
 Nothing points back.
@@ -19,18 +19,27 @@ CRATES: dict[str, set[str]] = {
     "persia-kernels": set(),
     "persia-types": {"persia-kernels"},
     "persia-contract": {"persia-kernels", "persia-types"},
+    "persia-features": {"persia-types"},
     "persia-engine": {"persia-kernels", "persia-types"},
     "persia-store": {"persia-kernels", "persia-types"},
     "persia-wire": {"persia-kernels", "persia-types"},
     "persia-embedding-sharded-server": {"persia-kernels", "persia-types", "persia-store", "persia-wire"},
     "persia-cuda": {"persia-kernels", "persia-types", "persia-engine"},
-    "persia-core": {"persia-types", "persia-engine", "persia-store", "persia-wire", "persia-cuda"},
+    "persia-core": {
+        "persia-types",
+        "persia-features",
+        "persia-engine",
+        "persia-store",
+        "persia-wire",
+        "persia-cuda",
+    },
 }
 """What each crate may depend on; tests may use more. ``persia-contract`` is a dependency of tests only."""
 
 FORBIDDEN_CRATES: dict[str, set[str]] = {
     "persia-kernels": {"tokio", "tonic", "pyo3"},
     "persia-types": {"tokio", "tonic", "pyo3"},
+    "persia-features": {"tokio", "tonic", "pyo3"},
     "persia-engine": {"tokio", "tonic", "pyo3"},
     "persia-store": {"tokio", "tonic", "pyo3"},
     "persia-wire": {"pyo3"},
@@ -42,6 +51,7 @@ FORBIDDEN_CRATES: dict[str, set[str]] = {
 FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
     "kernels": ("std::fs", "std::net", "std::thread"),
     "types": ("std::fs", "std::net", "std::thread"),
+    "features": ("std::fs", "std::net", "std::thread"),
     "engine": ("std::fs", "std::net"),
     "store": ("std::net",),
 }
@@ -66,6 +76,7 @@ LAYERS = (
     "proto",
     "runtime",
     "embedding",
+    "features",
     "discovery",
     "feed",
     "distributed",

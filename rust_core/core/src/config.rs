@@ -12,7 +12,7 @@ pub(crate) struct EmbeddingConfig {
     pub(crate) parsed: config::EmbeddingConfig,
     /// Accepted keys without effect.
     #[pyo3(get)]
-    warnings: Vec<String>,
+    pub(crate) warnings: Vec<String>,
 }
 
 #[pymethods]
@@ -90,12 +90,12 @@ pub(crate) fn parse_global_config(py: Python<'_>, text: &str, file: &str) -> PyR
     Ok(GlobalConfig { parsed, warnings })
 }
 
-fn split<T>(
+pub(crate) fn split<T>(
     py: Python<'_>,
     file: &str,
     parsed: Result<Parsed<T>, ConfigErrors>,
 ) -> PyResult<(T, Vec<String>)> {
-    let parsed = parsed.map_err(|errors| errors::raise(py, "ConfigError", errors.to_string()))?;
+    let parsed = parsed.map_err(|errors| errors::config(py, &errors))?;
     let place = |finding: &Finding| format!("{file}: {finding}");
     Ok((parsed.config, parsed.warnings.iter().map(place).collect()))
 }

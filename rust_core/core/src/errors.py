@@ -22,8 +22,13 @@ class UsageError(PersiaError, RuntimeError):
 
 
 class ConfigError(PersiaError, ValueError):
-    """An invalid configuration file. The message lists every mistake with its place."""
+    """An invalid configuration file. The message lists every mistake with its place.
 
+    Attributes:
+        findings: Line, column, key path and message of each mistake, if a file of the engine has them.
+    """
+
+    findings: list[tuple[int, int, str, str]] = []  # noqa: RUF012
     exit_code = 2
     hint = "correct the file, then run: persia config check"
 

@@ -1,7 +1,9 @@
 //! Errors as Python exceptions. Their classes are in `errors.py`.
 
 use persia_engine::Error;
+use persia_features::{DataErrors, TransformError};
 use persia_types::TablesError;
+use persia_types::config::ConfigErrors;
 use pyo3::prelude::*;
 use pyo3::types::PyModule;
 
@@ -88,4 +90,34 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
         }
     }
     raised
+}
+
+/// All mistakes of a configuration file.
+pub(crate) fn config(py: Python<'_>, errors: &ConfigErrors) -> PyErr {
+    let raised = raise(py, "ConfigError", errors.to_string());
+    let findings: Vec<(usize, usize, &str, &str)> = errors
+        .errors
+        .iter()
+        .map(|found| (found.line, found.column, found.path.as_str(), found.message.as_str()))
+        .collect();
+    match raised.value(py).setattr("findings", findings) {
+        Ok(()) => raised,
+        Err(failed) => failed,
+    }
+}
+
+/// All mistakes of data that is transformed.
+pub(crate) fn data(py: Python<'_>, errors: &DataErrors) -> PyErr {
+    raise(py, "DataError", errors.to_string())
+}
+
+/// A transform that cannot be made.
+pub(crate) fn transform(py: Python<'_>, error: &TransformError) -> PyErr {
+    let class = match error {
+        TransformError::Unfitted { .. } => "UsageError",
+        TransformError::NothingToFit { .. } => "DataError",
+        TransformError::Contradiction { .. } => "ConfigError",
+        TransformError::Invalid { .. } | TransformError::OtherFeatures { .. } => "CheckpointError",
+    };
+    raise(py, class, error.to_string())
 }

@@ -2,6 +2,7 @@
 //!
 //! * `config`: the two YAML files
 //! * `data`: batches
+//! * `features`: rows of a table become batches
 //! * `optim`: how rows are initialised and updated
 //! * `engine`: a rank's engine, over rows in this process or on servers
 //! * `discovery`: where the processes of a job are
@@ -11,6 +12,7 @@
 //!
 //! The extension may be a single `persia_core.so`, which is not a package, so it registers its sub-modules itself.
 
+mod arrow;
 mod backend;
 mod backward;
 mod checkpoint;
@@ -25,10 +27,12 @@ mod discovery;
 mod dlpack;
 mod engine;
 mod errors;
+mod features;
 mod logs;
 mod optim;
 mod pipeline;
 mod remote;
+mod samples;
 mod stats;
 mod training_batch;
 mod wait;
@@ -44,7 +48,7 @@ fn version() -> &'static str {
 }
 
 /// The optional features of this build.
-fn features() -> Vec<&'static str> {
+fn build_features() -> Vec<&'static str> {
     if cfg!(feature = "cuda") { vec!["cuda"] } else { vec![] }
 }
 
@@ -53,7 +57,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("profile", env!("PERSIA_PROFILE"))?;
     info.set_item("target", env!("PERSIA_TARGET"))?;
     info.set_item("rustc", env!("PERSIA_RUSTC"))?;
-    info.set_item("features", features().join(" "))?;
+    info.set_item("features", build_features().join(" "))?;
     Ok(info)
 }
 
@@ -73,7 +77,7 @@ fn submodule<'py>(parent: &Bound<'py, PyModule>, name: &str) -> PyResult<Bound<'
 fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = m.py();
     m.add("__version__", version())?;
-    m.add("FEATURES", features())?;
+    m.add("FEATURES", build_features())?;
     m.add("BUILD_INFO", build_info(py)?)?;
     register(m, "errors", &errors::module(py)?)?;
 
@@ -86,6 +90,15 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     let data = submodule(m, "data")?;
     data.add_class::<data::Batch>()?;
     data.add_class::<data::BatchBuilder>()?;
+
+    let features = submodule(m, "features")?;
+    features.add_class::<features::Features>()?;
+    features.add_class::<features::Fitter>()?;
+    features.add_class::<features::Transform>()?;
+    features.add_class::<samples::Samples>()?;
+    features.add_class::<samples::Report>()?;
+    features.add_function(wrap_pyfunction!(features::hash_text, &features)?)?;
+    features.add_function(wrap_pyfunction!(features::hash_cross, &features)?)?;
 
     let optim = submodule(m, "optim")?;
     optim.add_class::<optim::OptimizerSpec>()?;

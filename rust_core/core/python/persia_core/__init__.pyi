@@ -7,6 +7,7 @@ from . import data as data
 from . import discovery as discovery
 from . import engine as engine
 from . import errors as errors
+from . import features as features
 from . import forward as forward
 from . import optim as optim
 

@@ -51,6 +51,16 @@ impl IdFeature {
         Self::build(name, ids, Some(offsets))
     }
 
+    /// As [`Self::lists`], with offsets that are taken as they are.
+    ///
+    /// # Errors
+    /// As [`Self::lists`].
+    pub fn ragged(name: impl Into<String>, ids: &[Id], offsets: Vec<u32>) -> Result<Self, Error> {
+        let name = name.into();
+        check_offsets(&name, ids.len(), &wide(&offsets))?;
+        Self::build(name, ids, Some(offsets))
+    }
+
     fn build(name: String, ids: &[Id], offsets: Option<Vec<u32>>) -> Result<Self, Error> {
         let samples = offsets.as_ref().map_or(ids.len(), |offsets| offsets.len() - 1);
         check_limits(&name, ids.len(), samples)?;
@@ -85,8 +95,7 @@ impl IdFeature {
         let samples = match &offsets {
             None => inverse.len(),
             Some(offsets) => {
-                let wide: Vec<usize> = offsets.iter().map(|offset| *offset as usize).collect();
-                check_offsets(&name, inverse.len(), &wide)?;
+                check_offsets(&name, inverse.len(), &wide(offsets))?;
                 offsets.len() - 1
             }
         };
@@ -198,6 +207,10 @@ fn samples_of(offsets: &[u32]) -> impl Iterator<Item = u32> {
         .flat_map(|(sample, bounds)| std::iter::repeat_n(sample as u32, (bounds[1] - bounds[0]) as usize))
 }
 
+fn wide(offsets: &[u32]) -> Vec<usize> {
+    offsets.iter().map(|offset| *offset as usize).collect()
+}
+
 fn check_offsets(name: &str, ids: usize, offsets: &[usize]) -> Result<(), Error> {
     let bad = |what: String| Err(Error::BadFeature { feature: name.into(), what });
     let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
@@ -262,6 +275,17 @@ mod tests {
         }
         assert!(IdFeature::single("", &[1]).is_err());
         assert!(IdFeature::single("x".repeat(MAX_NAME_BYTES + 1), &[1]).is_err());
+    }
+
+    #[test]
+    fn ragged_ids_are_those_of_lists() {
+        let one = IdFeature::lists("a", &[5, 5, 6], &[0, 2, 2, 3]).unwrap();
+        let other = IdFeature::ragged("a", &[5, 5, 6], vec![0, 2, 2, 3]).unwrap();
+        assert_eq!(
+            (one.unique(), one.inverse(), one.offsets()),
+            (other.unique(), other.inverse(), other.offsets())
+        );
+        assert!(IdFeature::ragged("a", &[5, 5, 6], vec![0, 2, 2]).is_err());
     }
 
     #[test]

@@ -1,16 +1,18 @@
-//! `embedding_config.yml` and `global_config.yml`: parsed to a tree, then validated by hand.
+//! `embedding_config.yml`, `global_config.yml` and the features of `persia.yml`: parsed to a tree, then validated by hand.
 //!
 //! All mistakes of a file are reported together, with their places, the values found and what is allowed. No I/O: the
 //! caller reads the file and passes its text and its name.
 //!
 //! * [`EmbeddingConfig`]: slots and the tables they share
 //! * [`GlobalConfig`]: the job and its limits
+//! * [`features`]: features and labels, and the embedding configuration that they imply
 //! * [`ConfigErrors`]: all mistakes of one file
 //!
 //! `later.rs` lists the settings of PersiaML's files that this version does not have yet.
 
 mod embedding;
 mod error;
+pub mod features;
 mod global;
 mod groups;
 mod later;
@@ -25,6 +27,7 @@ mod tests;
 pub use embedding::EmbeddingConfig;
 pub use error::{ConfigErrors, Finding};
 pub use global::{GlobalConfig, LogSync};
+pub use reader::nearest;
 pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 
 /// A valid configuration, with warnings.

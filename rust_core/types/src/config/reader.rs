@@ -166,15 +166,26 @@ impl Reader {
         path: &str,
         kinds: &[(&str, T, &[&str])],
     ) -> Option<(T, Section<'a>)> {
+        self.tagged(node, path, "name", kinds)
+    }
+
+    /// The mapping `node` by the word under `tag`: which of `kinds`, each with its other keys, and the section.
+    pub(super) fn tagged<'a, T: Copy>(
+        &mut self,
+        node: &'a Node,
+        path: &str,
+        tag: &str,
+        kinds: &[(&str, T, &[&str])],
+    ) -> Option<(T, Section<'a>)> {
         let words = || kinds.iter().map(|(word, ..)| *word).collect::<Vec<_>>().join(", ");
         let name = match &node.value {
-            Value::Mapping(entries) => entries.iter().find(|(key, _)| key.text == "name"),
+            Value::Mapping(entries) => entries.iter().find(|(key, _)| key.text == tag),
             _ => None,
         };
         let Some((_, name)) = name else {
             let section = self.mapping(node, path);
             if node.is_mapping() {
-                self.error(section.place, &join(path, "name"), format!("missing, allowed: {}", words()));
+                self.error(section.place, &join(path, tag), format!("missing, allowed: {}", words()));
             }
             return None;
         };
@@ -184,10 +195,10 @@ impl Reader {
             if let Some(near) = nearest(text, kinds.iter().map(|(word, ..)| *word)) {
                 message += &format!("; did you mean `{near}`?");
             }
-            self.error(name.place, &join(path, "name"), message);
+            self.error(name.place, &join(path, tag), message);
             return None;
         };
-        Some((*kind, self.section(node, path, &[&["name"][..], keys].concat())))
+        Some((*kind, self.section(node, path, &[&[tag][..], keys].concat())))
     }
 
     /// The boolean under the last key of `path`; None when the key is missing.
@@ -234,6 +245,31 @@ impl Reader {
                 None
             }
         }
+    }
+
+    /// A text of any characters under the last key of `path`; None when the key is missing. Quotes are not needed.
+    pub(super) fn text<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
+        let node = section.get(last(path))?;
+        match &node.value {
+            Value::Scalar { text, quoted } if !text.is_empty() && (*quoted || !node.is_null()) => Some(text),
+            _ => {
+                self.error(node.place, path, format!("found {}, allowed: a text", node.found()));
+                None
+            }
+        }
+    }
+
+    /// A list of texts under the last key of `path`; None when the key is missing or has another value.
+    pub(super) fn texts(&mut self, section: &Section<'_>, path: &str) -> Option<Vec<String>> {
+        let node = section.get(last(path))?;
+        let texts: Option<Vec<String>> = match &node.value {
+            Value::Sequence(items) => items.iter().map(Node::as_text).collect(),
+            _ => None,
+        };
+        if texts.is_none() {
+            self.error(node.place, path, format!("found {}, allowed: a list of names", node.found()));
+        }
+        texts
     }
 
     /// Report a name that messages, metrics or checkpoints could not hold.
@@ -288,7 +324,7 @@ fn last(path: &str) -> &str {
 }
 
 /// The most similar of `known`, if at most a third of the letters differ.
-pub(super) fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     // The comparison is quadratic, and a longer word is not a typing error.
     if word.len() > MAX_NAME_BYTES {
         return None;

@@ -82,6 +82,14 @@ impl Node {
         }
     }
 
+    /// The value, if it is a text.
+    pub(super) fn as_text(&self) -> Option<String> {
+        match &self.value {
+            Value::Scalar { text, .. } if !self.is_null() => Some(text.clone()),
+            _ => None,
+        }
+    }
+
     /// The value in an error message.
     pub(super) fn found(&self) -> String {
         match &self.value {

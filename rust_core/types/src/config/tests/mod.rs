@@ -9,6 +9,6 @@ mod syntax;
 use super::{ConfigErrors, Parsed};
 
 /// The messages about a wrong file, one per line.
-fn said<T: std::fmt::Debug>(result: Result<Parsed<T>, ConfigErrors>) -> Vec<String> {
+pub(super) fn said<T: std::fmt::Debug>(result: Result<Parsed<T>, ConfigErrors>) -> Vec<String> {
     result.unwrap_err().errors.iter().map(ToString::to_string).collect()
 }

@@ -1,0 +1,118 @@
+//! The numbers that a fit finds.
+
+use std::collections::BTreeMap;
+
+use persia_types::config::features::{Boundaries, Clip, Dense, Feature, Missing, Rule, Scaling, ValueType};
+use serde::{Deserialize, Serialize};
+
+use crate::input::schema::id_column;
+
+/// The fitted numbers of all features, by name. Features that need none are not in it.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Fitted {
+    /// By the feature's name.
+    pub features: BTreeMap<String, FittedFeature>,
+}
+
+/// The fitted numbers of one feature. What is given in the file is not in it.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct FittedFeature {
+    /// The type of the values that become ids.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub values: Option<ValueType>,
+    /// The boundaries of a bucket feature.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub boundaries: Option<Vec<f32>>,
+    /// Smallest and largest number of a bucket feature.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub range: Option<(f32, f32)>,
+    /// The range of a dense feature.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clip: Option<(f32, f32)>,
+    /// In the place of a missing number.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub missing: Option<f32>,
+    /// Mean and standard deviation, after clip and log1p.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub standardise: Option<(f64, f64)>,
+    /// Smallest and largest number, after clip and log1p.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub min_max: Option<(f32, f32)>,
+}
+
+/// Which numbers a feature needs from the rows of the training data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Needs {
+    /// Mean, deviation, smallest and largest number.
+    pub(crate) moments: bool,
+    /// Quantiles.
+    pub(crate) histogram: bool,
+}
+
+impl Needs {
+    pub(crate) fn of(rule: &Rule) -> Self {
+        match rule {
+            Rule::Bucket(bucket) => {
+                let fitted = matches!(bucket.boundaries, Boundaries::Quantiles(_));
+                Self { moments: fitted, histogram: fitted }
+            }
+            Rule::Dense(dense) => {
+                let clips = matches!(dense.clip, Clip::Quantiles(..));
+                Self {
+                    moments: clips || scales(dense) || dense.missing == Missing::Mean,
+                    histogram: clips || dense.missing == Missing::Median,
+                }
+            }
+            _ => Self::default(),
+        }
+    }
+
+    pub(crate) fn any(self) -> bool {
+        self.moments || self.histogram
+    }
+}
+
+fn scales(dense: &Dense) -> bool {
+    matches!(dense.scaling, Scaling::Standardise(None) | Scaling::MinMax(None))
+}
+
+impl FittedFeature {
+    /// What the feature lacks, in words; empty if it can transform.
+    pub(crate) fn lacks(&self, feature: &Feature) -> Vec<&'static str> {
+        let mut lacks = Vec::new();
+        let mut need = |needed: bool, found: bool, what| {
+            if needed && !found {
+                lacks.push(what);
+            }
+        };
+        if let Some(column) = id_column(&feature.rule) {
+            need(column.values.is_none(), self.values.is_some(), "`values`, integer or string");
+        }
+        match &feature.rule {
+            Rule::Bucket(bucket) => {
+                let fitted = matches!(bucket.boundaries, Boundaries::Quantiles(_));
+                need(fitted, self.boundaries.is_some() && self.range.is_some(), "quantiles");
+            }
+            Rule::Dense(dense) => {
+                let missing = matches!(dense.missing, Missing::Mean | Missing::Median);
+                need(missing, self.missing.is_some(), "the number in the place of a missing one");
+                need(
+                    matches!(dense.clip, Clip::Quantiles(..)),
+                    self.clip.is_some(),
+                    "the quantiles of its clip",
+                );
+                let standardise = dense.scaling == Scaling::Standardise(None);
+                need(standardise, self.standardise.is_some(), "mean and standard deviation");
+                need(
+                    dense.scaling == Scaling::MinMax(None),
+                    self.min_max.is_some(),
+                    "smallest and largest number",
+                );
+            }
+            _ => {}
+        }
+        lacks
+    }
+}

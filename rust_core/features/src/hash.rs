@@ -1,0 +1,94 @@
+//! How values become ids. None of it ever changes: checkpoints and served models depend on it.
+//!
+//! | value | id |
+//! |---|---|
+//! | string | `xxh3_64(prefix ‖ bytes, SEED)`, of its UTF-8 bytes |
+//! | integer, interval of a bucket, part of a date | itself; negative ones modulo 2^64. With a prefix, as the string of its digits |
+//! | null | `xxh3_64(prefix ‖ 0xFF "null", SEED)`, which no string gives: UTF-8 has no byte 0xFF |
+//! | cross | `xxh3_64(id_1 ‖ … ‖ id_n, CROSS_SEED)`, each id as 8 bytes, little-endian |
+
+use twox_hash::XxHash3_64;
+
+/// The seed of strings: "persia" as a number.
+pub const SEED: u64 = 0x0000_7065_7273_6961;
+/// The seed of crosses: "xpersia" as a number.
+pub const CROSS_SEED: u64 = 0x0078_7065_7273_6961;
+
+const NULL: &[u8] = b"\xffnull";
+
+/// The id of a string.
+#[inline]
+pub fn id_of_text(text: &[u8]) -> u64 {
+    XxHash3_64::oneshot_with_seed(SEED, text)
+}
+
+/// The id of the combination of `ids`, in order.
+#[inline]
+pub fn id_of_cross(ids: &[u64]) -> u64 {
+    match *ids {
+        [one, other] => {
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&one.to_le_bytes());
+            bytes[8..].copy_from_slice(&other.to_le_bytes());
+            XxHash3_64::oneshot_with_seed(CROSS_SEED, &bytes)
+        }
+        _ => {
+            let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+            XxHash3_64::oneshot_with_seed(CROSS_SEED, &bytes)
+        }
+    }
+}
+
+/// Hashes values behind a prefix.
+#[derive(Debug, Clone)]
+pub(crate) struct IdHasher {
+    prefix: Vec<u8>,
+    lower: bool,
+    null: u64,
+}
+
+impl IdHasher {
+    pub(crate) fn new(prefix: &str, lower: bool) -> Self {
+        let null = id_of_text(&[prefix.as_bytes(), NULL].concat());
+        Self { prefix: prefix.as_bytes().to_vec(), lower, null }
+    }
+
+    /// The id of a null.
+    pub(crate) fn null(&self) -> u64 {
+        self.null
+    }
+
+    /// The id of a string. `scratch` is memory to reuse.
+    #[inline]
+    pub(crate) fn text(&self, text: &[u8], scratch: &mut Vec<u8>) -> u64 {
+        let lowers = self.lower && text.iter().any(u8::is_ascii_uppercase);
+        if self.prefix.is_empty() && !lowers {
+            return id_of_text(text);
+        }
+        scratch.clear();
+        scratch.extend_from_slice(&self.prefix);
+        scratch.extend_from_slice(text);
+        if self.lower {
+            let start = self.prefix.len();
+            scratch[start..].make_ascii_lowercase();
+        }
+        id_of_text(scratch)
+    }
+
+    /// The id of a signed integer.
+    #[inline]
+    pub(crate) fn int(&self, value: i64) -> u64 {
+        if self.prefix.is_empty() { value as u64 } else { self.digits(&value.to_string()) }
+    }
+
+    /// The id of an unsigned integer.
+    #[inline]
+    pub(crate) fn uint(&self, value: u64) -> u64 {
+        if self.prefix.is_empty() { value } else { self.digits(&value.to_string()) }
+    }
+
+    #[cold]
+    fn digits(&self, digits: &str) -> u64 {
+        id_of_text(&[&self.prefix, digits.as_bytes()].concat())
+    }
+}

@@ -1,0 +1,6 @@
+//! Input: Arrow record batches and JSON records, as cells; and the columns that features need of it.
+
+pub(crate) mod arrow;
+pub(crate) mod cell;
+pub(crate) mod records;
+pub(crate) mod schema;

@@ -1,0 +1,165 @@
+//! [`Report`]: how often each feature met something unusual.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::{Serialize, Serializer};
+
+/// What is unusual about a value. Each has a rule of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(usize)]
+pub enum Unusual {
+    /// Null.
+    Null,
+    /// The empty string.
+    Empty,
+    /// The column, or the key of a record, is not there.
+    Missing,
+    /// NaN, infinity, or a number beyond those of f32.
+    NotFinite,
+    /// A value of another type than the feature's.
+    WrongType,
+    /// A number outside the range of the training data.
+    OutOfRange,
+    /// A row with more ids than the sequence keeps.
+    Truncated,
+    /// An id that training never had. The look-up counts it, with [`Report::add_unseen`].
+    Unseen,
+}
+
+impl Unusual {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::Null,
+        Self::Empty,
+        Self::Missing,
+        Self::NotFinite,
+        Self::WrongType,
+        Self::OutOfRange,
+        Self::Truncated,
+        Self::Unseen,
+    ];
+
+    /// Its word in reports.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Null => "null",
+            Self::Empty => "empty",
+            Self::Missing => "missing",
+            Self::NotFinite => "not_finite",
+            Self::WrongType => "wrong_type",
+            Self::OutOfRange => "out_of_range",
+            Self::Truncated => "truncated",
+            Self::Unseen => "unseen",
+        }
+    }
+}
+
+/// One count for each [`Unusual`].
+pub(crate) type Counts = [u64; Unusual::ALL.len()];
+
+/// Counts of unusual values, for each feature and label.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Report {
+    rows: u64,
+    names: Arc<Vec<String>>,
+    counts: Vec<Counts>,
+}
+
+impl Report {
+    pub(crate) fn new(names: Arc<Vec<String>>) -> Self {
+        let counts = vec![Counts::default(); names.len()];
+        Self { rows: 0, names, counts }
+    }
+
+    /// Rows that were transformed.
+    pub fn rows(&self) -> u64 {
+        self.rows
+    }
+
+    /// The count of `what` for the feature or label `name`; 0 if there is no such feature.
+    pub fn count(&self, name: &str, what: Unusual) -> u64 {
+        self.index(name).map_or(0, |index| self.counts[index][what as usize])
+    }
+
+    /// Every count above 0, by feature or label and word.
+    pub fn counts(&self) -> BTreeMap<&str, BTreeMap<&'static str, u64>> {
+        let above_zero = |counts: &Counts| -> BTreeMap<_, _> {
+            let all = Unusual::ALL.into_iter().map(|what| (what.word(), counts[what as usize]));
+            all.filter(|(_, count)| *count > 0).collect()
+        };
+        let all = self.names.iter().map(String::as_str).zip(self.counts.iter().map(above_zero));
+        all.filter(|(_, counts)| !counts.is_empty()).collect()
+    }
+
+    /// Add the counts of another report. Names that this one does not have are added.
+    pub fn add(&mut self, other: &Self) {
+        self.rows += other.rows;
+        for (position, (name, counts)) in other.names.iter().zip(&other.counts).enumerate() {
+            let known = self.names.get(position).is_some_and(|known| known == name);
+            let index = if known { Some(position) } else { self.index(name) };
+            let index = index.unwrap_or_else(|| {
+                Arc::make_mut(&mut self.names).push(name.clone());
+                self.counts.push(Counts::default());
+                self.counts.len() - 1
+            });
+            for (sum, count) in self.counts[index].iter_mut().zip(counts) {
+                *sum += count;
+            }
+        }
+    }
+
+    /// Count ids of a feature that the look-up did not find.
+    pub fn add_unseen(&mut self, name: &str, ids: u64) {
+        if let Some(index) = self.index(name) {
+            self.counts[index][Unusual::Unseen as usize] += ids;
+        }
+    }
+
+    pub(crate) fn add_rows(&mut self, rows: usize) {
+        self.rows += rows as u64;
+    }
+
+    pub(crate) fn add_counts(&mut self, index: usize, counts: &Counts) {
+        for (sum, count) in self.counts[index].iter_mut().zip(counts) {
+            *sum += count;
+        }
+    }
+
+    fn index(&self, name: &str) -> Option<usize> {
+        self.names.iter().position(|known| known == name)
+    }
+}
+
+impl Serialize for Report {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Fields<'a> {
+            rows: u64,
+            counts: BTreeMap<&'a str, BTreeMap<&'static str, u64>>,
+        }
+        Fields { rows: self.rows, counts: self.counts() }.serialize(serializer)
+    }
+}
+
+/// The counts of one feature in one batch, and its first value that strict reading refuses.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    pub(crate) counts: Counts,
+    /// Its row in the batch, and what is wrong.
+    pub(crate) first_wrong: Option<(usize, String)>,
+}
+
+impl Tally {
+    #[inline]
+    pub(crate) fn count(&mut self, what: Unusual) {
+        self.counts[what as usize] += 1;
+    }
+
+    /// A value that strict reading refuses.
+    #[cold]
+    pub(crate) fn wrong(&mut self, row: usize, message: impl FnOnce() -> String) {
+        self.count(Unusual::WrongType);
+        self.first_wrong.get_or_insert_with(|| (row, message()));
+    }
+}

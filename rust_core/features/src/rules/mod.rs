@@ -1,0 +1,7 @@
+//! The rules of each type of feature, over cells.
+
+pub(crate) mod ids;
+pub(crate) mod labels;
+pub(crate) mod lists;
+pub(crate) mod numbers;
+pub(crate) mod time;

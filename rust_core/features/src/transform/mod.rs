@@ -1,0 +1,313 @@
+//! [`Transform`]: features with their fitted numbers.
+
+mod plan;
+
+use std::sync::Arc;
+
+use arrow_array::RecordBatch;
+use persia_types::config::features::FeaturesConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{DataErrors, Mistake, TransformError};
+use crate::features::Features;
+use crate::fit::fitted::Fitted;
+use crate::input::cell::Source;
+use crate::input::records::Records;
+use crate::input::schema::{check, id_column};
+use crate::report::{Report, Tally, Unusual};
+use crate::rules::ids;
+use crate::rules::labels::ReadLabels;
+use crate::rules::numbers::ReadDense;
+use crate::samples::{Ids, Names, Samples};
+use plan::{Plan, Step};
+
+/// The version of the JSON and of the rules. Another one makes other ids or floats.
+const FORMAT: u32 = 1;
+
+/// How rows are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Refuse missing columns and values of wrong types, as training, evaluation and prediction do. Otherwise they are
+    /// counted and take the feature's rule for what is missing, as in serving.
+    pub strict: bool,
+    /// Read labels. A value that is no label is refused, strict or not.
+    pub labels: bool,
+    /// The number of the first row in error messages.
+    pub first_row: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { strict: true, labels: true, first_row: 0 }
+    }
+}
+
+/// Features with their fitted numbers: makes the same ids and floats of the same values wherever they come from.
+#[derive(Debug, Clone)]
+pub struct Transform {
+    features: Features,
+    fitted: Fitted,
+    plan: Arc<Plan>,
+    digest: String,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Stored {
+    persia_features: u32,
+    digest: String,
+    declared: FeaturesConfig,
+    fitted: Fitted,
+}
+
+impl Transform {
+    pub(crate) fn new(features: Features, fitted: Fitted) -> Result<Self, TransformError> {
+        let config = features.config();
+        let none = Default::default();
+        let of = |name: &str| fitted.features.get(name).unwrap_or(&none);
+        let lacking = config.features.iter().map(|feature| (feature, of(&feature.name).lacks(feature)));
+        let missing: Vec<String> = lacking
+            .filter(|(_, lacks)| !lacks.is_empty())
+            .map(|(feature, lacks)| format!("{} has no {}", feature.name, lacks.join(" and no ")))
+            .collect();
+        if !missing.is_empty() {
+            return Err(TransformError::Unfitted { missing });
+        }
+        let plan = Arc::new(Plan::new(config, &fitted)?);
+        let digest = digest(config, &fitted)?;
+        Ok(Self { features, fitted, plan, digest })
+    }
+
+    /// Read the result of [`Self::to_json`].
+    ///
+    /// # Errors
+    /// [`TransformError::Invalid`] if the text is something else, was changed, or is of another version.
+    pub fn from_json(json: &str) -> Result<Self, TransformError> {
+        let invalid = |what: String| TransformError::Invalid { what };
+        let stored: Stored = serde_json::from_str(json).map_err(|error| invalid(error.to_string()))?;
+        if stored.persia_features != FORMAT {
+            return Err(invalid(format!(
+                "it has version {}, this build reads version {FORMAT}: export it again",
+                stored.persia_features
+            )));
+        }
+        let transform = Self::new(Features(Arc::new(stored.declared)), stored.fitted)?;
+        if transform.digest != stored.digest {
+            let message = format!(
+                "its digest is {}, its content has {}: it was changed",
+                stored.digest, transform.digest
+            );
+            return Err(invalid(message));
+        }
+        Ok(transform)
+    }
+
+    /// Declarations, fitted numbers and digest.
+    ///
+    /// # Errors
+    /// [`TransformError::Invalid`], which no transform gives.
+    pub fn to_json(&self) -> Result<String, TransformError> {
+        let stored = Stored {
+            persia_features: FORMAT,
+            digest: self.digest.clone(),
+            declared: self.features.config().clone(),
+            fitted: self.fitted.clone(),
+        };
+        serde_json::to_string_pretty(&stored)
+            .map_err(|error| TransformError::Invalid { what: error.to_string() })
+    }
+
+    /// Equal for transforms that make equal ids, floats and labels. Dimensions, tables and optimizers are not in it.
+    pub fn digest(&self) -> &str {
+        &self.digest
+    }
+
+    /// The declarations.
+    pub fn features(&self) -> &Features {
+        &self.features
+    }
+
+    /// The fitted numbers.
+    pub fn fitted(&self) -> &Fitted {
+        &self.fitted
+    }
+
+    /// The names of what it makes.
+    pub fn names(&self) -> &Names {
+        &self.plan.names
+    }
+
+    /// Transform the rows of record batches, one after another.
+    ///
+    /// # Errors
+    /// All mistakes of the first batch that has any.
+    pub fn batches<'b>(
+        &self,
+        batches: impl IntoIterator<Item = &'b RecordBatch>,
+        options: Options,
+    ) -> Result<Samples, DataErrors> {
+        let mut work = Work::new(self, options);
+        for batch in batches {
+            work.check(batch)?;
+            work.add(batch)?;
+        }
+        Ok(work.finish())
+    }
+
+    /// Transform JSON records.
+    ///
+    /// # Errors
+    /// Every feature that has a value of a wrong type, if `options` are strict; labels in any case.
+    pub fn records(&self, records: &Records, options: Options) -> Result<Samples, DataErrors> {
+        let mut work = Work::new(self, options);
+        work.add(records)?;
+        Ok(work.finish())
+    }
+}
+
+fn digest(config: &FeaturesConfig, fitted: &Fitted) -> Result<String, TransformError> {
+    let features: Vec<_> = config
+        .features
+        .iter()
+        .map(|feature| (&feature.name, &feature.rule, feature.slot.is_some()))
+        .collect();
+    let labels: Vec<_> =
+        config.labels.iter().map(|label| (&label.name, &label.column, &label.target)).collect();
+    let content = serde_json::to_vec(&(FORMAT, features, labels, fitted));
+    let content = content.map_err(|error| TransformError::Invalid { what: error.to_string() })?;
+    Ok(blake3::hash(&content).to_hex().to_string())
+}
+
+/// Samples that are being made.
+struct Work<'t> {
+    transform: &'t Transform,
+    options: Options,
+    /// For each feature; those of dense ones stay empty.
+    ids: Vec<Ids>,
+    dense: Vec<f32>,
+    labels: Vec<Vec<f32>>,
+    rows: usize,
+    report: Report,
+}
+
+impl<'t> Work<'t> {
+    fn new(transform: &'t Transform, options: Options) -> Self {
+        let plan = &transform.plan;
+        let labels = if options.labels { plan.names.labels.len() } else { 0 };
+        Self {
+            transform,
+            options,
+            ids: plan.empty_ids(),
+            dense: Vec::new(),
+            labels: vec![Vec::new(); labels],
+            rows: 0,
+            report: Report::new(plan.reported.clone()),
+        }
+    }
+
+    /// Check the columns of a record batch.
+    fn check(&self, batch: &RecordBatch) -> Result<(), DataErrors> {
+        if !self.options.strict {
+            return Ok(());
+        }
+        let (config, fitted) = (self.transform.features.config(), &self.transform.fitted);
+        let known = |name: &str| {
+            let declared = config.feature(name).and_then(|feature| id_column(&feature.rule)?.values);
+            declared.or_else(|| fitted.features.get(name)?.values)
+        };
+        let mistakes = check(config, &known, batch.schema_ref(), self.options.labels);
+        if mistakes.is_empty() { Ok(()) } else { Err(DataErrors { mistakes }) }
+    }
+
+    /// Add the rows of a source.
+    fn add(&mut self, source: &impl Source) -> Result<(), DataErrors> {
+        let transform = self.transform;
+        let (config, plan) = (transform.features.config(), &transform.plan);
+        let rows = source.rows();
+        let width = plan.names.dense.len();
+        self.dense.resize((self.rows + rows) * width, 0.0);
+        let mut mistakes = Vec::new();
+        for (index, step) in plan.steps.iter().enumerate() {
+            let mut tally = Tally::default();
+            match step {
+                Step::Ids(step) => step.read(source, &mut self.ids[index], &mut tally),
+                Step::Dense { column, rule, place } => {
+                    let out = &mut self.dense[self.rows * width..];
+                    let tally = &mut tally;
+                    source.cells(column, ReadDense { rule, out, column: *place, width, tally });
+                }
+                Step::Cross { .. } => continue,
+            }
+            let feature = &config.features[index];
+            self.note(index, &feature.name, feature.line, tally, self.options.strict, &mut mistakes);
+        }
+        self.add_crosses(plan, rows);
+        for (index, out) in self.labels.iter_mut().enumerate() {
+            let mut tally = Tally::default();
+            let label = &config.labels[index];
+            source.cells(&label.column, ReadLabels { label, out, tally: &mut tally });
+            let (report, first) = (&mut self.report, self.options.first_row + self.rows as u64);
+            note(
+                report,
+                config.features.len() + index,
+                &label.name,
+                label.line,
+                tally,
+                Some(first),
+                &mut mistakes,
+            );
+        }
+        self.rows += rows;
+        self.report.add_rows(rows);
+        if mistakes.is_empty() { Ok(()) } else { Err(DataErrors { mistakes }) }
+    }
+
+    fn add_crosses(&mut self, plan: &Plan, rows: usize) {
+        for (index, step) in plan.steps.iter().enumerate() {
+            if let Step::Cross { parts } = step {
+                let mut out = std::mem::take(&mut self.ids[index]);
+                let parts: Vec<_> = parts.iter().map(|part| &self.ids[*part]).collect();
+                ids::cross(&parts, self.rows, rows, &mut out);
+                self.ids[index] = out;
+            }
+        }
+    }
+
+    fn note(
+        &mut self,
+        index: usize,
+        name: &str,
+        line: usize,
+        tally: Tally,
+        strict: bool,
+        mistakes: &mut Vec<Mistake>,
+    ) {
+        let first = strict.then_some(self.options.first_row + self.rows as u64);
+        note(&mut self.report, index, name, line, tally, first, mistakes);
+    }
+
+    fn finish(self) -> Samples {
+        let names = self.transform.plan.names.clone();
+        let slots = self.ids.into_iter().zip(&self.transform.plan.is_slot);
+        let ids = slots.filter(|(_, slot)| **slot).map(|(ids, _)| ids).collect();
+        Samples { rows: self.rows, names, ids, dense: self.dense, labels: self.labels, report: self.report }
+    }
+}
+
+/// Report the counts of a feature; with the number of the first row, its first wrong value is a mistake.
+fn note(
+    report: &mut Report,
+    index: usize,
+    feature: &str,
+    line: usize,
+    tally: Tally,
+    first_row: Option<u64>,
+    mistakes: &mut Vec<Mistake>,
+) {
+    report.add_counts(index, &tally.counts);
+    if let (Some((row, message)), Some(first)) = (tally.first_wrong, first_row) {
+        let count = tally.counts[Unusual::WrongType as usize];
+        let message = if count > 1 { format!("{message} ({count} such values)") } else { message };
+        mistakes.push(Mistake { feature: feature.into(), line, row: Some(first + row as u64), message });
+    }
+}

@@ -1,0 +1,48 @@
+//! The embedding configuration that features imply.
+
+use super::{Feature, FeatureSlot, FeaturesConfig, Rule};
+use crate::config::{ConfigErrors, EmbeddingConfig, Parsed};
+use crate::schema::{Schema, Slot, Table};
+
+impl FeaturesConfig {
+    /// The embedding configuration of the text of `file`, which is a `persia.yml`: for servers and middlewares, which
+    /// transform nothing.
+    ///
+    /// # Errors
+    /// All mistakes of its features and labels, except for the names of time zones.
+    pub fn parse_embedding(text: &str, file: &str) -> Result<Parsed<EmbeddingConfig>, ConfigErrors> {
+        let parsed = Self::parse(text, file, &|_| true)?;
+        Ok(Parsed { config: parsed.config.embedding(), warnings: parsed.warnings })
+    }
+
+    /// The slots and tables of the features, in the order of the file: what an `embedding_config.yml` would say of them.
+    pub fn embedding(&self) -> EmbeddingConfig {
+        let mut schema = Schema::default();
+        for (feature, slot) in self.slots() {
+            let known = schema.tables.iter().position(|table| table.name == slot.table);
+            let table = known.unwrap_or(schema.tables.len());
+            if known.is_none() {
+                schema.tables.push(Table { settings: slot.settings, ..Table::new(&slot.table, slot.dim) });
+            }
+            let sample_fixed_size = match &feature.rule {
+                Rule::Sequence(sequence) => Some(sequence.last),
+                _ => None,
+            };
+            let name = feature.name.clone();
+            schema.slots.push(Slot {
+                name,
+                table,
+                pooling: slot.pooling,
+                sample_fixed_size,
+                ..Slot::default()
+            });
+        }
+        // Ids keep all 64 bits, so that there are no prefix bits to check.
+        EmbeddingConfig { feature_index_prefix_bit: 0, schema }
+    }
+
+    /// The features that have a slot, with it.
+    pub fn slots(&self) -> impl Iterator<Item = (&Feature, &FeatureSlot)> {
+        self.features.iter().filter_map(|feature| Some((feature, feature.slot.as_ref()?)))
+    }
+}

@@ -1,0 +1,406 @@
+//! The block `features`: each feature by itself, then what they say of each other.
+
+use std::collections::HashMap;
+
+use super::numbers::{read_bucket, read_dense};
+use super::rules::*;
+use super::{Feature, FeatureSlot, FeaturesConfig, MAX_CROSS_PARTS, labels};
+use crate::config::reader::{Reader, Section, join, nearest};
+use crate::config::settings::{first_difference, read_settings};
+use crate::config::tree::{Key, Node, Place, Value};
+use crate::limits::{MAX_DIM, MAX_SAMPLE_FIXED_SIZE, MAX_SLOTS};
+use crate::schema::Pooling;
+
+const PATH: &str = "features";
+const EXAMPLE: &str = "name at least one feature, such as `user: {type: id, dim: 16}`";
+
+const SLOT: &[&str] = &["dim", "table", "dtype", "rounding", "optimizer", "init", "admission", "ttl"];
+const IDS: &[&str] = &["column", "values", "prefix", "lower", "if_null", "if_empty", "if_missing"];
+const TYPES: &[(&str, Kind, &[&[&str]])] = &[
+    ("id", Kind::Id, &[IDS, SLOT]),
+    ("bag", Kind::Bag, &[IDS, &["separator", "weights", "pooling"], SLOT]),
+    ("sequence", Kind::Sequence, &[IDS, &["separator", "last"], SLOT]),
+    (
+        "bucket",
+        Kind::Bucket,
+        &[&["column", "boundaries", "quantiles", "prefix", "if_null", "if_missing"], SLOT],
+    ),
+    ("cross", Kind::Cross, &[&["features", "pooling"], SLOT]),
+    ("dense", Kind::Dense, &[&["column", "missing", "clip", "log1p", "standardise", "min_max"]]),
+    ("date", Kind::Date, &[&["column", "part", "timezone", "unit", "prefix", "if_null", "if_missing"], SLOT]),
+];
+const VALUES: &[(&str, ValueType)] = &[("integer", ValueType::Integer), ("string", ValueType::String)];
+const IF_NULL: &[(&str, IfNull)] = &[("id", IfNull::Id), ("skip", IfNull::Skip)];
+const IF_EMPTY: &[(&str, IfEmpty)] =
+    &[("value", IfEmpty::Value), ("null", IfEmpty::Null), ("skip", IfEmpty::Skip)];
+const IF_MISSING: &[(&str, IfMissing)] = &[("null", IfMissing::Null), ("skip", IfMissing::Skip)];
+const POOLINGS: &[(&str, Pooling)] = &[("sum", Pooling::Sum), ("mean", Pooling::Mean)];
+const PARTS: &[(&str, DatePart)] = &[
+    ("minute", DatePart::Minute),
+    ("hour", DatePart::Hour),
+    ("weekday", DatePart::Weekday),
+    ("hour_of_week", DatePart::HourOfWeek),
+    ("day", DatePart::Day),
+    ("day_of_year", DatePart::DayOfYear),
+    ("month", DatePart::Month),
+    ("quarter", DatePart::Quarter),
+    ("year", DatePart::Year),
+];
+const UNITS: &[(&str, Epoch)] = &[
+    ("s", Epoch::Seconds),
+    ("ms", Epoch::Milliseconds),
+    ("us", Epoch::Microseconds),
+    ("ns", Epoch::Nanoseconds),
+];
+
+#[derive(Clone, Copy)]
+enum Kind {
+    Id,
+    Bag,
+    Sequence,
+    Bucket,
+    Cross,
+    Dense,
+    Date,
+}
+
+/// A feature, and its places in the file.
+struct Entry<'a> {
+    feature: Feature,
+    key: &'a Key,
+    section: Section<'a>,
+    path: String,
+}
+
+/// The block under `name`, which must be there.
+pub(super) fn block<'a>(reader: &mut Reader, root: &'a Node, name: &str, example: &str) -> Option<&'a Node> {
+    let whole = root.is_mapping();
+    let root = reader.mapping(root, "");
+    let node = root.get(name);
+    match node {
+        None if whole => {
+            let others = root.entries().map(|(key, _)| key.text.as_str());
+            let near = nearest(name, others).map(|near| format!("; did you mean it by `{near}`?"));
+            let message = format!("missing: {example}{}", near.unwrap_or_default());
+            reader.error(root.place, name, message);
+        }
+        Some(node) if node.is_null() || matches!(&node.value, Value::Mapping(all) if all.is_empty()) => {
+            reader.error(node.place, name, format!("found nothing: {example}"));
+        }
+        _ => {}
+    }
+    node
+}
+
+/// Read both blocks.
+pub(super) fn read(reader: &mut Reader, root: &Node, is_time_zone: &dyn Fn(&str) -> bool) -> FeaturesConfig {
+    let features = match block(reader, root, PATH, EXAMPLE) {
+        Some(node) => read_features(reader, node, is_time_zone),
+        None => Vec::new(),
+    };
+    // A root that is no mapping was reported once.
+    let labels = if root.is_mapping() { labels::read(reader, root) } else { Vec::new() };
+    FeaturesConfig { features, labels }
+}
+
+fn read_features(reader: &mut Reader, node: &Node, is_time_zone: &dyn Fn(&str) -> bool) -> Vec<Feature> {
+    let before = reader.error_count();
+    let block = reader.mapping(node, PATH);
+    let entries: Vec<Entry<'_>> =
+        block.entries().filter_map(|(key, node)| read_feature(reader, key, node, is_time_zone)).collect();
+    if entries.len() > MAX_SLOTS {
+        let message = format!("found {} features, allowed: at most {MAX_SLOTS}", entries.len());
+        reader.error(node.place, PATH, message);
+    }
+    let names: Vec<&str> = block.entries().map(|(key, _)| key.text.as_str()).collect();
+    check_crosses(reader, &entries, &names);
+    check_tables(reader, &entries);
+    let found = reader.error_count() == before && !entries.is_empty();
+    if found && entries.iter().all(|entry| entry.feature.slot.is_none()) {
+        let message = format!("none has an embedding: {EXAMPLE}");
+        reader.error(node.place, PATH, message);
+    }
+    entries.into_iter().map(|entry| entry.feature).collect()
+}
+
+/// None if its type is not known, which was reported.
+fn read_feature<'a>(
+    reader: &mut Reader,
+    key: &'a Key,
+    node: &'a Node,
+    is_time_zone: &dyn Fn(&str) -> bool,
+) -> Option<Entry<'a>> {
+    let path = join(PATH, &key.text);
+    reader.check_name(&key.text, key.place, &path);
+    let keys: Vec<(&str, Kind, Vec<&str>)> =
+        TYPES.iter().map(|(word, kind, keys)| (*word, *kind, keys.concat())).collect();
+    let keys: Vec<_> = keys.iter().map(|(word, kind, keys)| (*word, *kind, keys.as_slice())).collect();
+    let (kind, section) = reader.tagged(node, &path, "type", &keys)?;
+    let mut one = FeatureReader { reader, section: &section, path: &path, name: &key.text };
+    let rule = match kind {
+        Kind::Id => Rule::Id(one.ids(IfNull::Id)),
+        Kind::Bag => Rule::Bag(one.bag()),
+        Kind::Sequence => Rule::Sequence(one.sequence()),
+        Kind::Bucket => Rule::Bucket(read_bucket(&mut one)),
+        Kind::Cross => Rule::Cross(one.cross()),
+        Kind::Dense => Rule::Dense(read_dense(&mut one)),
+        Kind::Date => Rule::Date(one.date(is_time_zone)),
+    };
+    let slot = if matches!(kind, Kind::Dense) { None } else { one.slot() };
+    let feature = Feature { name: key.text.clone(), line: key.place.line, rule, slot };
+    Some(Entry { feature, key, section, path })
+}
+
+/// Reads the keys of one feature.
+pub(super) struct FeatureReader<'r, 'a> {
+    pub(super) reader: &'r mut Reader,
+    pub(super) section: &'r Section<'a>,
+    pub(super) path: &'r str,
+    name: &'r str,
+}
+
+impl FeatureReader<'_, '_> {
+    pub(super) fn at(&self, key: &str) -> String {
+        format!("{}.{key}", self.path)
+    }
+
+    pub(super) fn error(&mut self, place: Place, key: &str, message: String) {
+        self.reader.error(place, &self.at(key), message);
+    }
+
+    fn text(&mut self, key: &str) -> Option<String> {
+        self.reader.text(self.section, &self.at(key)).map(str::to_owned)
+    }
+
+    pub(super) fn choice<T: Copy>(&mut self, key: &str, choices: &[(&str, T)]) -> Option<T> {
+        self.reader.choice(self.section, &self.at(key), choices)
+    }
+
+    /// The column, which has the feature's name if the file says nothing.
+    pub(super) fn column(&mut self) -> String {
+        self.text("column").unwrap_or_else(|| self.name.into())
+    }
+
+    pub(super) fn prefix(&mut self) -> String {
+        self.text("prefix").unwrap_or_default()
+    }
+
+    pub(super) fn if_null(&mut self, default: IfNull) -> IfNull {
+        self.choice("if_null", IF_NULL).unwrap_or(default)
+    }
+
+    pub(super) fn if_missing(&mut self) -> IfMissing {
+        self.choice("if_missing", IF_MISSING).unwrap_or(IfMissing::Null)
+    }
+
+    fn ids(&mut self, if_null: IfNull) -> IdColumn {
+        let values = self.choice("values", VALUES);
+        let lower = self.reader.boolean(self.section, &self.at("lower")).unwrap_or(false);
+        if let (Some(ValueType::Integer), true, Some(node)) = (values, lower, self.section.get("lower")) {
+            let message = "found `true` for integers; allowed: false, or `values: string`".into();
+            self.error(node.place, "lower", message);
+        }
+        IdColumn {
+            column: self.column(),
+            values,
+            prefix: self.prefix(),
+            lower,
+            if_null: self.if_null(if_null),
+            if_empty: self.choice("if_empty", IF_EMPTY).unwrap_or(match if_null {
+                IfNull::Id => IfEmpty::Value,
+                IfNull::Skip => IfEmpty::Skip,
+            }),
+            if_missing: self.if_missing(),
+        }
+    }
+
+    fn bag(&mut self) -> Bag {
+        let ids = self.ids(IfNull::Skip);
+        Bag { ids, separator: self.text("separator"), weights: self.text("weights") }
+    }
+
+    fn sequence(&mut self) -> Sequence {
+        let range = 1..=u64::from(MAX_SAMPLE_FIXED_SIZE);
+        if self.section.get("last").is_none() {
+            let message =
+                format!("missing: how many of the last ids the model gets, 1 to {MAX_SAMPLE_FIXED_SIZE}");
+            self.error(self.section.place, "last", message);
+        }
+        let last = self.reader.integer(self.section, &self.at("last"), range).unwrap_or(1) as u32;
+        Sequence { ids: self.ids(IfNull::Skip), separator: self.text("separator"), last }
+    }
+
+    fn cross(&mut self) -> Cross {
+        let parts = self.reader.texts(self.section, &self.at("features"));
+        let place = self.section.get("features").map_or(self.section.place, |node| node.place);
+        if let Some(parts) = &parts {
+            if !(2..=MAX_CROSS_PARTS).contains(&parts.len()) {
+                let message =
+                    format!("found {} features, allowed: 2 to {MAX_CROSS_PARTS} of them", parts.len());
+                self.error(place, "features", message);
+            }
+        } else if self.section.get("features").is_none() {
+            self.error(place, "features", "missing: the features to combine, such as `[user, item]`".into());
+        }
+        Cross { features: parts.unwrap_or_default() }
+    }
+
+    fn date(&mut self, is_time_zone: &dyn Fn(&str) -> bool) -> Date {
+        if self.section.get("part").is_none() {
+            let words: Vec<&str> = PARTS.iter().map(|(word, _)| *word).collect();
+            self.error(self.section.place, "part", format!("missing, allowed: {}", words.join(", ")));
+        }
+        let timezone = self.text("timezone").unwrap_or_else(|| "UTC".into());
+        if let Some(node) = self.section.get("timezone").filter(|_| !is_time_zone(&timezone)) {
+            let message = format!(
+                "found {}, allowed: a zone of the IANA database, such as Europe/Berlin",
+                node.found()
+            );
+            self.error(node.place, "timezone", message);
+        }
+        Date {
+            column: self.column(),
+            part: self.choice("part", PARTS).unwrap_or(DatePart::Hour),
+            timezone,
+            unit: self.choice("unit", UNITS),
+            prefix: self.prefix(),
+            if_null: self.if_null(IfNull::Id),
+            if_missing: self.if_missing(),
+        }
+    }
+
+    /// None with `dim: 0`, and if a setting is wrong, which was reported.
+    fn slot(&mut self) -> Option<FeatureSlot> {
+        if self.section.get("dim").is_none() {
+            let message = format!(
+                "missing, allowed: a whole number from 1 to {MAX_DIM}, or 0 for a feature that is only a part of crosses"
+            );
+            self.error(self.section.place, "dim", message);
+        }
+        let dim = self.reader.integer(self.section, &self.at("dim"), 0..=MAX_DIM as u64);
+        let pooling = self.choice("pooling", POOLINGS).unwrap_or(Pooling::Sum);
+        if let (Pooling::Mean, Some(node), Some(_)) =
+            (pooling, self.section.get("weights"), self.section.get("pooling"))
+        {
+            let message = "found beside `pooling: mean`; allowed: a sum, or no weights".into();
+            self.error(node.place, "weights", message);
+        }
+        let table = match self.reader.name(self.section, &self.at("table")) {
+            Some(table) => table.to_owned(),
+            None => self.name.into(),
+        };
+        let settings = read_settings(self.reader, self.section, self.path);
+        if dim == Some(0) {
+            let unused: Vec<&str> =
+                SLOT[1..].iter().copied().filter(|key| self.section.get(key).is_some()).collect();
+            if !unused.is_empty() {
+                let message = format!("found 0 beside {}, which need an embedding", unused.join(", "));
+                self.error(self.section.place, "dim", message);
+            }
+        }
+        let dim = dim.filter(|dim| *dim > 0)? as usize;
+        Some(FeatureSlot { dim, table, pooling, settings: settings? })
+    }
+}
+
+/// The parts of crosses exist and give ids; a feature without an embedding is a part of one.
+fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &[&str]) {
+    let by_name: HashMap<&str, &Entry<'_>> =
+        entries.iter().map(|entry| (entry.feature.name.as_str(), entry)).collect();
+    let mut used: Vec<&str> = Vec::new();
+    for entry in entries {
+        let Rule::Cross(cross) = &entry.feature.rule else { continue };
+        let place = entry.section.get("features").map_or(entry.section.place, |node| node.place);
+        let path = format!("{}.features", entry.path);
+        let mut bags = 0;
+        for (index, part) in cross.features.iter().enumerate() {
+            used.push(part);
+            let problem = match by_name.get(part.as_str()).map(|part| &part.feature.rule) {
+                _ if cross.features[..index].contains(part) => Some("is named twice: remove one".to_owned()),
+                None if names.contains(&part.as_str()) => None, // reported already
+                None => {
+                    let near = nearest(part, names.iter().copied());
+                    let near = near.map(|near| format!(", did you mean `{near}`?")).unwrap_or_default();
+                    Some(format!("is no feature of this file{near}"))
+                }
+                Some(Rule::Cross(_)) => Some("is a cross: name its parts instead".to_owned()),
+                Some(Rule::Dense(_)) => Some("is dense: declare it as a bucket to combine it".to_owned()),
+                Some(Rule::Sequence(_)) => {
+                    Some("is a sequence: declare it as a bag to combine it".to_owned())
+                }
+                Some(Rule::Bag(bag)) if bag.weights.is_some() => {
+                    Some("has weights, which a cross cannot have".to_owned())
+                }
+                Some(Rule::Bag(_)) if std::mem::replace(&mut bags, 1) > 0 => {
+                    Some("is the second bag; a cross has at most one".to_owned())
+                }
+                Some(_) => None,
+            };
+            if let Some(problem) = problem {
+                reader.error(place, &path, format!("`{part}` {problem}"));
+            }
+        }
+        if let (0, Some(node)) = (bags, entry.section.get("pooling")) {
+            let message = "found, but no part of this cross is a bag: remove it".into();
+            reader.error(node.place, &format!("{}.pooling", entry.path), message);
+        }
+    }
+    for entry in entries {
+        let zero = entry.section.get("dim").filter(|node| node.as_number() == Some(0.0));
+        if let Some(node) = zero.filter(|_| !used.contains(&entry.feature.name.as_str())) {
+            let message = format!("found `0`, but no cross has this feature; allowed: 1 to {MAX_DIM}");
+            reader.error(node.place, &format!("{}.dim", entry.path), message);
+        }
+    }
+}
+
+/// Features that share a table agree about it, and their ids mean different things where they are different.
+fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
+    let mut first: HashMap<&str, &Entry<'_>> = HashMap::new();
+    for entry in entries {
+        let Some(slot) = &entry.feature.slot else { continue };
+        let one = *first.entry(&slot.table).or_insert(entry);
+        let Some(known) = one.feature.slot.as_ref().filter(|_| one.key.place != entry.key.place) else {
+            continue;
+        };
+        let (name, other) = (&entry.feature.name, &one.feature.name);
+        let difference = if known.dim == slot.dim {
+            first_difference(&known.settings, &slot.settings)
+        } else {
+            Some(("dim", known.dim.to_string(), slot.dim.to_string()))
+        };
+        let place = entry.section.get("table").map_or(entry.key.place, |node| node.place);
+        let path = format!("{}.table", entry.path);
+        if let Some((key, expected, found)) = difference {
+            let message = format!(
+                "`{name}` has {key} {found} and `{other}` has {key} {expected}; features of the table `{}` share its \
+                 rows: give both the same",
+                slot.table
+            );
+            reader.error(place, &path, message);
+        }
+        let (rule, shared) = (&entry.feature.rule, &one.feature.rule);
+        if rule.prefix() == shared.prefix() && !equal_numbers(rule, shared) {
+            let message = format!(
+                "`{name}` and `{other}` share the table `{}`, and the intervals or parts of one would be ids of the \
+                 other: give each a `prefix`, or a table of its own",
+                slot.table
+            );
+            reader.error(place, &path, message);
+        }
+    }
+}
+
+/// Whether equal ids of both mean the same, as far as the declarations tell.
+fn equal_numbers(one: &Rule, other: &Rule) -> bool {
+    match (one, other) {
+        (Rule::Bucket(one), Rule::Bucket(other)) => {
+            one.boundaries == other.boundaries && matches!(one.boundaries, Boundaries::Given(_))
+        }
+        (Rule::Date(one), Rule::Date(other)) => one.part == other.part,
+        _ => !matches!(
+            (one, other),
+            (Rule::Bucket(_) | Rule::Date(_), _) | (_, Rule::Bucket(_) | Rule::Date(_))
+        ),
+    }
+}
