@@ -3,6 +3,8 @@
 mod damage;
 mod power_cut;
 mod processes;
+mod slow_disk;
+mod speed;
 mod twins;
 
 use std::collections::BTreeMap;
@@ -106,8 +108,12 @@ fn state(node: &Node, generation: u64, checkpoints: &Path) -> (BTreeMap<String, 
     let dir = tempfile::tempdir_in(checkpoints).unwrap();
     let name = dir.path().file_name().unwrap().to_str().unwrap().to_owned();
     let files = node.write_snapshot(fence(generation), &name, None).unwrap().files;
-    let stats = Stats { memory_bytes: 0, ..node.stats().unwrap() };
-    (files.into_iter().map(|file| (file.name, file.blake3)).collect(), stats)
+    (files.into_iter().map(|file| (file.name, file.blake3)).collect(), counters(node))
+}
+
+/// The counters that a log restores.
+fn counters(node: &Node) -> Stats {
+    Stats { memory_bytes: 0, lookups: LookupReport::default(), ..node.stats().unwrap() }
 }
 
 fn fence(generation: u64) -> Fence {
@@ -266,8 +272,8 @@ fn rows_that_no_log_describes_are_not_trained_before_a_restore() {
     let node = server(data.path(), checkpoints.path());
     node.begin(1, &run(1, true), false).unwrap();
     let parts = vec![(0, ShardedIds::group(&[1, 2, 3]).unwrap())];
-    let train = |generation, seq| look_up(&node, Token { generation, ..token(0, seq) }, seq, &parts);
-    (1..=4).for_each(|seq| drop(train(1, seq).unwrap()));
+    let train = |generation, seq| push_to(&node, Token { generation, ..token(0, seq) }, seq, &parts, 1.0);
+    (1..=4).for_each(|seq| assert_eq!(train(1, seq).unwrap().rows_duplicate, 0));
     fs::create_dir(checkpoints.path().join("save")).unwrap();
     let files = node.write_snapshot(fence(1), "save", None).unwrap().files;
     // The rows are restored, but another log cannot be started.

@@ -7,7 +7,8 @@ use persia_types::config::LogSync;
 use persia_types::tables::Stats;
 use persia_types::{ShardedIds, TablesError};
 
-use super::{fence, log_options, look_up, options, owned, push_to, run, server};
+use super::{counters, fence, log_options, look_up, options, owned, push_to, run, server};
+use crate::running::wait_until;
 use crate::stack::token;
 
 /// The log of a short run: the length of its only segment and the state after each record.
@@ -16,12 +17,12 @@ fn short() -> (tempfile::TempDir, tempfile::TempDir, Vec<(u64, Stats)>) {
     let node = server(data.path(), checkpoints.path());
     node.begin(1, &run(1, true), false).unwrap();
     let segment = || fs::metadata(data.path().join("journal/1")).unwrap().len();
-    let now = || (segment(), Stats { memory_bytes: 0, ..node.stats().unwrap() });
+    let now = || (segment(), counters(&node));
     let mut states = vec![now()];
     for seq in 1..=3 {
         let parts = vec![(0, ShardedIds::group(&[seq, 7]).unwrap())];
         look_up(&node, token(0, seq), seq, &parts).unwrap();
-        states.push(now());
+        assert_eq!(now(), states[states.len() - 1], "a look-up leaves no trace");
         push_to(&node, token(0, seq), seq, &parts, 1.0).unwrap();
         states.push(now());
     }
@@ -37,7 +38,7 @@ fn a_torn_record_is_dropped() {
     for length in 0..segment.len() {
         fs::write(data.path().join("journal/1"), &segment[..length]).unwrap();
         let node = server(data.path(), checkpoints.path());
-        let found = Stats { memory_bytes: 0, ..node.stats().unwrap() };
+        let found = counters(&node);
         if length < first {
             // Without the record of the run only the generation is known.
             assert_eq!(
@@ -58,7 +59,6 @@ fn a_torn_record_is_dropped() {
 fn zeros_that_were_never_written_are_dropped() {
     let (data, checkpoints, states) = short();
     let path = data.path().join("journal/1");
-    let now = |node: &Node| Stats { memory_bytes: 0, ..node.stats().unwrap() };
     let segment = fs::read(&path).unwrap();
     for (bytes, expected) in &states {
         for zeros in [1, 12, 700, 100_000] {
@@ -66,7 +66,7 @@ fn zeros_that_were_never_written_are_dropped() {
             content.resize(content.len() + zeros, 0);
             fs::write(&path, &content).unwrap();
             assert_eq!(
-                now(&server(data.path(), checkpoints.path())),
+                counters(&server(data.path(), checkpoints.path())),
                 *expected,
                 "{zeros} zeros after {bytes}"
             );
@@ -75,10 +75,10 @@ fn zeros_that_were_never_written_are_dropped() {
     }
     // Zeros at the end of a long record.
     let node = server(data.path(), checkpoints.path());
-    let before = now(&node);
+    let before = counters(&node);
     let ids: Vec<u64> = (1 << 40..(1 << 40) + 300).collect();
-    look_up(&node, token(0, 9), 9, &vec![(0, ShardedIds::group(&ids).unwrap())]).unwrap();
-    let after = now(&node);
+    push_to(&node, token(0, 9), 9, &vec![(0, ShardedIds::group(&ids).unwrap())], 1.0).unwrap();
+    let after = counters(&node);
     assert_ne!(before, after);
     drop(node);
     let whole = fs::read(&path).unwrap();
@@ -87,7 +87,7 @@ fn zeros_that_were_never_written_are_dropped() {
         let mut content = whole.clone();
         content[from..].fill(0);
         fs::write(&path, &content).unwrap();
-        assert_eq!(now(&server(data.path(), checkpoints.path())), before, "zeros from {from}");
+        assert_eq!(counters(&server(data.path(), checkpoints.path())), before, "zeros from {from}");
         // A hole is not a torn end.
         *content.last_mut().unwrap() = 1;
         fs::write(&path, &content).unwrap();
@@ -99,7 +99,7 @@ fn zeros_that_were_never_written_are_dropped() {
     }
     assert!(whole.len() > begin + 1024);
     fs::write(&path, &whole).unwrap();
-    assert_eq!(now(&server(data.path(), checkpoints.path())), after);
+    assert_eq!(counters(&server(data.path(), checkpoints.path())), after);
 }
 
 #[test]
@@ -130,7 +130,6 @@ fn a_segment_without_a_beginning_is_dropped() {
     node.prepare_snapshot(fence(1), 1).unwrap();
     drop(node);
     let [first, second] = ["journal/1", "journal/2"].map(|name| fs::read(data.path().join(name)).unwrap());
-    let now = |node: &Node| Stats { memory_bytes: 0, ..node.stats().unwrap() };
     let expected = &states.last().unwrap().1;
     let mut seq = 100;
     // The name of the second segment may be durable before the end of the first, and before its own beginning.
@@ -138,15 +137,18 @@ fn a_segment_without_a_beginning_is_dropped() {
         fs::write(data.path().join("journal/1"), &first[..first.len() - lost]).unwrap();
         fs::write(data.path().join("journal/2"), &second[..left]).unwrap();
         let node = server(data.path(), checkpoints.path());
-        assert_eq!(now(&node), *expected, "{lost} bytes of the first lost, {left} of the second there");
+        assert_eq!(counters(&node), *expected, "{lost} bytes of the first lost, {left} of the second there");
         seq += 1;
-        look_up(&node, token(0, seq), seq, &vec![(0, ShardedIds::group(&[seq]).unwrap())]).unwrap();
-        let then = now(&node);
+        push_to(&node, token(0, seq), seq, &vec![(0, ShardedIds::group(&[seq]).unwrap())], 1.0).unwrap();
+        let then = counters(&node);
         drop(node);
-        assert_eq!(now(&server(data.path(), checkpoints.path())), then, "{lost}, {left}");
+        assert_eq!(counters(&server(data.path(), checkpoints.path())), then, "{lost}, {left}");
     }
-    // If a record follows, a missing end of the first segment is damage.
+    // Once the log says that the first segment is durable, its missing end is damage.
+    let bytes = || fs::metadata(data.path().join("journal/2")).unwrap().len();
+    let before = bytes();
     let node = server(data.path(), checkpoints.path());
+    wait_until("a record of that", || bytes() > before);
     drop(node);
     fs::write(data.path().join("journal/1"), &first[..first.len() - 1]).unwrap();
     assert!(fs::metadata(data.path().join("journal/2")).unwrap().len() > second.len() as u64);
@@ -175,7 +177,7 @@ fn a_damaged_log_is_never_used() {
     }
     assert!(found > 500, "{found}");
     let node = server(data.path(), checkpoints.path());
-    assert_eq!(Stats { memory_bytes: 0, ..node.stats().unwrap() }, *last);
+    assert_eq!(counters(&node), *last);
     drop(node);
     // Nor is a log of another server or job, or of an earlier generation.
     let log = Some(log_options(data.path(), LogSync::EverySecond));

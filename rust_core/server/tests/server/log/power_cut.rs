@@ -13,9 +13,8 @@ use libc::c_int;
 use persia_types::ShardedIds;
 use persia_types::config::LogSync;
 use persia_types::id::hash_id;
-use persia_types::tables::Stats;
 
-use super::{Twins, look_up, push_to, run, synced_server};
+use super::{Twins, counters, push_to, run, slow_disk, synced_server};
 use crate::running::wait_until;
 use crate::stack::token;
 
@@ -58,6 +57,7 @@ fn sync(file: c_int, number: libc::c_long) -> c_int {
     let path = fs::read_link(format!("/proc/self/fd/{file}")).unwrap_or_default();
     let disk = DISKS.lock().unwrap().iter().find(|disk| path.starts_with(&disk.dir)).cloned();
     let before = disk.map(|disk| (Seen::of(&path), disk.acknowledged.load(Ordering::SeqCst), disk));
+    slow_disk::pass(&path);
     // SAFETY: the system call of that name, with its only argument.
     let result = unsafe { libc::syscall(number, file) } as c_int;
     if let (0, Some((seen, acknowledged, disk))) = (result, before) {
@@ -180,28 +180,24 @@ fn with_a_sync_every_second_synced_requests_survive_a_power_cut() {
     let mut data = tempfile::tempdir().unwrap();
     let mut node = synced_server(data.path(), checkpoints.path(), LogSync::EverySecond);
     node.begin(1, &run(1, true), false).unwrap();
-    let now = |node: &super::Node| Stats { memory_bytes: 0, ..node.stats().unwrap() };
     let mut seq = 0;
     for way in WAYS {
         let disk = Disk::watch(data.path());
-        let mut states = vec![now(&node)];
+        let mut states = vec![counters(&node)];
         let mut train = |node: &super::Node| {
             seq += 1;
             let parts = vec![(0, ShardedIds::group(&[seq, 7]).unwrap())];
-            look_up(node, token(0, seq), seq, &parts).unwrap();
-            disk.acknowledged.fetch_add(1, Ordering::SeqCst);
-            states.push(now(node));
             push_to(node, token(0, seq), seq, &parts, 1.0).unwrap();
             disk.acknowledged.fetch_add(1, Ordering::SeqCst);
-            states.push(now(node));
+            states.push(counters(node));
         };
-        (0..3).for_each(|_| train(&node));
+        (0..6).for_each(|_| train(&node));
         wait_until("a sync after them", || disk.durable.lock().unwrap().reached >= 6);
-        (0..3).for_each(|_| train(&node));
+        (0..6).for_each(|_| train(&node));
         let left = disk.cut(way);
         node = synced_server(left.path(), checkpoints.path(), LogSync::EverySecond);
         data = left;
-        let found = now(&node);
+        let found = counters(&node);
         let place = states.iter().position(|state| *state == found);
         assert!(place.is_some_and(|place| place >= 6), "{way:?}: {place:?} of 12, a sync reached 6");
     }
