@@ -122,6 +122,37 @@ def test_a_run_that_lost_its_disk_is_found_by_its_replicas(
     assert Checkpoints(upload_to=URL).name() != name
 
 
+def test_the_newest_run_counts_wherever_it_is_found(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that replaces a lost one may hold an older run."""
+    saved = checkpoint(configure, tmp_path / "elsewhere")
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.setenv("PERSIA_JOB", "census")
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
+    older, newer = "census-20260101-000000", "census-20260102-000000"
+    shutil.copytree(saved, tmp_path / "checkpoints" / older / saved.name)
+    ObjectStore(f"{URL}/{newer}").put(saved, saved.name)
+    assert Checkpoints(upload_to=URL).name() == newer
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(saved, tmp_path / "checkpoints" / "census-20260103-000000" / saved.name)
+    assert Checkpoints(upload_to=URL).name() == "census-20260103-000000"
+    shutil.rmtree(tmp_path / "run")
+    with monkeypatch.context() as context:
+        context.setattr(ObjectStore, "interrupted_run", _unreachable)
+        assert Checkpoints(upload_to=URL).name() == "census-20260103-000000"
+        assert "without looking for a newer one" in caplog.text
+        shutil.rmtree(tmp_path / "run")
+        shutil.rmtree(tmp_path / "checkpoints")
+        with pytest.raises(StorageError):
+            Checkpoints(upload_to=URL).name()
+
+
+def _unreachable(store: ObjectStore, of: str) -> str | None:
+    raise StorageError(f"{store.url}: no answer about {of}")
+
+
 def test_the_newer_one_of_folder_and_store_counts(
     configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

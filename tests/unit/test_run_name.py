@@ -1,5 +1,6 @@
 """The name of a run survives the loss of the file that holds it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,18 @@ def test_a_mark_that_fails_does_not_unfinish_the_run(
     run.finish()
     assert (job.run_dir() / job.SUMMARY).exists() and not (job.run_dir() / job.RUN).exists()
     assert "not marked as finished: no bucket" in caplog.text
+
+
+def test_the_name_and_the_folders_that_hold_it_are_durable(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every new name was synced in its folder, from that of the existing one down to the file."""
+    synced: list[Path] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+
+    monkeypatch.setattr(os, "fsync", sync)
+    folder = root.parent / "new" / "runs" / "census"
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(folder))
+    job.run_name()
+    assert {folder, folder.parent, folder.parent.parent, root.parent} <= set(synced)
+    assert any(path.name == ".RUN.tmp" for path in synced), "the content"

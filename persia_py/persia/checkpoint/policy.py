@@ -10,9 +10,12 @@ from persia.checkpoint import snapshot
 from persia.checkpoint.object_store import ObjectStore
 from persia.distributed import run
 from persia.runtime import job
-from persia.runtime.errors import CheckpointError, ConfigError, UsageError
+from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
+
+_logger = get_logger("checkpoint")
 
 STATE = "state.pt"
 """The file of a checkpoint that holds the states of :class:`Checkpoints`'s ``state``."""
@@ -126,7 +129,7 @@ class Checkpoints:
         if upload_to is None:
             return job.run_name()
         run.at_finish(self._mark_finished)
-        return job.run_name(lambda: job.interrupted_run() or ObjectStore(upload_to).interrupted_run(job.job_name()))
+        return job.run_name(lambda: _newest_interrupted(ObjectStore(upload_to)))
 
     def _mark_finished(self) -> None:
         store = self.store()
@@ -192,3 +195,19 @@ class Checkpoints:
                 f"the checkpoint has the states {', '.join(state) or 'none'}, Checkpoints(state=...) has "
                 f"{', '.join(self.state) or 'none'}; give the same"
             )
+
+
+def _newest_interrupted(store: ObjectStore) -> str | None:
+    """Return the newest run of the job that is not finished, by the checkpoints on the disk and the replicas.
+
+    Names of runs end with the time of their start.
+    """
+    local = job.interrupted_run()
+    try:
+        replicated = store.interrupted_run(job.job_name())
+    except StorageError as error:
+        if local is None:
+            raise
+        _logger.warning("found %s on the disk, without looking for a newer one: %s", local, error)
+        return local
+    return max((name for name in (local, replicated) if name is not None), default=None)

@@ -11,6 +11,19 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     return re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", os.fspath(place)) is not None
 
 
+def make_folders(folder: Path) -> None:
+    """Make a folder and its parents where they are missing, durably.
+
+    Raises:
+        OSError: One cannot be made.
+    """
+    if folder.is_dir():
+        return
+    make_folders(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably and atomically.
 
@@ -32,11 +45,14 @@ def publish(temporary: Path, path: Path) -> None:
 
     Sync the file before and the folder after, so that a crash leaves the old file or the new one.
     """
-    for step in (temporary, path.parent):
-        descriptor = os.open(step, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if step is temporary:
-            temporary.replace(path)
+    _sync(temporary)
+    temporary.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

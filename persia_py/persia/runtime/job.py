@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -67,27 +67,35 @@ def run_name(find: Callable[[], str | None] | None = None) -> str:
 
     Raises:
         ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
+        PersiaError: That of ``find``.
     """
     path = run_dir() / RUN
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if name := path.read_text(encoding="utf-8").strip():
-                return _checked(name, str(path))
-        found = (find or interrupted_run)()
-        if found is not None:
-            _logger.warning(
-                "%s does not name the current run: resuming %s, which is not finished; to begin a new run, move its "
-                "checkpoints away and remove %s",
-                path,
-                found,
-                path,
-            )
-        name = found or f"{job_name()}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _naming(path), contextlib.suppress(FileNotFoundError):
+        if name := path.read_text(encoding="utf-8").strip():
+            return _checked(name, str(path))
+    found = (find or interrupted_run)()
+    if found is not None:
+        _logger.warning(
+            "%s does not name the current run: resuming %s, which is not finished; to begin a new run, move its "
+            "checkpoints away and remove %s",
+            path,
+            found,
+            path,
+        )
+    name = found or f"{job_name()}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    with _naming(path):
+        files.make_folders(path.parent)
         files.write_whole(path, f"{name}\n".encode())
+    return name
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Enclose access to the file that names the current run."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; it names the current run") from error
-    return name
 
 
 def is_run_of(name: str, job: str) -> bool:

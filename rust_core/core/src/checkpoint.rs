@@ -77,6 +77,7 @@ impl Saver {
                 Err(
                     error @ (TablesError::Unreachable { .. }
                     | TablesError::Lost { .. }
+                    | TablesError::Recovering { .. }
                     | TablesError::Timeout { .. }),
                 ) => {
                     let _ = tables.abort_snapshot(number);

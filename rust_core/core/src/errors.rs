@@ -49,7 +49,7 @@ pub(crate) fn tables_class(error: &TablesError) -> &'static str {
         }
         TablesError::Corrupt { .. } | TablesError::Foreign { .. } => "CheckpointError",
         TablesError::Io { .. } | TablesError::OutOfMemory { .. } => "StorageError",
-        TablesError::Unreachable { .. } => "UnreachableError",
+        TablesError::Unreachable { .. } | TablesError::Recovering { .. } => "UnreachableError",
         TablesError::WrongShard { .. } | TablesError::Incompatible { .. } => "IncompatibleError",
         TablesError::Refused { .. } => "AuthError",
         TablesError::Lost { .. } => "RunLostError",

@@ -67,12 +67,18 @@ impl Remote {
     }
 
     pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
-        let end = Instant::now() + duration(timeout_s);
+        let mut end = Instant::now() + duration(timeout_s);
+        let mut read = 0;
         wait::until(py, |_| match self.tables.wait_ready(WAIT_SLICE) {
             Ok(()) => Ok(Some(())),
-            Err(TablesError::Unreachable { .. } | TablesError::Lost { .. }) if Instant::now() < end => {
+            // A server that makes progress is waited for, however long its log is.
+            Err(TablesError::Recovering { done, .. }) if done > read => {
+                (read, end) = (done, Instant::now() + duration(timeout_s));
                 Ok(None)
             }
+            Err(
+                TablesError::Unreachable { .. } | TablesError::Lost { .. } | TablesError::Recovering { .. },
+            ) if Instant::now() < end => Ok(None),
             Err(error) => {
                 let waited = format!("{error} (waited {timeout_s:.0} s)");
                 let text = if Instant::now() < end { error.to_string() } else { waited };

@@ -19,6 +19,8 @@ use super::scratch;
 
 const JOB: &str = "fuzz";
 const GENERATION: u64 = 3;
+/// The kind of the record with the length of the segment before.
+const FOLLOWS: u8 = 6;
 const MAGIC: &[u8] = b"persia journal 3";
 const FRAME_BYTES: usize = 12;
 /// The last byte of a record; inputs omit it.
@@ -106,17 +108,27 @@ fn lay(data: &[u8], dir: &Path) {
     let described: serde_json::Value = serde_json::from_slice(base).unwrap_or_default();
     let mut number = described["segment"].as_u64().unwrap_or(1);
     let mut segment = MAGIC.to_vec();
+    let mut before = 0;
     loop {
         let new_segment = rest.starts_with(&(NEXT_SEGMENT as u16).to_le_bytes());
         match prefixed(rest) {
             _ if new_segment => {
                 fs::write(log.join(number.to_string()), &segment).expect("written");
+                before = segment.len() as u64;
                 segment.truncate(MAGIC.len());
                 number = number.saturating_add(1);
                 rest = &rest[2..];
             }
             Some((payload, next)) => {
-                let payload = [payload, &[END]].concat();
+                let mut payload = [payload, &[END]].concat();
+                // As a checksum: no mutation would find it.
+                if segment.len() == MAGIC.len()
+                    && payload[0] == FOLLOWS
+                    && payload.len() == 10
+                    && payload[8] == 0
+                {
+                    payload[1..9].copy_from_slice(&before.to_le_bytes());
+                }
                 segment.extend(frame(&payload));
                 segment.extend(payload);
                 rest = next;

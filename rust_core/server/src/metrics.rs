@@ -20,7 +20,7 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tonic::Code;
 
-use crate::node::Node;
+use crate::service::StartingNode;
 
 const REQUEST_DURATION: &str = "persia_request_duration_seconds";
 const REQUESTS_FAILED: &str = "persia_requests_failed_total";
@@ -36,6 +36,9 @@ const MEMORY: &str = "persia_memory_bytes";
 const LOG: &str = "persia_log_bytes";
 const REQUEST_MEMORY: &str = "persia_request_memory_bytes";
 const MEMORY_WAITS: &str = "persia_request_memory_waits_total";
+const LOG_UNSYNCED: &str = "persia_log_unsynced_seconds";
+const LOG_WAITS: &str = "persia_log_waits_total";
+const RECOVERED: &str = "persia_recovered_ratio";
 /// From a fraction of a loopback call to the checkpoint of a large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -69,6 +72,13 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_gauge!(ROWS, "Rows, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state");
     metrics::describe_gauge!(LOG, metrics::Unit::Bytes, "Log of the requests since the last checkpoint");
+    metrics::describe_gauge!(
+        LOG_UNSYNCED,
+        metrics::Unit::Seconds,
+        "Age of the oldest record of the log that is not durable"
+    );
+    metrics::describe_counter!(LOG_WAITS, "Requests that waited for the slow disk of the log");
+    metrics::describe_gauge!(RECOVERED, "Part of the log that was replayed after the start, from 0 to 1");
     metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory of rows and indexes");
     Ok(handle)
 }
@@ -123,6 +133,11 @@ impl Timer {
         }
         result
     }
+}
+
+/// Count a request that waited for a slow disk.
+pub(crate) fn waited_for_sync() {
+    counter!(LOG_WAITS).increment(1);
 }
 
 pub(crate) fn looked_up(report: &LookupReport) {
@@ -192,13 +207,22 @@ impl Drop for RequestMemory {
 }
 
 /// Set the gauges of a server.
-pub fn set_gauges(node: &Node) {
+pub fn set_gauges(starting: &StartingNode) {
+    let Ok(node) = starting.node() else {
+        let (done, total) = starting.progress().bytes();
+        gauge!(RECOVERED).set(done as f64 / total.max(1) as f64);
+        return;
+    };
+    gauge!(RECOVERED).set(1.0);
     let Ok(stats) = node.stats() else { return };
     gauge!(GENERATION).set(stats.generation as f64);
     gauge!(PAYLOAD).set(stats.payload_bytes as f64);
     gauge!(MEMORY).set(stats.memory_bytes as f64);
     if let Some(bytes) = node.log_bytes() {
         gauge!(LOG).set(bytes as f64);
+    }
+    if let Some(age) = node.log_unsynced() {
+        gauge!(LOG_UNSYNCED).set(age.as_secs_f64());
     }
     for (table, rows) in node.options().schema.tables.iter().zip(&stats.rows) {
         gauge!(ROWS, "table" => table.name.clone()).set(*rows as f64);
@@ -214,6 +238,8 @@ pub struct Page {
     pub ready: Arc<AtomicBool>,
     /// Called before each rendering, on a thread that may block.
     pub refresh: Arc<dyn Fn() + Send + Sync>,
+    /// Why the process does not serve yet, if it has a reason of its own.
+    pub waits_for: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
 /// Answer `/metrics` and `/health` for as long as the process lives.
@@ -254,7 +280,10 @@ async fn answer(request: Request<Incoming>, page: Page) -> Result<Response<Full<
         (&Method::GET, "/health") if page.ready.load(Ordering::Relaxed) => {
             (StatusCode::OK, "serving\n".into())
         }
-        (&Method::GET, "/health") => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n".into()),
+        (&Method::GET, "/health") => {
+            let why = (page.waits_for)().unwrap_or_else(|| "not ready".into());
+            (StatusCode::SERVICE_UNAVAILABLE, format!("{why}\n"))
+        }
         _ => (StatusCode::NOT_FOUND, "not found; see /metrics and /health\n".into()),
     };
     let mut response = Response::new(Full::new(Bytes::from(text)));

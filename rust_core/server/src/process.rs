@@ -131,13 +131,15 @@ impl Process {
         ))
     }
 
-    /// Serve metrics; `refresh` sets gauges before each reading. Returns the address, unless metrics are off.
+    /// Serve metrics; `refresh` sets gauges before each reading, and `waits_for` says why the process does not serve yet.
+    /// Returns the address, unless metrics are off.
     ///
     /// # Errors
     /// `Auth` for an address that other hosts reach if there is no token file, `Usage` for one that is in use.
     pub async fn serve_metrics(
         &self,
         refresh: impl Fn() + Send + Sync + 'static,
+        waits_for: impl Fn() -> Option<String> + Send + Sync + 'static,
     ) -> Result<Option<Endpoint>, Exit> {
         let render = metrics::start().map_err(|error| Exit::Usage(format!("metrics: {error}")))?;
         let upkeep = render.clone();
@@ -166,8 +168,12 @@ impl Process {
         let bound = bound.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
         let (port, listener) =
             bound.map_err(|error| cannot_bind("PERSIA_METRICS_LISTEN", &listen, &error))?;
-        let page =
-            metrics::Page { metrics: render, ready: Arc::clone(&self.ready), refresh: Arc::new(refresh) };
+        let page = metrics::Page {
+            metrics: render,
+            ready: Arc::clone(&self.ready),
+            refresh: Arc::new(refresh),
+            waits_for: Arc::new(waits_for),
+        };
         tokio::spawn(metrics::serve(listener, page));
         let endpoint = Endpoint::Tcp { host: host.clone(), port };
         tracing::info!(%endpoint, "serving metrics");

@@ -1,7 +1,7 @@
-//! [`EmbeddingService`]: a [`Node`] as gRPC service.
+//! [`EmbeddingService`]: a [`Node`] as gRPC service, once it has resumed from its log.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
@@ -18,15 +18,51 @@ use tonic::{Extensions, Request, Response, Status, Streaming};
 
 use crate::metrics::{self, Timer};
 use crate::middleware::deadline;
-use crate::node::{Fence, Node, Phase};
+use crate::node::{Fence, Node, NodeOptions, Phase, RecoveryProgress};
 use crate::request_memory::{MemoryBudget, RequestMemory};
 
 const MEMORY_ADVICE: &str = "use smaller batches, a smaller staleness, or more servers";
 
+/// A node that may not have resumed from its log yet.
+pub struct StartingNode {
+    peer: String,
+    progress: RecoveryProgress,
+    node: OnceLock<Arc<Node>>,
+}
+
+impl StartingNode {
+    /// A node with these options that is about to resume.
+    pub fn new(options: &NodeOptions) -> Self {
+        Self { peer: options.peer(), progress: RecoveryProgress::default(), node: OnceLock::new() }
+    }
+
+    /// How much it has read.
+    pub fn progress(&self) -> &RecoveryProgress {
+        &self.progress
+    }
+
+    /// The node has resumed.
+    pub fn resumed(&self, node: Arc<Node>) {
+        let _ = self.node.set(node); // once
+    }
+
+    /// The node.
+    ///
+    /// # Errors
+    /// `Recovering` until it has resumed.
+    pub fn node(&self) -> Result<&Arc<Node>, TablesError> {
+        let recovering = || {
+            let (done, total) = self.progress.bytes();
+            TablesError::Recovering { peer: self.peer.clone(), done, total }
+        };
+        self.node.get().ok_or_else(recovering)
+    }
+}
+
 /// Serves one node.
 #[derive(Clone)]
 pub struct EmbeddingService {
-    node: Arc<Node>,
+    node: Arc<StartingNode>,
     memory: MemoryBudget,
 }
 
@@ -71,6 +107,13 @@ fn fence(fence: Option<proto::Fence>) -> Result<Fence, Status> {
 impl EmbeddingService {
     /// Serve `node`.
     pub fn new(node: Arc<Node>) -> Self {
+        let starting = StartingNode::new(node.options());
+        starting.resumed(node);
+        Self::starting(Arc::new(starting))
+    }
+
+    /// Refuse requests as `Recovering` until `node` has resumed, then serve it.
+    pub fn starting(node: Arc<StartingNode>) -> Self {
         Self { node, memory: MemoryBudget::new(MEMORY_ADVICE) }
     }
 
@@ -80,9 +123,18 @@ impl EmbeddingService {
     }
 
     /// Wait for the memory of a request, before it is received.
-    async fn reserve(&self, metadata: &MetadataMap, parts: &[Part]) -> Result<RequestMemory, Status> {
-        let deadline = deadline(metadata, self.node.options().turn_timeout);
+    async fn reserve(
+        &self,
+        node: &Node,
+        metadata: &MetadataMap,
+        parts: &[Part],
+    ) -> Result<RequestMemory, Status> {
+        let deadline = deadline(metadata, node.options().turn_timeout);
         self.memory.take(parts.iter().map(Part::bytes).sum(), deadline).await
+    }
+
+    fn node(&self) -> Result<Arc<Node>, Status> {
+        self.node.node().map(Arc::clone).map_err(|error| to_status(&error))
     }
 
     async fn serve_lookup(
@@ -90,19 +142,19 @@ impl EmbeddingService {
         request: Request<Streaming<proto::LookupRequest>>,
     ) -> Result<LookupStream, Status> {
         require(request.extensions(), "Lookup", &[Role::Trainer, Role::Middleware])?;
+        let node = self.node()?;
         let (metadata, _, mut stream) = request.into_parts();
         let head = receive::lookup_head(&mut stream).await?;
         let parts = receive::parts_of_rows(&head.parts)?;
-        let memory = self.reserve(&metadata, &parts).await?;
+        let memory = self.reserve(&node, &metadata, &parts).await?;
         let lookup = receive::lookup_after(head, parts, &mut stream).await?;
         let turn = match lookup.mode {
             Mode::Train => {
-                let admitted = self.node.admit(lookup.token, Phase::Lookup).await;
+                let admitted = node.admit(lookup.token, Phase::Lookup).await;
                 admitted.map_err(|error| to_status(&error))?
             }
             Mode::Eval | Mode::Infer => None,
         };
-        let node = Arc::clone(&self.node);
         let (lookup, rows, report) = blocking(move || {
             let mut rows = lookup.buffers();
             let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -129,29 +181,28 @@ impl EmbeddingService {
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer, Role::Middleware])?;
+        let node = self.node()?;
+        let server = node.options().index;
         let (metadata, _, mut stream) = request.into_parts();
         let head = receive::push_head(&mut stream).await?;
         let parts = receive::parts_of_rows(&head.parts)?;
-        let _memory = self.reserve(&metadata, &parts).await?;
+        let _memory = self.reserve(&node, &metadata, &parts).await?;
         let push = receive::push_after(head, parts, &mut stream).await?;
-        let turn = self.node.admit(push.token, Phase::Push).await.map_err(|error| to_status(&error))?;
-        let node = Arc::clone(&self.node);
+        let turn = node.admit(push.token, Phase::Push).await.map_err(|error| to_status(&error))?;
         let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;
         metrics::pushed(&report);
         let outcome = Some(server_push::Outcome::Applied(report.into()));
-        Ok(proto::PushReply {
-            servers: vec![proto::ServerPush { server: self.node.options().index, outcome }],
-        })
+        Ok(proto::PushReply { servers: vec![proto::ServerPush { server, outcome }] })
     }
 
     async fn serve_begin(&self, request: Request<proto::BeginRequest>) -> Result<proto::BeginReply, Status> {
         admin(request.extensions(), "Begin")?;
         let request = request.into_inner();
-        check_version(self.node.peer(), &request)?;
+        let node = self.node()?;
+        check_version(node.peer(), &request)?;
         let run: Run = serde_json::from_str(&request.run).map_err(|error| {
             to_status(&TablesError::BadRun { what: format!("the request describes no run: {error}") })
         })?;
-        let node = Arc::clone(&self.node);
         blocking(move || node.begin(request.servers, &run, request.check_only)).await?;
         Ok(proto::BeginReply {})
     }
@@ -163,7 +214,7 @@ impl EmbeddingService {
         admin(request.extensions(), "PrepareSnapshot")?;
         let proto::PrepareSnapshotRequest { fence: of, number } = request.into_inner();
         let fence = fence(of)?;
-        let node = Arc::clone(&self.node);
+        let node = self.node()?;
         blocking(move || node.prepare_snapshot(fence, number)).await?;
         Ok(proto::PrepareSnapshotReply {})
     }
@@ -175,7 +226,7 @@ impl EmbeddingService {
         admin(request.extensions(), "AbortSnapshot")?;
         let proto::AbortSnapshotRequest { fence: of, number } = request.into_inner();
         let fence = fence(of)?;
-        let node = Arc::clone(&self.node);
+        let node = self.node()?;
         blocking(move || node.abort_snapshot(fence, number)).await?;
         Ok(proto::AbortSnapshotReply {})
     }
@@ -187,7 +238,7 @@ impl EmbeddingService {
         admin(request.extensions(), "WriteSnapshot")?;
         let request = request.into_inner();
         let fence = fence(request.fence)?;
-        let node = Arc::clone(&self.node);
+        let node = self.node()?;
         if request.check_only {
             blocking(move || node.check_storage(fence, &request.directory)).await?;
             return Ok(proto::WriteSnapshotReply::default());
@@ -202,7 +253,7 @@ impl EmbeddingService {
         admin(request.extensions(), "CommitSnapshot")?;
         let request = request.into_inner();
         let fence = fence(request.fence)?;
-        let node = Arc::clone(&self.node);
+        let node = self.node()?;
         let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
         blocking(move || node.commit_snapshot(fence, request.number, &request.directory, &files)).await?;
         Ok(proto::CommitSnapshotReply {})
@@ -215,17 +266,18 @@ impl EmbeddingService {
         admin(request.extensions(), "Restore")?;
         let request = request.into_inner();
         let fence = fence(request.fence)?;
-        let node = Arc::clone(&self.node);
+        let node = self.node()?;
         let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
         blocking(move || node.restore(fence, &request.directory, &files, request.check_only)).await?;
         Ok(proto::RestoreReply {})
     }
 
     async fn serve_stats(&self) -> Result<proto::StatsReply, Status> {
-        let node = Arc::clone(&self.node);
-        let stats = blocking(move || node.stats()).await?;
+        let node = self.node()?;
+        let asked = Arc::clone(&node);
+        let stats = blocking(move || asked.stats()).await?;
         let stats = serde_json::to_string(&stats).map_err(|error| Status::internal(error.to_string()))?;
-        let options = self.node.options();
+        let options = node.options();
         let answered =
             vec![proto::ServerStats { server: options.index, address: options.address.clone(), stats }];
         Ok(proto::StatsReply { servers: options.servers, answered })
@@ -234,7 +286,7 @@ impl EmbeddingService {
     async fn serve_clear(&self, request: Request<proto::ClearRequest>) -> Result<proto::ClearReply, Status> {
         admin(request.extensions(), "Clear")?;
         let fence = fence(request.into_inner().fence)?;
-        let node = Arc::clone(&self.node);
+        let node = self.node()?;
         blocking(move || node.clear(fence)).await?;
         Ok(proto::ClearReply {})
     }

@@ -19,4 +19,4 @@ mod snapshot;
 mod store;
 
 use persia_kernels::simd;
-pub use store::{Progress, Store, StoreOptions};
+pub use store::{Progress, Store, StoreOptions, TransferStart};

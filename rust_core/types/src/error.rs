@@ -136,6 +136,16 @@ pub enum TablesError {
         /// The awaited event, and the time limit.
         what: String,
     },
+    /// A server that resumes from its log, and serves after that.
+    #[error("{peer} resumes from its log, {} %: wait for it", percent(*.done, *.total))]
+    Recovering {
+        /// The name of the peer.
+        peer: String,
+        /// Bytes that it has read.
+        done: u64,
+        /// Bytes that it reads.
+        total: u64,
+    },
     /// A peer that does not answer.
     #[error("{peer} cannot be reached: {what}")]
     Unreachable {
@@ -144,6 +154,11 @@ pub enum TablesError {
         /// The failed operation, and its outcome.
         what: String,
     },
+}
+
+/// The whole percents that are done; below 100 until the end.
+fn percent(done: u64, total: u64) -> u64 {
+    (u128::from(done) * 100 / u128::from(total.max(1))).min(99) as u64
 }
 
 impl From<ShapeError> for TablesError {

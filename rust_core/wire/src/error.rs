@@ -73,7 +73,7 @@ pub fn to_status(error: &TablesError) -> Status {
         E::Refused { .. } => Code::Unauthenticated,
         E::Lost { .. } => Code::Aborted,
         E::Timeout { .. } => Code::DeadlineExceeded,
-        E::Unreachable { .. } => Code::Unavailable,
+        E::Unreachable { .. } | E::Recovering { .. } => Code::Unavailable,
     };
     let failure = to_failure(error);
     let details = failure.encode_to_vec();
@@ -124,10 +124,7 @@ pub fn is_transient(status: &Status) -> bool {
     match failure_of(status) {
         Some(failure) => is_transient_failure(&failure),
         None => {
-            let other = matches!(
-                from_status("", status),
-                TablesError::Unreachable { .. } | TablesError::Timeout { .. }
-            );
+            let other = is_curable(&from_status("", status));
             other || status.code() == Code::DataLoss
         }
     }
@@ -135,7 +132,12 @@ pub fn is_transient(status: &Status) -> bool {
 
 /// As [`is_transient`], for one server's outcome.
 pub fn is_transient_failure(failure: &Failure) -> bool {
-    matches!(from_failure("", failure), TablesError::Unreachable { .. } | TablesError::Timeout { .. })
+    is_curable(&from_failure("", failure))
+}
+
+fn is_curable(error: &TablesError) -> bool {
+    use TablesError as E;
+    matches!(error, E::Unreachable { .. } | E::Timeout { .. } | E::Recovering { .. })
 }
 
 /// tonic wraps the errors of rustls: only their text shows a bad certificate or a peer without TLS.
@@ -175,6 +177,7 @@ mod tests {
             E::Lost { peer: peer(), what: what() },
             E::Timeout { peer: peer(), what: what() },
             E::Unreachable { peer: peer(), what: what() },
+            E::Recovering { peer: peer(), done: 43, total: 100 },
         ]
     }
 
@@ -200,8 +203,7 @@ mod tests {
     #[test]
     fn only_errors_that_a_retry_may_cure_are_transient() {
         for error in every_variant() {
-            let curable = matches!(error, TablesError::Unreachable { .. } | TablesError::Timeout { .. });
-            assert_eq!(is_transient(&to_status(&error)), curable, "{error}");
+            assert_eq!(is_transient(&to_status(&error)), is_curable(&error), "{error}");
         }
         for status in [Status::unavailable("gone"), Status::data_loss("crc"), Status::unknown("h2")] {
             assert!(is_transient(&status));

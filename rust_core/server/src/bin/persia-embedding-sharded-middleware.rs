@@ -33,7 +33,7 @@ async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> R
         (_, endpoints) => ServerPool::fixed(endpoints, &link)?,
     };
     let servers = Arc::new(servers);
-    let metrics = process.serve_metrics(|| {}).await?;
+    let metrics = process.serve_metrics(|| {}, || None).await?;
     let found = Arc::clone(&servers);
     let announced = process.announce(metrics, async move { found.found().await })?;
     let peer = format!("middleware {} at {}", args.common.replica_index, process.listener.endpoint());

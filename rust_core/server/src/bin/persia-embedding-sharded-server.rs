@@ -12,11 +12,14 @@ use persia_server::metrics;
 use persia_server::node::{CheckpointRoot, GenerationFile, LogOptions, Node, NodeOptions};
 use persia_server::process::{self, Process};
 use persia_server::serve::{HealthService, serve};
-use persia_server::service::EmbeddingService;
+use persia_server::service::{EmbeddingService, StartingNode};
 use persia_types::config::LogSync;
 use persia_wire::bounded;
 use persia_wire::discovery::Service;
 use persia_wire::proto::embedding_server_server::EmbeddingServerServer;
+use tokio::sync::oneshot;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout;
 
 const KIND: Kind = Kind { service: Service::Server, grpc: "persia.v1.EmbeddingServer", port: 8888 };
 
@@ -38,6 +41,29 @@ fn log_options(sync: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<
     }
 }
 
+/// The interval of log lines while the node resumes.
+const REPORT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Resume from the log, which may be long, on another thread.
+async fn resume(
+    starting: &Arc<StartingNode>,
+    options: NodeOptions,
+    generation: GenerationFile,
+) -> Result<(), Exit> {
+    let of_thread = Arc::clone(starting);
+    let mut resuming = spawn_blocking(move || Node::recovering(options, generation, of_thread.progress()));
+    loop {
+        if let Ok(resumed) = timeout(REPORT_INTERVAL, &mut resuming).await {
+            let node = resumed.map_err(|error| Exit::Again(format!("the start failed: {error}")))??;
+            starting.resumed(Arc::new(node));
+            return Ok(());
+        }
+        if let Err(error) = starting.node() {
+            tracing::info!("{error}");
+        }
+    }
+}
+
 async fn run(process: Process, health: HealthService, args: ServerArgs) -> Result<(), Exit> {
     let signals = process::stop_signals()?;
     let options = NodeOptions {
@@ -55,18 +81,25 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         log: log_options(process.global.log, args.data_dir.as_deref())?,
     };
     let generation = GenerationFile::open(args.data_dir.as_deref())?;
-    // It may replay a long log.
-    let node = tokio::task::spawn_blocking(|| Node::new(options, generation)).await;
-    let node = Arc::new(node.map_err(|error| Exit::Again(format!("the start failed: {error}")))??);
-    let gauges = Arc::clone(&node);
-    let metrics = process.serve_metrics(move || metrics::set_gauges(&gauges)).await?;
-    let announced = process.announce(metrics, std::future::ready(()))?;
+    // Served before it has resumed, so that callers wait for it.
+    let starting = Arc::new(StartingNode::new(&options));
+    let (gauges, state) = (Arc::clone(&starting), Arc::clone(&starting));
+    let waits_for = move || state.node().err().map(|error| error.to_string());
+    let metrics = process.serve_metrics(move || metrics::set_gauges(&gauges), waits_for).await?;
+    let (resumed, has_resumed) = oneshot::channel();
+    let announced = process.announce(metrics, async move { drop(has_resumed.await) })?;
     let (listener, host) = process.into_serving();
-    let service = bounded!(EmbeddingServerServer::new(EmbeddingService::new(node)));
+    let service = bounded!(EmbeddingServerServer::new(EmbeddingService::starting(Arc::clone(&starting))));
     let (first, second) = (signals.reached(1), signals.reached(2));
     let stop = async move {
         first.await;
         drop(announced);
     };
-    serve(listener, service, host, health, stop, second).await
+    let mut serving = std::pin::pin!(serve(listener, service, host, health, stop, second));
+    tokio::select! {
+        ended = &mut serving => return ended,
+        result = resume(&starting, options, generation) => result?,
+    }
+    let _ = resumed.send(()); // it is not awaited after a stop
+    serving.await
 }

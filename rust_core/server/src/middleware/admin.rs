@@ -13,7 +13,7 @@ use persia_wire::rpc::Unary;
 use tokio::time::{Instant, timeout_at};
 use tonic::{Request, Status};
 
-use super::{MiddlewareService, ServerClient, deadline, late, named};
+use super::{MiddlewareService, ServerClient, deadline, error_of, late, named};
 use crate::service::check_version;
 
 /// The timeout of a snapshot or a restore whose caller sets none.
@@ -129,6 +129,10 @@ impl MiddlewareService {
                 Ok(Ok(reply)) => Ok(reply.answered),
                 // Wrong credentials are not a temporary failure.
                 Ok(Err(status)) if status.code() == tonic::Code::Unauthenticated => {
+                    Err(named(server, &status))
+                }
+                // The caller waits for a server that resumes from its log.
+                Ok(Err(status)) if matches!(error_of(server, &status), TablesError::Recovering { .. }) => {
                     Err(named(server, &status))
                 }
                 Ok(Err(status)) => {

@@ -148,6 +148,9 @@ fn error_of(server: &ServerClient, status: &Status) -> TablesError {
     match from_status(&server.peer, status) {
         TablesError::BadRun { what } => TablesError::BadRun { what: format!("{}: {what}", server.peer) },
         TablesError::NotBegun => TablesError::Lost { peer: server.peer.clone(), what: FORGOTTEN.into() },
+        TablesError::Recovering { done, total, .. } => {
+            TablesError::Recovering { peer: server.peer.clone(), done, total }
+        }
         other => other,
     }
 }

@@ -6,6 +6,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use persia_store::Progress;
@@ -16,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use super::sequencer::Reached;
 use crate::exit::Exit;
-use crate::wal::{ReplayOp, Replayed, Wal, WalRecord};
+use crate::wal::{ReplayError, ReplayOp, Replayed, Wal, WalRecord};
 
 /// The directory of a server's log, and its durability.
 #[derive(Debug, Clone)]
@@ -81,14 +82,14 @@ struct Cut {
 }
 
 impl RequestLog {
-    /// Open the log.
+    /// Open the log. A request waits at most for `timeout` for a slow disk.
     ///
     /// # Errors
     /// `Usage` if the directory cannot be used, `Again` if a thread cannot be started.
-    pub(super) fn open(options: LogOptions, owner: Owner) -> Result<Self, Exit> {
+    pub(super) fn open(options: LogOptions, owner: Owner, timeout: Duration) -> Result<Self, Exit> {
         let LogOptions { dir, sync } = options;
         let failed = format!("log in {}", dir.display());
-        let wal = Wal::open(dir, sync).map_err(|error| match error.kind() {
+        let wal = Wal::open(dir, sync, timeout).map_err(|error| match error.kind() {
             io::ErrorKind::WouldBlock => Exit::Again(format!("{failed}: {error}")), // no thread now
             _ => Exit::Usage(format!("{failed}: {error}")),
         })?;
@@ -108,21 +109,29 @@ impl RequestLog {
         Ok(Some(base))
     }
 
-    /// Give every record after `base` to `apply`, which returns the cut it made, if any. Then the log continues.
+    /// Bytes of the records after `base`.
+    pub(super) fn bytes_after(&self, base: &WalBase) -> u64 {
+        self.wal.bytes_from(base.segment)
+    }
+
+    /// Give every record after `base`, with its length, to `apply`, which returns the cut it made, if any. Then the log
+    /// continues.
     ///
     /// # Errors
     /// Why it cannot be used. The caller must drop what was applied until then.
     pub(super) fn replay(
         &self,
         base: &WalBase,
-        mut apply: impl FnMut(ReplayOp) -> Result<Option<(u64, WalPosition)>, String>,
+        mut apply: impl FnMut(ReplayOp, u64) -> Result<Option<(u64, WalPosition)>, ReplayError>,
     ) -> Result<Replayed, String> {
         let mut cut = None;
-        let replayed = self.wal.replay(base.segment, |op, next| {
-            if matches!(op, ReplayOp::Begin(_)) {
+        let replayed = self.wal.replay(base.segment, |op, next, bytes| {
+            let begins = matches!(op, ReplayOp::Begin(_));
+            let made = apply(op, bytes)?;
+            if begins {
                 cut = None;
             }
-            if let Some((number, position)) = apply(op)? {
+            if let Some((number, position)) = made {
                 cut = Some(Cut { number, segment: next, position });
             }
             Ok(())
@@ -158,7 +167,7 @@ impl RequestLog {
         })
     }
 
-    /// Log a training request, then `apply` it.
+    /// Log a training request, then `apply` it. Before that, wait while the disk is too slow.
     ///
     /// # Errors
     /// As [`Wal::append`].
@@ -167,6 +176,7 @@ impl RequestLog {
         record: &WalRecord,
         apply: impl FnOnce() -> Result<T, TablesError>,
     ) -> Result<T, TablesError> {
+        self.wal.wait_for_sync()?;
         self.wal.append(record, apply)
     }
 
@@ -231,6 +241,11 @@ impl RequestLog {
         self.wal.truncate(segment, &base)?;
         *last = None;
         Ok(())
+    }
+
+    /// Seconds since the oldest record was written that is not durable; 0 if all are.
+    pub(super) fn unsynced(&self) -> Duration {
+        self.wal.unsynced()
     }
 
     /// Bytes of its segments.

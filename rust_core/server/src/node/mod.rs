@@ -3,13 +3,14 @@
 //! * [`admission`]: the path of a training request
 //! * [`snapshot`]: requests of a checkpoint
 //! * [`sequencer`]: the order of requests in a reproducible run
-//! * [`log`]: the log and its base; [`recovery`]: resuming from it
+//! * [`log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: how far that is
 //! * [`generation`], [`checkpoint_root`]: directories
 
 mod admission;
 mod checkpoint_root;
 mod generation;
 mod log;
+mod progress;
 mod recovery;
 mod sequencer;
 mod snapshot;
@@ -19,7 +20,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{Run, Stats};
 use persia_types::{JobId, Schema, Tables, TablesError, Token, server_shards};
@@ -31,6 +32,7 @@ use crate::exit::Exit;
 pub use self::checkpoint_root::CheckpointRoot;
 pub use self::generation::GenerationFile;
 pub use self::log::LogOptions;
+pub use self::progress::RecoveryProgress;
 pub use self::sequencer::{Phase, RankSequencer, Turn};
 
 /// Settings of a server.
@@ -60,6 +62,13 @@ pub struct NodeOptions {
     pub log: Option<LogOptions>,
 }
 
+impl NodeOptions {
+    /// The name of the server in messages.
+    pub fn peer(&self) -> String {
+        format!("server {} of {} ({})", self.index, self.servers, self.address)
+    }
+}
+
 /// One embedding server.
 pub struct Node {
     options: NodeOptions,
@@ -74,7 +83,12 @@ pub struct Node {
     oldest: Mutex<u64>,
     /// Locked by an administrative request, so that its checks stay valid until it ends.
     admin: Mutex<()>,
+    /// Locked while the files of a snapshot are written, and by requests that wait for that. Lock it before `admin`.
+    writing: Mutex<()>,
 }
+
+/// The interval at which a begin cancels the transfers of the run before it, until it has `admin`.
+const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The run that a request claims to belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -105,14 +119,27 @@ impl Node {
     /// `Usage` for an index that is not below the number of servers, for options that [`Store::new`] refuses, and for a
     /// log directory that cannot be used.
     pub fn new(options: NodeOptions, generation: GenerationFile) -> Result<Self, Exit> {
+        Self::recovering(options, generation, &RecoveryProgress::default())
+    }
+
+    /// As [`Self::new`]. `progress` shows how much of the log was read.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn recovering(
+        options: NodeOptions,
+        generation: GenerationFile,
+        progress: &RecoveryProgress,
+    ) -> Result<Self, Exit> {
         let (index, servers) = (options.index, options.servers);
         if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
             return Err(Exit::Usage(format!("there is no server {index} of {servers}")));
         }
         let owner = Owner { version: VERSION.into(), index, servers, capacity: options.capacity };
-        let log = options.log.clone().map(|log| RequestLog::open(log, owner)).transpose()?;
+        let timeout = options.turn_timeout;
+        let log = options.log.clone().map(|log| RequestLog::open(log, owner, timeout)).transpose()?;
         let mut node = Self {
-            peer: format!("server {index} of {servers} ({})", options.address),
+            peer: options.peer(),
             store: empty_store(&options)?,
             options,
             generation,
@@ -121,8 +148,9 @@ impl Node {
             begun: RwLock::new(None),
             oldest: Mutex::default(),
             admin: Mutex::new(()),
+            writing: Mutex::new(()),
         };
-        if let Err(why) = node.recover() {
+        if let Err(why) = node.recover(progress) {
             tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
             node.store = empty_store(&node.options)?;
             node.sequencer = Arc::default();
@@ -144,12 +172,18 @@ impl Node {
 
     /// Begin a run, or with `check_only` report why it cannot begin. The generation is durable before this returns.
     ///
+    /// The rank that saved or restored in an earlier run is gone, or it would not begin another: the files that it still
+    /// writes or reads are of no use, and a begin does not wait for them.
+    ///
     /// # Errors
     /// `Incompatible` for another job or number of servers, `Io` if the generation cannot be written, `Lost` if the rows
     /// are not those that the run continues with; otherwise as [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
-        let _alone = self.admin.lock();
-        self.check_begin(servers, run)?;
+        self.check_newer(servers, run)?;
+        let _alone = self.lock_for_begin();
+        self.check_newer(servers, run)?;
+        self.check_continues(run)?;
+        self.store.check_begin(run)?;
         if check_only {
             return Ok(());
         }
@@ -188,7 +222,18 @@ impl Node {
         Ok(())
     }
 
-    fn check_begin(&self, servers: u32, run: &Run) -> Result<(), TablesError> {
+    /// Lock `admin`, with all transfers cancelled that began before.
+    fn lock_for_begin(&self) -> MutexGuard<'_, ()> {
+        loop {
+            let alone = self.admin.try_lock_for(CANCEL_INTERVAL);
+            self.store.cancel_transfers();
+            if let Some(alone) = alone {
+                return alone;
+            }
+        }
+    }
+
+    fn check_newer(&self, servers: u32, run: &Run) -> Result<(), TablesError> {
         let Run { job, generation, .. } = run;
         let NodeOptions { job: own, servers: configured, .. } = &self.options;
         let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
@@ -203,8 +248,7 @@ impl Node {
             let what = format!("generation {generation} is not above {highest}, the highest so far");
             return Err(TablesError::BadRun { what });
         }
-        self.check_continues(run)?;
-        self.store.check_begin(run)
+        Ok(())
     }
 
     /// Refuse a run that continues with other rows than those of this server.
@@ -250,6 +294,11 @@ impl Node {
         let stats = self.store.stats()?;
         let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
         Ok(Stats { generation: stats.generation.max(self.generation.get()), begun, ..stats })
+    }
+
+    /// The age of the oldest record of the log that is not durable, if there is a log; zero if all are.
+    pub fn log_unsynced(&self) -> Option<Duration> {
+        self.log.as_ref().map(RequestLog::unsynced)
     }
 
     /// Bytes of the log, if there is one.

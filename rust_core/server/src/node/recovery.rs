@@ -7,22 +7,28 @@ use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run, TableGradients};
 use persia_types::{ShardedIds, Tables, TablesError, Token};
 
-use super::Node;
 use super::log::{Rows, WalBase, WalPosition};
 use super::sequencer::Phase;
-use crate::wal::ReplayOp;
+use super::{Node, RecoveryProgress};
+use crate::wal::{ReplayError, ReplayOp};
 
 impl Node {
-    /// Resume from the log, if there is one.
+    /// Resume from the log, if there is one. `progress` shows how much was read.
     ///
     /// # Errors
     /// Why the log cannot be used; rows are then undefined.
-    pub(super) fn recover(&self) -> Result<(), String> {
+    pub(super) fn recover(&self, progress: &RecoveryProgress) -> Result<(), String> {
         let Some(log) = &self.log else { return Ok(()) };
         let started = Instant::now();
         let Some(base) = log.base()? else { return Ok(()) };
-        self.resume(&base).map_err(|error| error.to_string())?;
-        let replayed = log.replay(&base, |op| self.replay(op).map_err(|error| error.to_string()))?;
+        let files = base.rows.iter().flat_map(|rows| self.store.held_files(&rows.files));
+        progress.expect(files.map(|file| file.bytes).sum::<u64>() + log.bytes_after(&base));
+        self.resume(&base, progress).map_err(|error| error.to_string())?;
+        let replayed = log.replay(&base, |op, bytes| {
+            let made = self.replay(op).map_err(replay_error)?;
+            progress.advance(bytes);
+            Ok(made)
+        })?;
         let generation = self.current().map_err(|error| error.to_string())?.generation;
         let highest = self.generation.get();
         if generation < highest {
@@ -41,16 +47,21 @@ impl Node {
                 "dropped a torn record at the end of the log: it was not acknowledged, or not yet durable"
             );
         }
+        if let Some(why) = &replayed.refused {
+            tracing::warn!(
+                "dropped the last record of the log, because it was refused and not acknowledged: {why}"
+            );
+        }
         let (records, seconds) = (replayed.records, started.elapsed().as_secs_f64());
         tracing::info!(generation, records, seconds, "run resumed from the log");
         Ok(())
     }
 
-    fn resume(&self, base: &WalBase) -> Result<(), TablesError> {
+    fn resume(&self, base: &WalBase, progress: &RecoveryProgress) -> Result<(), TablesError> {
         self.begin_logged(&base.run)?;
         if let Some(Rows { directory, files }) = &base.rows {
             let dir = self.options.checkpoints.resolve(directory)?;
-            self.store.restore(&dir, files)?;
+            self.store.restore_rows(&dir, files, &|bytes| progress.advance(bytes))?;
         }
         self.store.resume(base.position.progress.clone());
         self.sequencer.resume(base.position.reached);
@@ -97,5 +108,22 @@ impl Node {
         self.store.push(&PushRequest { token, step, lr_factor, tables: &tables })?;
         self.sequencer.advance(token, Phase::Push);
         Ok(())
+    }
+}
+
+/// Whether a record was refused, as it was when its request was made.
+fn replay_error(error: TablesError) -> ReplayError {
+    use TablesError as E;
+    match error {
+        E::StaleGeneration { .. }
+        | E::NotBegun
+        | E::NoOptimizer
+        | E::BadRun { .. }
+        | E::BadShape { .. }
+        | E::BadTable { .. }
+        | E::TooManyIds { .. }
+        | E::WrongShard { .. } => ReplayError::Refused(error.to_string()),
+        // Such as no memory: it may have been applied when it was made.
+        other => ReplayError::Failed(other.to_string()),
     }
 }

@@ -21,10 +21,10 @@ impl Node {
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check_generation(fence)?;
         // The cut does not wait for a disk, because all ranks wait for the cut.
-        let Some(_alone) = self.admin.try_lock_for(CUT_TIMEOUT) else {
-            let what = "the files of an earlier snapshot are still being written";
-            return Err(self.io(io::ErrorKind::ResourceBusy, what));
-        };
+        let what = "the files of an earlier snapshot are still being written";
+        let busy = || self.io(io::ErrorKind::ResourceBusy, what);
+        let _writing = self.writing.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
+        let _alone = self.admin.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
         self.check_generation(fence)?;
         match &self.log {
             None => self.store.prepare_snapshot(number),
@@ -35,7 +35,7 @@ impl Node {
         }
     }
 
-    /// Release the rows of this snapshot, if they are held.
+    /// Release the rows of this snapshot, if they are held. If it is being written, that is cancelled.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`.
@@ -72,22 +72,30 @@ impl Node {
     }
 
     /// Write the rows of the snapshot with this number, or the current ones, into `directory`, below the checkpoint
-    /// root.
+    /// root. After an error, the directory has no file of this call.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`.
+    /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`, also if another run begins
+    /// meanwhile.
     pub fn write_snapshot(
         &self,
         fence: Fence,
         directory: &str,
         number: Option<u64>,
     ) -> Result<Snapshot, TablesError> {
-        let _alone = self.admin.lock();
-        self.check_generation(fence)?;
-        let dir = self.options.checkpoints.resolve(directory);
-        let snapshot = dir.and_then(|dir| self.store.write_snapshot(&dir, number));
+        let _writing = self.writing.lock();
+        let (start, dir) = {
+            let _alone = self.admin.lock();
+            self.check_generation(fence)?;
+            (self.store.start_transfer(), self.options.checkpoints.resolve(directory))
+        };
+        // Without the lock, so that another run can begin.
+        let snapshot = dir.and_then(|dir| self.store.write_started(start, &dir, number));
         if let (Err(_), Some(number)) = (&snapshot, number) {
-            self.release(number)?;
+            let _alone = self.admin.lock();
+            if self.check_generation(fence).is_ok() {
+                self.release(number)?;
+            }
         }
         let snapshot = snapshot?;
         tracing::info!(directory, files = snapshot.files.len(), "snapshot written");
@@ -126,6 +134,7 @@ impl Node {
         files: &[FileEntry],
         check_only: bool,
     ) -> Result<(), TablesError> {
+        let _writing = self.writing.lock();
         let _alone = self.admin.lock();
         self.check_generation(fence)?;
         let dir = self.options.checkpoints.resolve(directory)?;
@@ -143,6 +152,7 @@ impl Node {
     /// # Errors
     /// `NotBegun`, `StaleGeneration`.
     pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
+        let _writing = self.writing.lock();
         let _alone = self.admin.lock();
         self.check_generation(fence)?;
         self.replace(None, || self.store.clear())?;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use persia_store::checkpoint::replace_file;
 use persia_types::TablesError;
 
-use super::segment::{MAGIC, Segment};
+use super::segment::Segment;
 
 const BASE: &str = "base";
 /// The draft of a base, which a crash may leave in the directory.
@@ -35,26 +35,22 @@ impl Files {
         self.dir.join(number.to_string())
     }
 
-    /// Create an empty segment. Its name is durable.
+    /// Create an empty segment, which is not durable.
     pub(super) fn create_segment(&self, number: u64) -> Result<Segment, TablesError> {
         let path = self.segment(number);
-        let created = Segment::create(path.clone(), number).and_then(|segment| {
-            self.sync()?;
-            Ok(segment)
-        });
-        created.map_err(|source| TablesError::Io { path, source })
+        Segment::create(path.clone(), number).map_err(|source| TablesError::Io { path, source })
+    }
+
+    /// Remove a segment and all later ones, durably, the last one first.
+    pub(super) fn remove_segments_from(&self, number: u64) -> io::Result<()> {
+        let later = (number..u64::MAX).take_while(|number| self.segment(*number).exists()).count() as u64;
+        (number..number + later).rev().try_for_each(|number| self.remove_segment(number))?;
+        self.sync()
     }
 
     /// Remove a segment, if it exists.
     pub(super) fn remove_segment(&self, number: u64) -> io::Result<()> {
         remove(&self.segment(number))
-    }
-
-    /// Whether the segments from this one on hold no record.
-    pub(super) fn is_empty_from(&self, number: u64) -> io::Result<bool> {
-        let bytes = self.segment(number).metadata()?.len();
-        let next = number.checked_add(1).map(|next| self.segment(next));
-        Ok(bytes <= MAGIC.len() as u64 && !next.is_some_and(|path| path.exists()))
     }
 
     /// The content of the base, if there is one.
@@ -98,7 +94,8 @@ impl Files {
         Ok(())
     }
 
-    fn sync(&self) -> io::Result<()> {
+    /// Make the names in the directory durable.
+    pub(super) fn sync(&self) -> io::Result<()> {
         File::open(&self.dir)?.sync_all()
     }
 }

@@ -8,6 +8,9 @@
 //! A request is logged, applied, and then acknowledged, one request at a time. The record of a refused request is
 //! removed. A log without a readable base is not valid.
 //!
+//! Requests never wait for a sync while the end of the log is locked. With a sync every second, they wait before they
+//! are logged while a record of two seconds ago is not durable.
+//!
 //! * [`record`][]: a request as bytes and back
 //! * [`segment`][]: one file of records
 //! * [`files`][]: the directory
@@ -22,9 +25,11 @@ mod replay;
 mod segment;
 mod sync;
 
+use std::fs::File;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use persia_types::TablesError;
@@ -33,9 +38,10 @@ use persia_types::config::LogSync;
 use self::files::Files;
 use self::segment::Segment;
 use self::sync::{SyncState, Ticker};
+use crate::metrics;
 
 pub(crate) use self::record::{ReplayOp, WalRecord};
-pub(crate) use self::replay::Replayed;
+pub(crate) use self::replay::{ReplayError, Replayed};
 
 /// The first segment of a new log.
 const FIRST_SEGMENT: u64 = 1;
@@ -49,6 +55,8 @@ pub(crate) struct Wal {
 struct Shared {
     files: Files,
     sync: LogSync,
+    /// The longest wait of a request for a slow disk.
+    timeout: Duration,
     writer: Mutex<Writer>,
     synced: SyncState,
 }
@@ -58,21 +66,23 @@ struct Shared {
 struct Writer {
     /// The first segment, if there is a base.
     first: Option<u64>,
-    /// The segment that is appended to. None without a base, and after a record could not be removed.
+    /// The segment that is appended to. None without a base.
     segment: Option<Segment>,
+    /// Earlier segments that may not be durable.
+    rotated: Vec<Arc<File>>,
     /// Bytes written since the process began.
     written: u64,
 }
 
 impl Wal {
-    /// Open the log in `dir`, which is created if it is missing. Nothing is read: see [`Self::base`] and
-    /// [`Self::replay`].
+    /// Open the log in `dir`, which is created if it is missing. A request waits at most for `timeout` for a slow disk.
+    /// Nothing is read: see [`Self::base`] and [`Self::replay`].
     ///
     /// # Errors
     /// The directory or a thread could not be created.
-    pub(crate) fn open(dir: PathBuf, sync: LogSync) -> io::Result<Self> {
+    pub(crate) fn open(dir: PathBuf, sync: LogSync, timeout: Duration) -> io::Result<Self> {
         let files = Files::open(dir)?;
-        let shared = Shared { files, sync, writer: Mutex::default(), synced: SyncState::default() };
+        let shared = Shared { files, sync, timeout, writer: Mutex::default(), synced: SyncState::default() };
         let shared = Arc::new(shared);
         let of_thread = Arc::clone(&shared);
         let mut failing = false;
@@ -118,13 +128,35 @@ impl Wal {
         let Shared { files, writer, synced, .. } = &*self.shared;
         let mut writer = writer.lock();
         let base = base(FIRST_SEGMENT)?;
-        (writer.first, writer.segment) = (None, None);
+        *writer = Writer { written: writer.written, ..Writer::default() };
         files.remove_all().map_err(|source| files.error(source))?;
         let segment = files.create_segment(FIRST_SEGMENT)?;
-        files.write_base(&base)?;
+        segment.file().sync_all().map_err(|source| files.error(source))?;
+        files.write_base(&base)?; // it syncs the names, too
         (writer.first, writer.segment) = (Some(FIRST_SEGMENT), Some(segment));
         synced.reset(writer.written);
         Ok(())
+    }
+
+    /// Wait while the disk is too slow for a sync every second.
+    ///
+    /// # Errors
+    /// `Io` after the timeout.
+    pub(crate) fn wait_for_sync(&self) -> Result<(), TablesError> {
+        let Shared { files, sync, timeout, synced, .. } = &*self.shared;
+        if *sync == LogSync::Always {
+            return Ok(()); // each request waits for its own sync
+        }
+        let waited = synced.wait_for_sync(*timeout);
+        if !matches!(waited, Ok(false)) {
+            metrics::waited_for_sync();
+        }
+        waited.map(drop).map_err(|source| files.error(source))
+    }
+
+    /// The age of the oldest record that is not durable.
+    pub(crate) fn unsynced(&self) -> Duration {
+        self.shared.synced.unsynced()
     }
 
     /// Log `record`, then `apply` it, then wait until it is durable if every request must be.
@@ -141,22 +173,15 @@ impl Wal {
         let (applied, position) = {
             let mut writer = shared.writer.lock();
             let bytes = shared.write(&mut writer, record)?;
-            match apply() {
-                Ok(applied) => (applied, writer.written),
-                Err(error) => {
-                    shared.take_back(&mut writer, bytes)?;
-                    return Err(error);
-                }
-            }
+            let applied = apply().inspect_err(|_| writer.take_back(bytes))?;
+            (applied, writer.written)
         };
-        if shared.sync == LogSync::Always {
-            shared.sync_to(position)?;
-        }
+        shared.sync_if_always(position)?;
         Ok(applied)
     }
 
-    /// As [`Self::append`]; the records after this one are in a new segment, whose number is returned. This record
-    /// is durable then.
+    /// As [`Self::append`]; the records after this one are in a new segment, whose number is returned. The caller does
+    /// not call this, or [`Self::reset`], concurrently.
     ///
     /// # Errors
     /// As [`Self::append`].
@@ -166,50 +191,63 @@ impl Wal {
         apply: impl FnOnce() -> Result<T, TablesError>,
     ) -> Result<(T, u64), TablesError> {
         let shared = &*self.shared;
-        let mut writer = shared.writer.lock();
-        let next = writer.segment.as_ref().map(|segment| segment.number + 1);
+        let next = shared.writer.lock().segment.as_ref().map(|segment| segment.number + 1);
         let next = next.ok_or_else(|| shared.closed())?;
-        let bytes = shared.write(&mut writer, record)?;
-        let rotated = shared.files.create_segment(next).and_then(|segment| Ok((apply()?, segment)));
-        let (applied, segment) = match rotated {
+        let segment = shared.files.create_segment(next)?;
+        let rotated = shared.rotate(record, segment, apply);
+        let (applied, position) = match rotated {
             Ok(rotated) => rotated,
             Err(error) => {
-                shared.take_back(&mut writer, bytes)?;
                 shared.files.remove_segment(next).map_err(|source| shared.files.error(source))?;
                 return Err(error);
             }
         };
-        // From now on only the new segment is synced.
-        if let Some(last) = writer.segment.replace(segment) {
-            let synced = shared.synced.sync(&(last.file(), writer.written));
-            synced.map_err(|source| shared.files.error(source))?;
-        }
+        shared.sync_if_always(position)?;
         Ok((applied, next))
     }
 
-    /// Replace the base by one that starts with the segment `first`, and remove the segments before it.
+    /// Replace the base by one that starts with the segment `first`, and remove the segments before it. The caller does
+    /// not call this, or [`Self::reset`], concurrently.
     ///
     /// # Errors
     /// `Io`: the old base may still be in place.
     pub(crate) fn truncate(&self, first: u64, base: &[u8]) -> Result<(), TablesError> {
         let Shared { files, writer, .. } = &*self.shared;
-        let mut writer = writer.lock();
-        let Some(oldest) = writer.first else { return Ok(()) };
-        files.write_base(base)?;
-        writer.first = Some(first);
+        let Some(oldest) = writer.lock().first else { return Ok(()) };
+        files.write_base(base)?; // without the lock: requests do not wait for the disk
+        writer.lock().first = Some(first);
         let removed = (oldest..first).try_for_each(|number| files.remove_segment(number));
         removed.map_err(|source| files.error(source))
     }
 
     /// Bytes of all segments.
     pub(crate) fn bytes(&self) -> u64 {
-        let writer = self.shared.writer.lock();
-        let (Some(first), Some(last)) = (writer.first, &writer.segment) else { return 0 };
-        let before = (first..last.number)
+        let (first, last, bytes) = {
+            let writer = self.shared.writer.lock();
+            let (Some(first), Some(last)) = (writer.first, &writer.segment) else { return 0 };
+            (first, last.number, last.bytes)
+        };
+        let before = (first..last)
             .filter_map(|number| self.shared.files.segment(number).metadata().ok())
             .map(|metadata| metadata.len());
-        before.sum::<u64>() + last.bytes
+        before.sum::<u64>() + bytes
     }
+}
+
+impl Writer {
+    fn take_back(&mut self, bytes: u64) {
+        if let Some(segment) = &mut self.segment {
+            segment.take_back(bytes);
+        }
+    }
+}
+
+/// What a sync includes.
+struct Capture {
+    rotated: Vec<Arc<File>>,
+    segment: Arc<File>,
+    number: u64,
+    written: u64,
 }
 
 impl Shared {
@@ -223,43 +261,71 @@ impl Shared {
     fn write(&self, writer: &mut Writer, record: &WalRecord) -> Result<u64, TablesError> {
         self.synced.check().map_err(|source| self.files.error(source))?;
         let segment = writer.segment.as_mut().ok_or_else(|| self.closed())?;
-        match segment.append(record) {
-            Ok(bytes) => {
-                writer.written += bytes;
-                Ok(bytes)
-            }
-            Err(error) => {
-                self.truncate(writer)?;
-                Err(error)
-            }
-        }
+        let bytes = segment.append(record)?;
+        writer.written += bytes;
+        self.synced.written();
+        Ok(bytes)
     }
 
-    /// Remove the last record, which has this many bytes.
-    fn take_back(&self, writer: &mut Writer, bytes: u64) -> Result<(), TablesError> {
-        if let Some(segment) = &mut writer.segment {
-            segment.bytes -= bytes;
+    /// Append `record` to the last segment, `apply` it, and continue with the new `segment`. Returns the position too.
+    fn rotate<T>(
+        &self,
+        record: &WalRecord,
+        mut segment: Segment,
+        apply: impl FnOnce() -> Result<T, TablesError>,
+    ) -> Result<(T, u64), TablesError> {
+        let mut writer = self.writer.lock();
+        let bytes = self.write(&mut writer, record)?;
+        let before = writer.segment.as_ref().map_or(0, |segment| segment.bytes);
+        let applied = segment.append(&WalRecord::follows(before)).and_then(|_| apply());
+        let applied = applied.inspect_err(|_| writer.take_back(bytes))?;
+        if let Some(last) = writer.segment.replace(segment) {
+            writer.rotated.push(last.file());
         }
-        self.truncate(writer)
+        Ok((applied, writer.written))
     }
 
-    /// Truncate the log after the last whole record. If that fails, nothing may be appended.
-    fn truncate(&self, writer: &mut Writer) -> Result<(), TablesError> {
-        let truncated = writer.segment.as_ref().map_or(Ok(()), Segment::truncate);
-        truncated.map_err(|source| {
-            writer.segment = None;
-            self.files.error(source)
-        })
+    fn sync_if_always(&self, position: u64) -> Result<(), TablesError> {
+        if self.sync == LogSync::Always { self.sync_to(position) } else { Ok(()) }
     }
 
     /// Wait until everything up to `position` is durable.
     fn sync_to(&self, position: u64) -> Result<(), TablesError> {
-        let end = || {
-            let writer = self.writer.lock();
-            let segment =
-                writer.segment.as_ref().ok_or_else(|| io::Error::other("the log could not be written"))?;
-            Ok((segment.file(), writer.written))
+        let sync = || {
+            let Some(capture) = self.capture() else { return Ok(None) };
+            for file in &capture.rotated {
+                file.sync_data()?;
+            }
+            capture.segment.sync_data()?;
+            if !capture.rotated.is_empty() {
+                self.files.sync()?;
+                self.note_durable(&capture);
+            }
+            Ok(Some(capture.written))
         };
-        self.synced.sync_to(position, end).map_err(|source| self.files.error(source))
+        self.synced.sync_to(position, sync).map_err(|source| self.files.error(source))
+    }
+
+    fn capture(&self) -> Option<Capture> {
+        let writer = self.writer.lock();
+        let segment = writer.segment.as_ref()?;
+        self.synced.captured();
+        let (rotated, number) = (writer.rotated.clone(), segment.number);
+        Some(Capture { rotated, segment: segment.file(), number, written: writer.written })
+    }
+
+    /// Record in the log that the segments before that of `capture` are durable.
+    fn note_durable(&self, capture: &Capture) {
+        let mut writer = self.writer.lock();
+        let captured = capture.rotated.len();
+        let same = writer.rotated.iter().zip(&capture.rotated).filter(|(own, other)| Arc::ptr_eq(own, other));
+        if same.count() < captured {
+            return; // another log has begun
+        }
+        // Without the record they are synced again.
+        match self.write(&mut writer, &WalRecord::durable(capture.number)) {
+            Ok(_) => drop(writer.rotated.drain(..captured)),
+            Err(error) => tracing::debug!("durable segments are not noted in the log: {error}"),
+        }
     }
 }

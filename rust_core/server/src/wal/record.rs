@@ -8,6 +8,8 @@
 //!   begin    the run as JSON
 //!   prepare  number of the snapshot, u64
 //!   abort    number of the snapshot, u64
+//!   follows  length of the segment before, u64: the first record of each segment but the first
+//!   durable  number of a segment, u64: those before it are durable
 //! and a last byte, END
 //! ```
 //!
@@ -27,6 +29,8 @@ const PUSH: u8 = 2;
 const BEGIN: u8 = 3;
 const PREPARE_SNAPSHOT: u8 = 4;
 const ABORT_SNAPSHOT: u8 = 5;
+const FOLLOWS: u8 = 6;
+const DURABLE: u8 = 7;
 /// Not 0: zeros at the end of a record were never written.
 const END: u8 = 0xE5;
 
@@ -74,6 +78,16 @@ impl WalRecord {
     /// An aborted snapshot.
     pub(crate) fn abort_snapshot(number: u64) -> Self {
         Self::framed(ABORT_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
+    }
+
+    /// The length of the segment before.
+    pub(super) fn follows(bytes: u64) -> Self {
+        Self::framed(FOLLOWS, |out| out.extend_from_slice(&bytes.to_le_bytes()))
+    }
+
+    /// The segments before this number are durable.
+    pub(super) fn durable(number: u64) -> Self {
+        Self::framed(DURABLE, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
 
     /// The encoded bytes.
@@ -135,11 +149,21 @@ pub(crate) enum ReplayOp {
     AbortSnapshot(u64),
 }
 
+/// A record, or a fact about segments.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Entry {
+    Op(ReplayOp),
+    /// The length of the segment before.
+    Follows(u64),
+    /// The segments before this number are durable.
+    Durable(u64),
+}
+
 /// The content at one position of a segment.
 #[derive(Debug)]
 pub(super) enum ReadOutcome {
     /// A whole record, and its length with the frame.
-    Op(ReplayOp, u64),
+    Entry(Entry, u64),
     /// The end of the segment.
     End,
     /// The beginning of a record; the rest was not written.
@@ -173,7 +197,7 @@ pub(super) fn read(input: &mut impl Read, left: u64) -> io::Result<ReadOutcome> 
     if crc32c::crc32c(&payload) != u32::from_le_bytes(of_payload) {
         return Err(damaged("the checksum of a record does not match"));
     }
-    Ok(ReadOutcome::Op(decode(&payload).map_err(damaged)?, bytes))
+    Ok(ReadOutcome::Entry(decode(&payload).map_err(damaged)?, bytes))
 }
 
 fn damaged(what: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> io::Error {
@@ -197,7 +221,7 @@ enum Malformed {
     Ids(String),
 }
 
-fn decode(payload: &[u8]) -> Result<ReplayOp, Malformed> {
+fn decode(payload: &[u8]) -> Result<Entry, Malformed> {
     let mut rest = payload.strip_suffix(&[END]).ok_or(Malformed::Unterminated)?;
     let rest = &mut rest;
     let op = match rest.try_get_u8()? {
@@ -216,9 +240,15 @@ fn decode(payload: &[u8]) -> Result<ReplayOp, Malformed> {
         BEGIN => ReplayOp::Begin(serde_json::from_slice(std::mem::take(rest))?),
         PREPARE_SNAPSHOT => ReplayOp::PrepareSnapshot(rest.try_get_u64_le()?),
         ABORT_SNAPSHOT => ReplayOp::AbortSnapshot(rest.try_get_u64_le()?),
+        FOLLOWS => return whole(rest.try_get_u64_le().map(Entry::Follows)?, rest),
+        DURABLE => return whole(rest.try_get_u64_le().map(Entry::Durable)?, rest),
         kind => return Err(Malformed::UnknownKind(kind)),
     };
-    if rest.is_empty() { Ok(op) } else { Err(Malformed::Long) }
+    whole(Entry::Op(op), rest)
+}
+
+fn whole(entry: Entry, rest: &[u8]) -> Result<Entry, Malformed> {
+    if rest.is_empty() { Ok(entry) } else { Err(Malformed::Long) }
 }
 
 fn get_token(rest: &mut &[u8]) -> Result<Token, Malformed> {
@@ -272,7 +302,8 @@ mod tests {
             (WalRecord::prepare_snapshot(7), ReplayOp::PrepareSnapshot(7)),
         ] {
             let bytes = record.bytes().unwrap();
-            let ReadOutcome::Op(op, length) = read_bytes(bytes).unwrap() else { panic!("no record") };
+            let read = read_bytes(bytes).unwrap();
+            let ReadOutcome::Entry(Entry::Op(op), length) = read else { panic!("{read:?}") };
             assert_eq!((op, length), (expected, bytes.len() as u64));
         }
     }

@@ -1,83 +1,149 @@
 //! Replay: every record of the segments that an earlier process left, in order.
+//!
+//! A segment says how long the one before it was, and a later record says that it is durable. So a segment whose end is
+//! missing is told apart: after a power cut, the log ends there; otherwise it is damaged.
 
 use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use super::record::ReplayOp;
-use super::segment::{self, Segment};
+use super::files::Files;
+use super::record::{Entry, ReplayOp, WalRecord};
+use super::segment::{self, Segment, Stop};
 use super::{Wal, Writer};
 
 /// The result of a replay.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Replayed {
     pub(crate) records: u64,
     /// Bytes after the last whole record: of requests that were not acknowledged, or not yet durable.
     pub(crate) torn: u64,
+    /// Why the last record was refused, and dropped. The process ended before it had removed the record.
+    pub(crate) refused: Option<String>,
     /// The segment that is appended to from now on.
     pub(crate) segment: u64,
 }
 
+/// Why a record cannot be applied.
+#[derive(Debug)]
+pub(crate) enum ReplayError {
+    /// The request was refused; it was not acknowledged when it was made.
+    Refused(String),
+    /// Any other error.
+    Failed(String),
+}
+
 impl Wal {
-    /// Give every record from segment `first` on to `each`, with the number of the segment after its own. Then records
-    /// are appended after the last one.
+    /// Bytes of the segments from `first` on.
+    pub(crate) fn bytes_from(&self, first: u64) -> u64 {
+        let lengths = (first..u64::MAX).map_while(|number| self.shared.files.segment(number).metadata().ok());
+        lengths.map(|metadata| metadata.len()).sum()
+    }
+
+    /// Give every record from segment `first` on to `each`, with the number of the segment after its own, and its length.
+    /// Then records are appended after the last one.
     ///
     /// # Errors
     /// Why the log cannot be used, with file and position. The caller must drop what was replayed until then.
     pub(crate) fn replay(
         &self,
         first: u64,
-        mut each: impl FnMut(ReplayOp, u64) -> Result<(), String>,
+        mut each: impl FnMut(ReplayOp, u64, u64) -> Result<(), ReplayError>,
     ) -> Result<Replayed, String> {
-        let mut replayed = Replayed { records: 0, torn: 0, segment: first };
+        let files = &self.shared.files;
+        let mut replayed = Replayed { records: 0, torn: 0, refused: None, segment: first };
+        let mut rotated = Vec::new();
         let segment = loop {
             let number = replayed.segment;
             let next = number.checked_add(1).ok_or_else(|| format!("segment {number} has no successor"))?;
-            let count = |op| {
-                replayed.records += 1;
-                each(op, next)
-            };
-            match self.replay_segment(number, number > first, count)? {
-                SegmentEnd::More => replayed.segment = next,
-                SegmentEnd::Last { segment, torn } => {
-                    replayed.torn = torn;
+            let (bytes, torn) = self.replay_segment(number, next, &mut replayed, &mut each)?;
+            let describe = |error: io::Error| format!("{}: {error}", files.segment(number).display());
+            let continues = match self.successor(number, bytes, torn)? {
+                Successor::Follows => true,
+                Successor::Empty if torn == 0 => {
+                    replayed.segment = next;
+                    rotated.push(Arc::new(std::fs::File::open(files.segment(number)).map_err(describe)?));
+                    let mut segment = files.create_segment(next).map_err(|error| error.to_string())?;
+                    segment.append(&WalRecord::follows(bytes)).map_err(|error| error.to_string())?;
                     break segment;
                 }
+                Successor::Empty | Successor::Lost => {
+                    files.remove_segments_from(next).map_err(describe)?;
+                    false
+                }
+                Successor::None => false,
+            };
+            if !continues {
+                replayed.torn = torn;
+                break Segment::reopen(files.segment(number), number, bytes).map_err(describe)?;
             }
+            rotated.push(Arc::new(std::fs::File::open(files.segment(number)).map_err(describe)?));
+            replayed.segment = next;
         };
-        *self.shared.writer.lock() = Writer { first: Some(first), segment: Some(segment), written: 0 };
+        // The last process may have ended before a sync.
+        *self.shared.writer.lock() =
+            Writer { first: Some(first), segment: Some(segment), written: 1, rotated };
+        self.shared.synced.written();
         Ok(replayed)
     }
 
     fn replay_segment(
         &self,
         number: u64,
-        may_be_headless: bool,
-        mut each: impl FnMut(ReplayOp) -> Result<(), String>,
-    ) -> Result<SegmentEnd, String> {
+        next: u64,
+        replayed: &mut Replayed,
+        each: &mut impl FnMut(ReplayOp, u64, u64) -> Result<(), ReplayError>,
+    ) -> Result<(u64, u64), String> {
+        let path = self.shared.files.segment(number);
+        let is_last = !self.shared.files.segment(next).exists();
+        segment::read(&path, &mut |entry, bytes, ends| {
+            let Entry::Op(op) = entry else { return Ok(()) };
+            match each(op, next, bytes) {
+                Ok(()) => replayed.records += 1,
+                // Nothing was appended after a record that was not removed.
+                Err(ReplayError::Refused(why)) if ends && is_last => {
+                    replayed.refused = Some(why);
+                    return Err(Stop::Here);
+                }
+                Err(ReplayError::Refused(why) | ReplayError::Failed(why)) => return Err(Stop::Failed(why)),
+            }
+            Ok(())
+        })
+    }
+
+    /// The relation of the next segment to this one, whose whole records have `bytes`.
+    fn successor(&self, number: u64, bytes: u64, torn: u64) -> Result<Successor, String> {
         let files = &self.shared.files;
-        let (path, next) = (files.segment(number), number + 1);
-        let describe = |error: io::Error| format!("{}: {error}", path.display());
-        let is_last = !files.segment(next).exists();
-        if is_last && may_be_headless && segment::is_headless(&path).map_err(describe)? {
-            let segment = files.create_segment(number).map_err(|error| error.to_string())?;
-            return Ok(SegmentEnd::Last { segment, torn: 0 });
+        let next = files.segment(number + 1);
+        if !next.exists() {
+            return Ok(Successor::None);
         }
-        let (bytes, torn) = segment::read(&path, &mut each)?;
-        if !is_last {
-            if torn == 0 {
-                return Ok(SegmentEnd::More);
-            }
-            // A segment is durable before the first record of the next one is written.
-            if !files.is_empty_from(next).map_err(describe)? {
-                return Err(format!("{}: its end is missing, and more records follow", path.display()));
-            }
-            files.remove_segment(next).map_err(describe)?;
+        match segment::follows(&next)? {
+            None => Ok(Successor::Empty),
+            Some(expected) if torn == 0 && expected == bytes => Ok(Successor::Follows),
+            Some(_) if is_durable(files, number) => Err(format!(
+                "{}: its end is missing, and more records follow",
+                files.segment(number).display()
+            )),
+            Some(_) => Ok(Successor::Lost),
         }
-        let segment = Segment::reopen(path.clone(), number, bytes).map_err(describe)?;
-        Ok(SegmentEnd::Last { segment, torn })
     }
 }
 
-enum SegmentEnd {
-    More,
-    Last { segment: Segment, torn: u64 },
+enum Successor {
+    /// It continues this segment.
+    Follows,
+    /// There is none.
+    None,
+    /// Nothing was appended to it.
+    Empty,
+    /// The end of this segment was lost with the power, so its records have no place.
+    Lost,
+}
+
+/// Whether a later segment says that this one is durable.
+fn is_durable(files: &Files, number: u64) -> bool {
+    let later =
+        (number + 1..u64::MAX).map(|later| files.segment(later)).take_while(|path: &PathBuf| path.exists());
+    later.into_iter().any(|path| segment::states_durable(&path, number))
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use persia_types::TablesError;
 
-use super::record::{self, ReadOutcome, ReplayOp, WalRecord};
+use super::record::{self, Entry, ReadOutcome, WalRecord};
 
 /// The first bytes of a segment.
 pub(super) const MAGIC: &[u8] = b"persia journal 3";
@@ -21,38 +21,68 @@ pub(super) struct Segment {
     pub(super) bytes: u64,
     path: PathBuf,
     file: Arc<File>,
+    /// More than `bytes` may be in the file: a part of a record, or a refused one.
+    has_rest: bool,
 }
 
 impl Segment {
-    /// Create an empty segment. Its content is durable; its name is once the directory is synced.
+    /// Create an empty segment. It is durable once it and the directory are synced.
     pub(super) fn create(path: PathBuf, number: u64) -> io::Result<Self> {
         let mut file = File::create(&path)?;
         file.write_all(MAGIC)?;
-        file.sync_all()?;
-        Ok(Self { number, bytes: MAGIC.len() as u64, path, file: Arc::new(file) })
+        Ok(Self { number, bytes: MAGIC.len() as u64, path, file: Arc::new(file), has_rest: false })
     }
 
     /// Open a segment whose first `bytes` are whole records, and truncate the rest.
     pub(super) fn reopen(path: PathBuf, number: u64, bytes: u64) -> io::Result<Self> {
         let file = Arc::new(File::options().write(true).open(&path)?);
-        let segment = Self { number, bytes, path, file };
+        let mut segment = Self { number, bytes, path, file, has_rest: true };
         segment.truncate()?;
         Ok(segment)
     }
 
-    /// Append a record. After an error the file may end in a part of it: [`Self::truncate`].
+    /// Append a whole record, or nothing. Returns its length.
     pub(super) fn append(&mut self, record: &WalRecord) -> Result<u64, TablesError> {
-        let io = |source| TablesError::Io { path: self.path.clone(), source };
-        let bytes = record.bytes().map_err(io)?;
-        (&*self.file).write_all(bytes).map_err(io)?;
+        self.try_append(record).map_err(|source| TablesError::Io { path: self.path.clone(), source })
+    }
+
+    fn try_append(&mut self, record: &WalRecord) -> io::Result<u64> {
+        self.truncate()?;
+        let bytes = record.bytes()?;
+        if let Err(error) = (&*self.file).write_all(bytes) {
+            self.has_rest = true;
+            self.truncate_or_warn();
+            return Err(error);
+        }
         self.bytes += bytes.len() as u64;
         Ok(bytes.len() as u64)
     }
 
+    /// Remove the last record, which has this many bytes. If the file cannot be truncated now, it is before the next
+    /// record, and a replay drops the record.
+    pub(super) fn take_back(&mut self, bytes: u64) {
+        self.bytes -= bytes;
+        self.has_rest = true;
+        self.truncate_or_warn();
+    }
+
+    fn truncate_or_warn(&mut self) {
+        if let Err(error) = self.truncate() {
+            tracing::warn!(
+                path = %self.path.display(),
+                "the end of the log cannot be removed now, and nothing is appended before it is: {error}"
+            );
+        }
+    }
+
     /// Truncate the file after the last whole record.
-    pub(super) fn truncate(&self) -> io::Result<()> {
-        self.file.set_len(self.bytes)?;
-        (&*self.file).seek(SeekFrom::Start(self.bytes)).map(drop)
+    fn truncate(&mut self) -> io::Result<()> {
+        if self.has_rest {
+            self.file.set_len(self.bytes)?;
+            (&*self.file).seek(SeekFrom::Start(self.bytes))?;
+            self.has_rest = false;
+        }
+        Ok(())
     }
 
     /// The file, to sync.
@@ -61,15 +91,55 @@ impl Segment {
     }
 }
 
-/// Whether a segment was never started: a crash or power cut came before MAGIC was written.
-pub(super) fn is_headless(path: &Path) -> io::Result<bool> {
+/// Whether a segment has less than MAGIC: the process or the power failed before.
+fn is_headless(path: &Path) -> io::Result<bool> {
     Ok(path.metadata()?.len() < MAGIC.len() as u64)
 }
 
-/// Give every record to `each`. Returns the length of the whole records, and of what follows them.
+/// The length of the segment before this one, as its first record says; None if that was not written.
+///
+/// # Errors
+/// Its beginning is damaged.
+pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
+    if is_headless(path).map_err(|error| format!("{}: {error}", path.display()))? {
+        return Ok(None);
+    }
+    let mut first = None;
+    let read = read(path, &mut |entry, _, _| {
+        first = Some(entry);
+        Err(Stop::Here)
+    })?;
+    match (first, read) {
+        (Some(Entry::Follows(bytes)), _) => Ok(Some(bytes)),
+        (Some(_), _) => Err(format!("{}: it does not say what it follows", path.display())),
+        (None, _) => Ok(None),
+    }
+}
+
+/// Whether a segment says that the segments up to this one are durable. What cannot be read says nothing.
+pub(super) fn states_durable(path: &Path, number: u64) -> bool {
+    let mut found = false;
+    let read = read(path, &mut |entry, _, _| {
+        found |= matches!(entry, Entry::Durable(before) if before > number);
+        Ok(())
+    });
+    drop(read);
+    found
+}
+
+/// Why the reading of a segment ends at a record.
+pub(super) enum Stop {
+    /// The record and what follows count as not written.
+    Here,
+    /// The log cannot be used.
+    Failed(String),
+}
+
+/// Give every record to `each`, with its length and whether it is the last one of the file. Returns the length of the
+/// whole records, and of what follows them.
 pub(super) fn read(
     path: &Path,
-    each: &mut impl FnMut(ReplayOp) -> Result<(), String>,
+    each: &mut impl FnMut(Entry, u64, bool) -> Result<(), Stop>,
 ) -> Result<(u64, u64), String> {
     let describe = |error: io::Error| format!("{}: {error}", path.display());
     let file = File::open(path).map_err(describe)?;
@@ -93,10 +163,11 @@ pub(super) fn read(
         match outcome.map_err(|error| format!("{}, byte {at}: {error}", path.display()))? {
             ReadOutcome::End => return Ok((at, 0)),
             ReadOutcome::Torn => return Ok((at, length - at)),
-            ReadOutcome::Op(op, bytes) => {
-                each(op).map_err(|why| format!("{}, byte {at}: {why}", path.display()))?;
-                at += bytes;
-            }
+            ReadOutcome::Entry(entry, bytes) => match each(entry, bytes, at + bytes == length) {
+                Ok(()) => at += bytes,
+                Err(Stop::Here) => return Ok((at, length - at)),
+                Err(Stop::Failed(why)) => return Err(format!("{}, byte {at}: {why}", path.display())),
+            },
         }
     }
 }

@@ -1,18 +1,15 @@
 //! [`SyncState`]: the durable part of the log. [`Ticker`]: a call every second.
 
-use std::fs::File;
 use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 const SECOND: Duration = Duration::from_secs(1);
-
-/// The file to sync, and the position that it reaches: bytes written since the process began.
-pub(super) type End = (Arc<File>, u64);
+/// The greatest age of a record that is not durable before requests wait.
+const LONGEST_UNSYNCED: Duration = Duration::from_secs(2);
 
 /// The durable part of the written bytes.
 #[derive(Default)]
@@ -25,6 +22,10 @@ pub(super) struct SyncState {
 struct State {
     durable: u64,
     syncing: bool,
+    /// When the oldest record was written that the sync in progress includes.
+    synced_since: Option<Instant>,
+    /// When the oldest record was written that no sync includes yet.
+    written_since: Option<Instant>,
     /// After a failed `fsync` the content of the disk is unknown: nothing more is written.
     failed: Option<String>,
 }
@@ -32,6 +33,11 @@ struct State {
 impl State {
     fn check(&self) -> io::Result<()> {
         self.failed.as_ref().map_or(Ok(()), |why| Err(io::Error::other(why.clone())))
+    }
+
+    /// The age of the oldest record that is not durable.
+    fn unsynced(&self) -> Duration {
+        self.synced_since.or(self.written_since).map_or(Duration::ZERO, |since| since.elapsed())
     }
 }
 
@@ -44,17 +50,57 @@ impl SyncState {
         self.state.lock().check()
     }
 
+    /// The age of the oldest record that is not durable.
+    pub(super) fn unsynced(&self) -> Duration {
+        self.state.lock().unsynced()
+    }
+
+    /// Wait while a record of [`LONGEST_UNSYNCED`] is not durable, at most for `timeout`. Returns whether it waited.
+    ///
+    /// # Errors
+    /// `TimedOut`.
+    pub(super) fn wait_for_sync(&self, timeout: Duration) -> io::Result<bool> {
+        let deadline = Instant::now() + timeout;
+        let mut state = self.state.lock();
+        let mut waited = false;
+        while state.failed.is_none() && state.unsynced() >= LONGEST_UNSYNCED {
+            if self.changed.wait_until(&mut state, deadline).timed_out() {
+                let age = state.unsynced().as_secs_f32();
+                let what = format!("the disk is slow: a record of {age:.1} s ago is not durable yet");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+            }
+            waited = true;
+        }
+        Ok(waited)
+    }
+
+    /// A record was written. The caller holds the lock of the log's end.
+    pub(super) fn written(&self) {
+        self.state.lock().written_since.get_or_insert_with(Instant::now);
+    }
+
+    /// A sync includes what was written. The caller holds the lock of the log's end.
+    pub(super) fn captured(&self) {
+        let mut state = self.state.lock();
+        state.synced_since = state.written_since.take();
+    }
+
     /// Start over with an empty log: records that were not durable are dropped, and a failed disk may have recovered.
     pub(super) fn reset(&self, durable: u64) {
         *self.state.lock() = State { durable, ..State::default() };
         self.changed.notify_all();
     }
 
-    /// Wait until everything up to `position` is durable. One caller syncs for all waiting ones.
+    /// Wait until everything up to `position` is durable. One caller calls `sync` for all waiting ones. `sync` returns the
+    /// position that is durable; None if there is no log.
     ///
     /// # Errors
     /// Why a sync failed, this one or an earlier one.
-    pub(super) fn sync_to(&self, position: u64, end: impl FnOnce() -> io::Result<End>) -> io::Result<()> {
+    pub(super) fn sync_to(
+        &self,
+        position: u64,
+        sync: impl FnOnce() -> io::Result<Option<u64>>,
+    ) -> io::Result<()> {
         {
             let mut state = self.state.lock();
             while state.syncing && state.failed.is_none() && state.durable < position {
@@ -66,21 +112,14 @@ impl SyncState {
             }
             state.syncing = true;
         }
-        let result = end().and_then(|end| self.sync(&end));
-        self.state.lock().syncing = false;
-        self.changed.notify_all();
-        result
-    }
-
-    /// Sync this file now.
-    ///
-    /// # Errors
-    /// Why the sync failed.
-    pub(super) fn sync(&self, (file, written): &End) -> io::Result<()> {
-        let result = file.sync_data();
+        let result = sync();
         let mut state = self.state.lock();
+        state.syncing = false;
         match result {
-            Ok(()) => state.durable = state.durable.max(*written),
+            Ok(durable) => {
+                state.durable = state.durable.max(durable.unwrap_or(0));
+                state.synced_since = None;
+            }
             Err(error) => {
                 state.failed = Some(format!(
                     "the log could not be written to the disk ({error}); a new run or a restore starts a new log"
@@ -92,7 +131,7 @@ impl SyncState {
     }
 }
 
-/// A thread that makes a call every second until this is dropped.
+/// A thread that makes a call every second until this is dropped, or at once after a call that took longer.
 pub(super) struct Ticker {
     /// Dropped to end the thread.
     stop: Option<Sender<()>>,
@@ -105,8 +144,11 @@ impl Ticker {
     pub(super) fn start(mut call: impl FnMut() + Send + 'static) -> io::Result<Self> {
         let (stop, stopped) = channel::<()>();
         let run = move || {
-            while stopped.recv_timeout(SECOND) == Err(RecvTimeoutError::Timeout) {
+            let mut pause = SECOND;
+            while stopped.recv_timeout(pause) == Err(RecvTimeoutError::Timeout) {
+                let start = Instant::now();
                 call();
+                pause = SECOND.saturating_sub(start.elapsed());
             }
         };
         let thread = thread::Builder::new().name("persia-log".into()).spawn(run)?;

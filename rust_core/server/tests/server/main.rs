@@ -11,6 +11,7 @@ mod lost;
 mod pooled;
 mod pooled_limits;
 mod processes;
+mod recovering;
 mod running;
 mod stack;
 mod unauthenticated;

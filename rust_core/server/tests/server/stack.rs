@@ -9,7 +9,7 @@ use persia_kernels::{Bags, Gradients};
 use persia_server::middleware::{Link, MiddlewareService, ServerPool};
 use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
 use persia_server::serve::{Health, Host, serve};
-use persia_server::service::EmbeddingService;
+use persia_server::service::{EmbeddingService, StartingNode};
 use persia_types::tables::{
     FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableGradients,
     TableIds,
@@ -44,6 +44,8 @@ pub(crate) struct Plan {
     pub(crate) turn_timeout: Duration,
     /// Mebibytes of requests in flight, of each server.
     pub(crate) request_memory: u32,
+    /// The servers have not resumed from their logs: see [`Stack::starting`].
+    pub(crate) starting: bool,
 }
 
 impl Plan {
@@ -59,6 +61,7 @@ impl Plan {
             tls: TlsFiles::default(),
             turn_timeout: Duration::from_secs(20),
             request_memory: 4 << 10,
+            starting: false,
         }
     }
 }
@@ -68,6 +71,8 @@ pub(crate) struct Stack {
     pub(crate) plan: Plan,
     pub(crate) servers: Vec<Endpoint>,
     pub(crate) front: Endpoint,
+    /// Each server before and after it has resumed.
+    pub(crate) starting: Vec<(Arc<StartingNode>, Arc<Node>)>,
     /// Some until it is dropped.
     runtime: Option<Runtime>,
     dir: tempfile::TempDir,
@@ -84,14 +89,15 @@ impl Stack {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
         let dir = tempfile::tempdir().unwrap();
-        let servers: Vec<Endpoint> =
-            (0..plan.servers).map(|index| runtime.block_on(start_server(&plan, index, dir.path()))).collect();
+        let mut starting = Vec::new();
+        let start = |index| runtime.block_on(start_server(&plan, index, dir.path(), &mut starting));
+        let servers: Vec<Endpoint> = (0..plan.servers).map(start).collect();
         let front = if plan.middleware {
             runtime.block_on(start_middleware(&plan, &servers, dir.path()))
         } else {
             servers[0].clone()
         };
-        Self { plan, servers, front, runtime: Some(runtime), dir }
+        Self { plan, servers, front, starting, runtime: Some(runtime), dir }
     }
 
     /// A client of rank 0, with the role of an admin.
@@ -134,7 +140,12 @@ async fn host(plan: &Plan, listener: &Listener) -> (Host, persia_server::serve::
     (Host { guard, tls, grace: Duration::from_secs(1), health }, service)
 }
 
-async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
+async fn start_server(
+    plan: &Plan,
+    index: u32,
+    dir: &Path,
+    starting: &mut Vec<(Arc<StartingNode>, Arc<Node>)>,
+) -> Endpoint {
     let listener = bind(plan, &format!("server-{index}"), dir).await;
     let endpoint = listener.endpoint().clone();
     let options = NodeOptions {
@@ -153,7 +164,12 @@ async fn start_server(plan: &Plan, index: u32, dir: &Path) -> Endpoint {
     let data = dir.join(format!("data-{index}"));
     let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
     let (host, health) = host(plan, &listener).await;
-    let service = EmbeddingService::new(node).with_memory(plan.request_memory);
+    let before = Arc::new(StartingNode::new(node.options()));
+    if !plan.starting {
+        before.resumed(Arc::clone(&node));
+    }
+    starting.push((Arc::clone(&before), node));
+    let service = EmbeddingService::starting(before).with_memory(plan.request_memory);
     let service = bounded!(EmbeddingServerServer::new(service));
     tokio::spawn(async { serve(listener, service, host, health, pending(), pending()).await.unwrap() });
     endpoint

@@ -43,12 +43,22 @@ fn portion(bytes: usize) -> usize {
     bytes
 }
 
-/// A file that is being written. Size and hash are those of the bytes passed to the operating system.
+/// A file that is being written. Size and hash are those of the bytes passed to the operating system. Dropped before it
+/// is finished, it is removed.
 pub(super) struct Output {
     file: File,
     path: PathBuf,
     hasher: blake3::Hasher,
     bytes: u64,
+    finished: bool,
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = fs::remove_file(&self.path); // the error that ended the work is reported
+        }
+    }
 }
 
 impl Output {
@@ -57,12 +67,13 @@ impl Output {
         let mut options = OpenOptions::new();
         options.write(true).create_new(true).custom_flags(libc::O_NOFOLLOW);
         let file = call(path, || options.open(path))?;
-        Ok(Self { file, path: path.into(), hasher: blake3::Hasher::new(), bytes: 0 })
+        Ok(Self { file, path: path.into(), hasher: blake3::Hasher::new(), bytes: 0, finished: false })
     }
 
     /// Sync the content. Returns its size and blake3.
-    pub(super) fn finish(self) -> Result<(u64, String)> {
+    pub(super) fn finish(mut self) -> Result<(u64, String)> {
         sync(&self.path, &self.file)?;
+        self.finished = true;
         Ok((self.bytes, self.hasher.finalize().to_hex().to_string()))
     }
 }

@@ -5,10 +5,11 @@ mod rows;
 mod throttle;
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::ops::Range;
 use std::path::Path;
 
+use parking_lot::Mutex;
 use persia_types::TablesError;
 use persia_types::tables::{FileEntry, Snapshot};
 
@@ -20,7 +21,7 @@ pub(crate) use rows::{export, import, write_shard_snapshot};
 use throttle::WriteThrottle;
 
 /// Write `shards` to files in `dir`, each by `write`. `tables` is the number of tables. Writing is throttled while
-/// `trained` returns growing numbers; None lifts the throttle.
+/// `trained` returns growing numbers; None lifts the throttle. After an error, the files of this call are removed.
 pub(crate) fn save(
     dir: &Path,
     tables: usize,
@@ -30,15 +31,26 @@ pub(crate) fn save(
     write: impl Fn(usize) -> Result<ShardFile, TablesError> + Sync,
 ) -> Result<Snapshot, TablesError> {
     let throttle = WriteThrottle::new(threads, trained);
+    let written = Mutex::new(Vec::new());
     let files = run_jobs(shards.len(), threads, throttle::yield_to_training, |(), at| {
         if at + 1 == shards.len() {
             throttle.lift();
         }
-        throttle.run(|| write(shards.start + at).inspect_err(|_| throttle.lift()))
-    })?;
+        let file = throttle.run(|| write(shards.start + at).inspect_err(|_| throttle.lift()))?;
+        written.lock().extend(file.iter().map(|(file, _)| file.name.clone()));
+        Ok::<_, TablesError>(file)
+    });
     // The files are durable; now make their names durable.
-    let io = |source| TablesError::Io { path: published(dir), source };
-    File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
+    let synced = files.and_then(|files| {
+        let io = |source| TablesError::Io { path: published(dir), source };
+        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
+        Ok(files)
+    });
+    let files = synced.inspect_err(|_| {
+        for name in written.lock().iter() {
+            let _ = fs::remove_file(dir.join(name)); // the next save removes what remains
+        }
+    })?;
     let mut snapshot = Snapshot { files: Vec::new(), rows: vec![0; tables] };
     for (file, counts) in files.into_iter().flatten() {
         snapshot.files.push(file);
@@ -52,11 +64,11 @@ pub(crate) fn load<T: Send>(
     dir: &Path,
     files: &[FileEntry],
     threads: usize,
-    import: impl Fn(&ShardRows, &Path) -> Result<T, TablesError> + Sync,
+    import: impl Fn(&ShardRows, &FileEntry, &Path) -> Result<T, TablesError> + Sync,
 ) -> Result<BTreeMap<usize, T>, TablesError> {
     let loaded = run_jobs(files.len(), threads, ShardReader::default, |reader, at| {
         let rows = reader.read(dir, &files[at])?;
-        Ok::<_, TablesError>((rows.shard, import(rows, &published(&dir.join(&files[at].name)))?))
+        Ok::<_, TablesError>((rows.shard, import(rows, &files[at], &published(&dir.join(&files[at].name)))?))
     })?;
     let mut shards = BTreeMap::new();
     for (at, (shard, content)) in loaded.into_iter().enumerate() {

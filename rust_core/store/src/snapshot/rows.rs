@@ -1,5 +1,6 @@
 //! Conversion between a shard in memory and its rows in a checkpoint.
 
+use std::io;
 use std::path::Path;
 
 use parking_lot::Mutex;
@@ -22,7 +23,8 @@ pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows
     }
 }
 
-/// Write the snapshot that a shard holds to its file in `dir`, and end it. Locks the shard for some rows at a time.
+/// Write the snapshot that a shard holds to its file in `dir`, and end it. Locks the shard for some rows at a time;
+/// before that, `check` may end the work.
 ///
 /// # Errors
 /// As [`write_shard`](crate::checkpoint::write_shard).
@@ -31,6 +33,7 @@ pub(crate) fn write_shard_snapshot(
     number: usize,
     shard: &Mutex<Shard>,
     schema: &Schema,
+    check: &impl Fn() -> io::Result<()>,
 ) -> Result<ShardFile, TablesError> {
     let mut held = Vec::new();
     let mut content = ShardRows { shard: number, tables: Vec::new() };
@@ -46,8 +49,9 @@ pub(crate) fn write_shard_snapshot(
         return Ok(None);
     }
     let file = write_shard_of(dir, &content, |at, range| {
+        check()?;
         let (table, rows) = &held[at];
-        shard.lock().tables[*table].take_from_snapshot(&rows[range])
+        Ok(shard.lock().tables[*table].take_from_snapshot(&rows[range]))
     })?;
     for (table, _) in &held {
         let snapshot = shard.lock().tables[*table].end_snapshot();

@@ -4,12 +4,14 @@
 //! * `requests`: look-ups and pushes
 //! * `snapshots`: save and restore all rows
 //! * `progress`, `prepared`: the applied requests, and the snapshot that holds the rows
+//! * `transfer`: cancellation of reading and writing files
 
 mod prepared;
 mod progress;
 mod requests;
 mod run;
 mod snapshots;
+mod transfer;
 
 use std::ops::Range;
 use std::path::Path;
@@ -34,6 +36,8 @@ use crate::snapshot;
 use prepared::PreparedSnapshot;
 use progress::Counters;
 pub use progress::Progress;
+use transfer::Cancellations;
+pub use transfer::TransferStart;
 
 /// Limits of a [`Store`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -74,7 +78,7 @@ impl Default for StoreOptions {
 ///   error names the table.
 /// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
 ///   do not. Requests continue while a snapshot is written; rows are copied before they change. An operation that
-///   replaces or drops all rows waits for the snapshot.
+///   replaces or drops all rows waits for the snapshot, unless its [transfer is cancelled](Self::cancel_transfers).
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
@@ -89,6 +93,9 @@ pub struct Store {
     generation: AtomicU64,
     /// Locked while a snapshot is written. Lock it before `run`.
     prepared: Mutex<PreparedSnapshot>,
+    /// The snapshot that is being written: its number, if it has one, and its start.
+    writing: Mutex<Option<(Option<u64>, TransferStart)>>,
+    cancellations: Cancellations,
     copy_budget: Arc<CopyBudget>,
 }
 
@@ -126,6 +133,8 @@ impl Store {
             counters: Mutex::default(),
             generation: AtomicU64::new(0),
             prepared: Mutex::default(),
+            writing: Mutex::default(),
+            cancellations: Cancellations::default(),
             copy_budget,
         })
     }
@@ -183,11 +192,11 @@ impl Tables for Store {
     }
 
     fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
-        self.write(dir, number)
+        self.write_started(self.start_transfer(), dir, number)
     }
 
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
-        self.restore_rows(dir, files)
+        self.restore_rows(dir, files, &|_| ())
     }
 
     fn stats(&self) -> Result<Stats, TablesError> {

@@ -26,8 +26,8 @@ impl Store {
     }
 
     pub(super) fn begin_run(&self, run: &Run) -> Result<(), TablesError> {
-        // If this fails, a snapshot is being written, and its writer releases it.
-        let prepared = if run.fresh { Some(self.prepared.lock()) } else { self.prepared.try_lock() };
+        // None: a snapshot is being written, and its writer releases it.
+        let prepared = if run.fresh { self.lock_unless_cancelled() } else { self.prepared.try_lock() };
         let mut active = self.run.write();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
         if run.fresh {

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
+use parking_lot::MutexGuard;
 use persia_types::tables::{FileEntry, Snapshot};
 use persia_types::{TablesError, VIRTUAL_SHARDS};
 
@@ -11,7 +13,11 @@ use crate::checkpoint::shard_of_entry;
 use crate::run::ActiveRun;
 use crate::shard::Shard;
 use crate::snapshot;
-use crate::store::{Store, shard_budget};
+use crate::store::prepared::PreparedSnapshot;
+use crate::store::{Store, TransferStart, shard_budget};
+
+/// The interval at which a wait for a writer checks whether its transfer was cancelled.
+const POLL: Duration = Duration::from_millis(20);
 
 impl Store {
     /// Hold the current rows for the snapshot with this number.
@@ -23,17 +29,59 @@ impl Store {
         Ok(())
     }
 
-    /// Release the rows of this snapshot, if they are held.
+    /// Release the rows of this snapshot, if they are held. If it is being written, its writer releases them soon.
     pub(super) fn abort(&self, number: u64) {
-        let mut prepared = self.prepared.lock();
-        if prepared.release_number(number) {
-            self.end_snapshot();
+        loop {
+            if self.writing.lock().is_some_and(|(of, _)| of == Some(number)) {
+                self.cancel_transfers();
+                return;
+            }
+            if let Some(mut prepared) = self.prepared.try_lock_for(POLL) {
+                if prepared.release_number(number) {
+                    self.end_snapshot();
+                }
+                return;
+            }
         }
     }
 
-    /// Write the rows of a prepared snapshot, or the current ones, to files in `dir`. Afterwards no rows are held.
-    pub(super) fn write(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError> {
+    /// The lock of the prepared snapshot; None while one is written whose transfer was cancelled.
+    pub(super) fn lock_unless_cancelled(&self) -> Option<MutexGuard<'_, PreparedSnapshot>> {
+        loop {
+            if let prepared @ Some(_) = self.prepared.try_lock_for(POLL) {
+                return prepared;
+            }
+            if self.writing.lock().is_some_and(|(_, start)| self.is_cancelled(start)) {
+                return None;
+            }
+        }
+    }
+
+    /// Write the rows of a prepared snapshot, or the current ones, to files in `dir`. Afterwards no rows are held. After
+    /// an error, also that of a cancellation since `start`, `dir` has no file of this call.
+    ///
+    /// # Errors
+    /// As [`Tables::write_snapshot`](persia_types::Tables::write_snapshot).
+    pub fn write_started(
+        &self,
+        start: TransferStart,
+        dir: &Path,
+        number: Option<u64>,
+    ) -> Result<Snapshot, TablesError> {
         let mut prepared = self.prepared.lock();
+        *self.writing.lock() = Some((number, start));
+        let written = self.write_locked(&mut prepared, start, dir, number);
+        *self.writing.lock() = None;
+        written
+    }
+
+    fn write_locked(
+        &self,
+        prepared: &mut PreparedSnapshot,
+        start: TransferStart,
+        dir: &Path,
+        number: Option<u64>,
+    ) -> Result<Snapshot, TablesError> {
         match number {
             None => {
                 prepared.release();
@@ -47,13 +95,20 @@ impl Store {
         let threads = self.options.snapshot_threads;
         let (tables, shards) = (self.schema.tables.len(), self.options.shards.clone());
         // Do not throttle writing while training waits for it.
-        let trained = || (!self.copy_budget.is_full()).then(|| self.counters.lock().rows());
-        let write = |shard| snapshot::write_shard_snapshot(dir, shard, &self.shards[shard], &self.schema);
+        let is_unthrottled = || self.copy_budget.is_full() || self.is_cancelled(start);
+        let trained = || (!is_unthrottled()).then(|| self.counters.lock().rows());
+        let check = || self.check_transfer(start);
+        let write = |shard: usize| {
+            check().map_err(|source| Self::cancelled_at(dir, source))?;
+            snapshot::write_shard_snapshot(dir, shard, &self.shards[shard], &self.schema, &check)
+        };
         let saved = snapshot::save(dir, tables, shards, threads, trained, write);
         if saved.is_err() {
             self.end_snapshot();
         }
-        saved
+        // Rows that were dropped meanwhile cause other errors.
+        let cancelled = |error| check().map_or_else(|source| Self::cancelled_at(dir, source), |()| error);
+        saved.map_err(cancelled)
     }
 
     /// The result of [`Tables::restore`](persia_types::Tables::restore) without its effect, so that several stores all
@@ -63,14 +118,23 @@ impl Store {
     /// As `restore`.
     pub fn check_restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
         let active = self.run.read();
-        self.load(active.as_ref().ok_or(TablesError::NotBegun)?, dir, files, drop).map(drop)
+        self.load(active.as_ref().ok_or(TablesError::NotBegun)?, dir, files, &|_| (), drop).map(drop)
     }
 
-    pub(super) fn restore_rows(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
+    /// As [`Tables::restore`](persia_types::Tables::restore); `read` gets the size of each file that was read.
+    ///
+    /// # Errors
+    /// As `restore`; `Io` if it was cancelled.
+    pub fn restore_rows(
+        &self,
+        dir: &Path,
+        files: &[FileEntry],
+        read: &(dyn Fn(u64) + Sync),
+    ) -> Result<(), TablesError> {
         let mut prepared = self.prepared.lock();
         let active = self.run.write();
         let run = active.as_ref().ok_or(TablesError::NotBegun)?;
-        let mut loaded = self.load(run, dir, files, |shard| shard)?;
+        let mut loaded = self.load(run, dir, files, read, |shard| shard)?;
         let (layouts, budget) = (run.layouts(), shard_budget(self.options.capacity));
         self.slot_cache.clear();
         prepared.release();
@@ -86,19 +150,27 @@ impl Store {
         run: &ActiveRun,
         dir: &Path,
         files: &[FileEntry],
+        read: &(dyn Fn(u64) + Sync),
         keep: impl Fn(Shard) -> T + Sync,
     ) -> Result<BTreeMap<usize, T>, TablesError> {
+        let start = self.start_transfer();
         let (layouts, keep_state) = (run.layouts(), run.trains);
         let budget = shard_budget(self.options.capacity);
-        let files: Vec<FileEntry> = files.iter().filter(|file| self.may_hold(file)).cloned().collect();
-        snapshot::load(dir, &files, self.options.snapshot_threads, |rows, path| {
-            snapshot::import(rows, path, &self.schema, &layouts, keep_state, budget).map(&keep)
+        let files = self.held_files(files);
+        snapshot::load(dir, &files, self.options.snapshot_threads, |rows, file, path| {
+            self.check_transfer(start).map_err(|source| Self::cancelled_at(path, source))?;
+            let shard = snapshot::import(rows, path, &self.schema, &layouts, keep_state, budget)?;
+            read(file.bytes);
+            Ok(keep(shard))
         })
     }
 
-    /// Whether `file` may be of a shard that is held. A file of no shard passes, because its reader refuses it.
-    fn may_hold(&self, file: &FileEntry) -> bool {
-        shard_of_entry(&file.name).is_none_or(|shard| self.options.shards.contains(&shard))
+    /// The files of the shards that are held. A file of no shard is among them, because its reader refuses it.
+    pub fn held_files(&self, files: &[FileEntry]) -> Vec<FileEntry> {
+        let may_hold = |file: &&FileEntry| {
+            shard_of_entry(&file.name).is_none_or(|shard| self.options.shards.contains(&shard))
+        };
+        files.iter().filter(may_hold).cloned().collect()
     }
 
     /// Hold the current rows in every table.

@@ -1,5 +1,6 @@
 //! [`Caller`]: one call, retried until it succeeds, is refused, or times out.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -61,7 +62,12 @@ pub(super) struct CallTimeouts {
     pub(super) total: Duration,
     /// One attempt. Longer than `total`, it applies in full to an attempt that started in time.
     pub(super) attempt: Duration,
+    /// Whether the time of a server that resumes from its log, and makes progress, does not count.
+    pub(super) patient: bool,
 }
+
+/// The interval of log lines about a server that resumes from its log.
+const REMIND_INTERVAL: Duration = Duration::from_secs(30);
 
 impl CallTimeouts {
     /// The time limit of an attempt that starts after `elapsed`.
@@ -88,6 +94,8 @@ pub(super) struct Caller {
     fence: Mutex<Option<Fence>>,
     /// Whether this process only reads rows of that run, so that an outage loses nothing.
     observes: AtomicBool,
+    /// The last log line about a server that resumes from its log.
+    reminded: Mutex<Option<Instant>>,
 }
 
 impl Caller {
@@ -99,6 +107,7 @@ impl Caller {
             options,
             fence: Mutex::default(),
             observes: AtomicBool::new(false),
+            reminded: Mutex::default(),
             servers: AtomicU32::new(0),
         }
     }
@@ -118,22 +127,26 @@ impl Caller {
 
     /// For look-ups, pushes and statistics.
     pub(super) fn timeouts(&self) -> CallTimeouts {
-        CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.attempt_timeout() }
+        CallTimeouts {
+            total: self.options.rpc_timeout,
+            attempt: self.options.attempt_timeout(),
+            patient: true,
+        }
     }
 
     /// For long work, which is retried only if it did not start.
     pub(super) fn admin_timeouts(&self) -> CallTimeouts {
-        CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout }
+        CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout, patient: true }
     }
 
     /// For what need not succeed.
     pub(super) fn one_attempt(&self) -> CallTimeouts {
-        CallTimeouts { total: Duration::ZERO, ..self.timeouts() }
+        CallTimeouts { total: Duration::ZERO, patient: false, ..self.timeouts() }
     }
 
     /// For long work that two peers must not run concurrently: an attempt whose reply was lost may still be running.
     pub(super) fn one_admin_attempt(&self) -> CallTimeouts {
-        CallTimeouts { total: Duration::ZERO, ..self.admin_timeouts() }
+        CallTimeouts { total: Duration::ZERO, patient: false, ..self.admin_timeouts() }
     }
 
     /// Call an administrative method. `what` names it in messages.
@@ -164,8 +177,9 @@ impl Caller {
         timeouts: CallTimeouts,
         mut attempt: impl AsyncFnMut(&Remote, Duration) -> Result<T, CallError>,
     ) -> Result<T, TablesError> {
-        let start = Instant::now();
+        let mut start = Instant::now();
         let mut attempts = 0;
+        let mut recovered = BTreeMap::new();
         // The last report of a middleware about a server.
         let mut of_server = None;
         loop {
@@ -179,8 +193,16 @@ impl Caller {
                         }
                         Err(CallError::Permanent(error)) => return Err(self.judge(error)),
                         Err(CallError::Transient(error)) => {
-                            remote.note_failure(&error);
-                            self.pool.refresh(&self.options);
+                            if let TablesError::Recovering { peer, done, .. } = &error {
+                                self.remind(&error);
+                                let before = recovered.insert(peer.clone(), *done);
+                                if timeouts.patient && before.is_none_or(|before| before < *done) {
+                                    (start, attempts) = (Instant::now(), 0);
+                                }
+                            } else {
+                                remote.note_failure(&error);
+                                self.pool.refresh(&self.options);
+                            }
                             // A shortened attempt may end before the middleware names the server.
                             let shortened = limit < timeouts.attempt && !is_of_server(&error);
                             if shortened { of_server.take().unwrap_or(error) } else { error }
@@ -200,6 +222,15 @@ impl Caller {
         }
     }
 
+    /// Log, at intervals, which server is waited for.
+    fn remind(&self, error: &TablesError) {
+        let mut reminded = self.reminded.lock();
+        if reminded.is_none_or(|at| at.elapsed() >= REMIND_INTERVAL) {
+            *reminded = Some(Instant::now());
+            tracing::warn!("{error}");
+        }
+    }
+
     /// The meaning of an error once a run has begun, and of [`FORGOTTEN`] before.
     fn judge(&self, error: TablesError) -> TablesError {
         if self.fence.lock().is_none() {
@@ -210,6 +241,11 @@ impl Caller {
             TablesError::NotBegun => TablesError::Lost { peer: "the server".into(), what: FORGOTTEN.into() },
             TablesError::Unreachable { peer, what } if !self.observes.load(Ordering::Relaxed) => {
                 TablesError::Lost { peer, what }
+            }
+            error @ TablesError::Recovering { .. } if !self.observes.load(Ordering::Relaxed) => {
+                let text = error.to_string();
+                let TablesError::Recovering { peer, .. } = error else { return error };
+                TablesError::Lost { peer, what: format!("{text}, but it makes no progress") }
             }
             other => other,
         }
@@ -248,7 +284,8 @@ async fn within<T>(
 /// Whether a middleware could not reach a server. It names the server as [`crate::discovery::Peer::describe`] does:
 /// "server 1 of 2 at host:8888".
 fn is_of_server(error: &TablesError) -> bool {
-    matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))
+    matches!(error, TablesError::Recovering { .. })
+        || matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))
 }
 
 fn given_up(error: TablesError, what: &str, attempts: u32, time: Duration) -> TablesError {

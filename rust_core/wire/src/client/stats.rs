@@ -13,7 +13,8 @@ use crate::proto;
 
 impl Caller {
     pub(super) async fn wait_ready(&self, limit: Duration) -> Result<(), TablesError> {
-        let timeouts = CallTimeouts { total: limit, attempt: self.timeouts().attempt.min(limit) };
+        let timeouts =
+            CallTimeouts { total: limit, attempt: self.timeouts().attempt.min(limit), patient: false };
         self.stats(timeouts).await.map(drop)
     }
 

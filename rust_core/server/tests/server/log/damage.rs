@@ -8,6 +8,7 @@ use persia_types::tables::Stats;
 use persia_types::{ShardedIds, TablesError};
 
 use super::{counters, fence, log_options, look_up, options, owned, push_to, run, server};
+use crate::running::wait_until;
 use crate::stack::token;
 
 /// The log of a short run: the length of its only segment and the state after each record.
@@ -143,8 +144,11 @@ fn a_segment_without_a_beginning_is_dropped() {
         drop(node);
         assert_eq!(counters(&server(data.path(), checkpoints.path())), then, "{lost}, {left}");
     }
-    // If a record follows, a missing end of the first segment is damage.
+    // Once the log says that the first segment is durable, its missing end is damage.
+    let bytes = || fs::metadata(data.path().join("journal/2")).unwrap().len();
+    let before = bytes();
     let node = server(data.path(), checkpoints.path());
+    wait_until("a record of that", || bytes() > before);
     drop(node);
     fs::write(data.path().join("journal/1"), &first[..first.len() - 1]).unwrap();
     assert!(fs::metadata(data.path().join("journal/2")).unwrap().len() > second.len() as u64);

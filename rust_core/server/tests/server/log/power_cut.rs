@@ -14,7 +14,7 @@ use persia_types::ShardedIds;
 use persia_types::config::LogSync;
 use persia_types::id::hash_id;
 
-use super::{Twins, counters, push_to, run, synced_server};
+use super::{Twins, counters, push_to, run, slow_disk, synced_server};
 use crate::running::wait_until;
 use crate::stack::token;
 
@@ -57,6 +57,7 @@ fn sync(file: c_int, number: libc::c_long) -> c_int {
     let path = fs::read_link(format!("/proc/self/fd/{file}")).unwrap_or_default();
     let disk = DISKS.lock().unwrap().iter().find(|disk| path.starts_with(&disk.dir)).cloned();
     let before = disk.map(|disk| (Seen::of(&path), disk.acknowledged.load(Ordering::SeqCst), disk));
+    slow_disk::pass(&path);
     // SAFETY: the system call of that name, with its only argument.
     let result = unsafe { libc::syscall(number, file) } as c_int;
     if let (0, Some((seen, acknowledged, disk))) = (result, before) {

@@ -1,12 +1,13 @@
 //! Server processes that are killed, and one whose disk is full.
 
 use std::fs;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
 use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run, TableGradients};
-use persia_types::{Id, Mode, ShardedIds, Tables};
+use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::discovery::Service;
 
@@ -112,4 +113,41 @@ fn a_full_disk_refuses_requests_until_there_is_space() {
     let server = setting.server(0, 1, &flags);
     server.logged("run resumed from the log");
     assert_eq!(rows(&client), after);
+}
+
+/// A server was killed when it had noted the generation, and not yet begun its run in the log.
+#[test]
+fn a_begin_that_one_server_does_not_remember_is_no_success() {
+    let setting = Setting::new();
+    let config = setting.path("global_config.yml");
+    fs::write(&config, "embedding_parameter_server_config: {durability: log}").unwrap();
+    let start = |index: usize| {
+        let (listen, data) =
+            (format!("unix:{}", setting.path(&format!("s{index}"))), setting.path(&format!("d{index}")));
+        let flags = ["--global-config", &config, "--listen", &listen, "--data-dir", &data];
+        setting.server(index as u32, 2, &flags)
+    };
+    let mut servers = [0, 1].map(start);
+    let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
+    let middleware = setting.middleware(&["--servers", &addresses, "--log-level", "debug"]);
+    let client = client_of(middleware.endpoint());
+    client.wait_ready(PATIENCE).unwrap();
+    let run = |generation| Run { fresh: true, generation, ..run_of(&plan()) };
+    client.begin(&run(1)).unwrap();
+    servers[1].kill();
+    let mut alone = ClientOptions::new(Targets::Fixed(vec![servers[0].endpoint()]));
+    alone.service = Service::Server;
+    let alone = WireTables::connect(alone).unwrap();
+    std::thread::scope(|threads| {
+        let begins = threads.spawn(|| client.begin(&run(2)));
+        middleware.logged("failed: "); // its reply is lost
+        alone.begin(&run(2)).unwrap();
+        fs::write(PathBuf::from(setting.path("d1")).join("generation"), "2\n").unwrap();
+        servers[1] = start(1);
+        let error = begins.join().unwrap().unwrap_err();
+        let named = matches!(&error, TablesError::Lost { peer, .. } if peer.contains("server 1 of 2"));
+        assert!(named, "{error}");
+    });
+    client.begin(&run(3)).unwrap();
+    assert_eq!(client.stats().unwrap().begun, 3);
 }

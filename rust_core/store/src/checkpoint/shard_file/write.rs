@@ -1,7 +1,7 @@
 //! Writing the file of one virtual shard.
 
 use std::collections::HashMap;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub fn write_shard(dir: &Path, rows: &ShardRows) -> std::result::Result<FileEntr
     write_shard_of(dir, rows, |at, range| {
         let table = &rows.tables[at];
         let list = |values: &[f32], len: usize| values[range.start * len..range.end * len].to_vec();
-        Values { weights: list(&table.weights, table.dim), state: list(&table.state, table.state_len) }
+        Ok(Values { weights: list(&table.weights, table.dim), state: list(&table.state, table.state_len) })
     })
 }
 
@@ -49,11 +49,11 @@ pub(crate) struct Values {
 }
 
 /// As [`write_shard`], for `rows` without weights and state. `values` returns those of a range of rows of a table; it is
-/// called once per row, in order.
+/// called once per row, in order. Its error ends the work, and the file is removed.
 pub(crate) fn write_shard_of(
     dir: &Path,
     rows: &ShardRows,
-    values: impl FnMut(usize, Range<usize>) -> Values,
+    values: impl FnMut(usize, Range<usize>) -> io::Result<Values>,
 ) -> std::result::Result<FileEntry, TablesError> {
     let name = names::shard_file(rows.shard);
     Ok(write(&dir.join(&name), rows, values).map(|(bytes, blake3)| FileEntry { name, bytes, blake3 })?)
@@ -62,7 +62,7 @@ pub(crate) fn write_shard_of(
 fn write(
     path: &Path,
     rows: &ShardRows,
-    values: impl FnMut(usize, Range<usize>) -> Values,
+    values: impl FnMut(usize, Range<usize>) -> io::Result<Values>,
 ) -> Result<(u64, String)> {
     rows.check_ids().map_err(|what| CheckpointError::bad_save(path, what))?;
     let out = BufWriter::with_capacity(WRITE_BUFFER, Output::create(path)?);
@@ -76,7 +76,7 @@ fn write(
 
 fn encode<W: Write>(
     rows: &ShardRows,
-    mut values: impl FnMut(usize, Range<usize>) -> Values,
+    mut values: impl FnMut(usize, Range<usize>) -> io::Result<Values>,
     out: W,
 ) -> std::result::Result<W, ArrowError> {
     let schema = Arc::new(schema(rows)?);
@@ -88,7 +88,7 @@ fn encode<W: Write>(
         let step = (MAX_BATCH_BYTES / row_bytes).clamp(1, MAX_BATCH_ROWS);
         for start in (0..table.ids.len()).step_by(step) {
             let range = start..table.ids.len().min(start + step);
-            let Values { weights, state } = values(index, range.clone());
+            let Values { weights, state } = values(index, range.clone())?;
             let rows = BatchRows {
                 ids: table.ids[range.clone()].to_vec(),
                 last_used: table.last_used[range].to_vec(),

@@ -1,0 +1,49 @@
+//! Cancellation of transfers: of a snapshot to files, and of files into rows.
+
+use std::io;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use persia_types::TablesError;
+
+use crate::store::Store;
+
+/// Counts the cancellations so far.
+#[derive(Default)]
+pub(super) struct Cancellations(AtomicU64);
+
+/// The start of a transfer. Each later cancellation ends the transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TransferStart(u64);
+
+impl Store {
+    /// The start of a transfer, as of now.
+    pub fn start_transfer(&self) -> TransferStart {
+        TransferStart(self.cancellations.0.load(Ordering::SeqCst))
+    }
+
+    /// End the transfers that have started, with an error and as soon as they notice: no process needs their result any
+    /// more. This does not wait for them.
+    pub fn cancel_transfers(&self) {
+        self.cancellations.0.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_cancelled(&self, start: TransferStart) -> bool {
+        self.start_transfer() != start
+    }
+
+    /// # Errors
+    /// The transfer was cancelled.
+    pub(super) fn check_transfer(&self, start: TransferStart) -> io::Result<()> {
+        if self.is_cancelled(start) {
+            return Err(io::Error::other(
+                "cancelled, because another run has begun or the snapshot was aborted",
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) fn cancelled_at(dir: &Path, source: io::Error) -> TablesError {
+        TablesError::Io { path: dir.to_owned(), source }
+    }
+}
