@@ -8,8 +8,12 @@ use std::time::Duration;
 use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run, TableGradients};
 use persia_types::{Id, Mode, ShardedIds, Tables, TablesError};
+use persia_wire::auth::{Credentials, Role};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::discovery::Service;
+use persia_wire::rpc::Rpc;
+use persia_wire::settings::Endpoint;
+use persia_wire::{PROTOCOL, VERSION, proto};
 
 use crate::running::{PATIENCE, Process, SERVER, Setting, client_of, plan, wait_until};
 use crate::stack::{JOB, Plan, lookup, push, run_of, token};
@@ -115,6 +119,23 @@ fn a_full_disk_refuses_requests_until_there_is_space() {
     assert_eq!(rows(&client), after);
 }
 
+/// Begin a run on one of two servers.
+fn begin_on(server: &Endpoint, run: &Run) {
+    let request = proto::BeginRequest {
+        protocol: PROTOCOL,
+        version: VERSION.into(),
+        servers: 2,
+        run: serde_json::to_string(run).unwrap(),
+        check_only: false,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let credentials = Credentials::new(Role::Admin, None);
+        let mut rpc = Rpc::new(Service::Server, server.channel(None).unwrap(), credentials);
+        rpc.unary(tonic::Request::new(request)).await.unwrap();
+    });
+}
+
 /// A server was killed when it had noted the generation, and not yet begun its run in the log.
 #[test]
 fn a_begin_that_one_server_does_not_remember_is_no_success() {
@@ -135,13 +156,10 @@ fn a_begin_that_one_server_does_not_remember_is_no_success() {
     let run = |generation| Run { fresh: true, generation, ..run_of(&plan()) };
     client.begin(&run(1)).unwrap();
     servers[1].kill();
-    let mut alone = ClientOptions::new(Targets::Fixed(vec![servers[0].endpoint()]));
-    alone.service = Service::Server;
-    let alone = WireTables::connect(alone).unwrap();
     std::thread::scope(|threads| {
         let begins = threads.spawn(|| client.begin(&run(2)));
         middleware.logged("failed: "); // its reply is lost
-        alone.begin(&run(2)).unwrap();
+        begin_on(&servers[0].endpoint(), &run(2));
         fs::write(PathBuf::from(setting.path("d1")).join("generation"), "2\n").unwrap();
         servers[1] = start(1);
         let error = begins.join().unwrap().unwrap_err();
