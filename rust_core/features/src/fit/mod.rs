@@ -38,9 +38,17 @@ struct FitColumn {
     column: String,
     needs: Needs,
     raw: Moments,
-    /// After a given clip and log1p; None if there are neither.
-    unscaled: Option<(Option<(f32, f32)>, bool, Moments)>,
+    /// None if there is neither clip nor log1p.
+    unscaled: Option<Unscaled>,
     histogram: Histogram,
+}
+
+/// The numbers after a given clip and log1p.
+#[derive(Debug, Clone)]
+struct Unscaled {
+    clip: Option<(f32, f32)>,
+    log1p: bool,
+    moments: Moments,
 }
 
 impl Fitter {
@@ -167,20 +175,21 @@ impl FitColumn {
         let needs = Needs::of(rule);
         let unscaled = match rule {
             Rule::Dense(dense) if dense.log1p || dense.clip != Clip::None => {
-                Some((given_clip(dense.clip), dense.log1p, Moments::default()))
+                let (clip, moments) = (given_clip(dense.clip), Moments::default());
+                Some(Unscaled { clip, log1p: dense.log1p, moments })
             }
             _ => None,
         };
         let (raw, histogram) = (Moments::default(), Histogram::default());
         let column = rule.columns().next()?.to_owned();
-        needs.any().then(|| Self { feature, column, needs, raw, unscaled, histogram })
+        needs.any().then_some(Self { feature, column, needs, raw, unscaled, histogram })
     }
 
     #[inline]
     fn add(&mut self, value: f32) {
         if self.needs.moments {
             self.raw.add(value);
-            if let Some((clip, log1p, moments)) = &mut self.unscaled {
+            if let Some(Unscaled { clip, log1p, moments }) = &mut self.unscaled {
                 moments.add(unscaled(value, *clip, *log1p));
             }
         }
@@ -191,8 +200,8 @@ impl FitColumn {
 
     fn merge(&mut self, other: &Self) {
         self.raw.merge(&other.raw);
-        if let (Some((.., moments)), Some((.., more))) = (&mut self.unscaled, &other.unscaled) {
-            moments.merge(more);
+        if let (Some(one), Some(more)) = (&mut self.unscaled, &other.unscaled) {
+            one.moments.merge(&more.moments);
         }
         self.histogram.merge(&other.histogram);
     }
@@ -240,7 +249,7 @@ impl FitColumn {
                 }
                 moments
             }
-            None => self.unscaled.as_ref().map_or(&self.raw, |(.., moments)| moments).clone(),
+            None => self.unscaled.as_ref().map_or(&self.raw, |unscaled| &unscaled.moments).clone(),
         };
         match dense.scaling {
             Scaling::Standardise(None) => fitted.standardise = Some(scaled.mean_std()?),

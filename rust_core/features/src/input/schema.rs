@@ -155,7 +155,8 @@ fn wrongs(rule: &Rule, values: Option<ValueType>) -> Vec<(&str, Wrong<'_>)> {
                     Box::new(move |found| {
                         let list =
                             matches!(found, Class::List(item) if is_number(item) || **item == Class::Null);
-                        refuse(!list && !(split && *found == Class::Text), "lists of numbers")
+                        let strings = split && *found == Class::Text;
+                        refuse(!list && !strings, "lists of numbers")
                     }),
                 ));
             }
@@ -165,8 +166,8 @@ fn wrongs(rule: &Rule, values: Option<ValueType>) -> Vec<(&str, Wrong<'_>)> {
             let split = sequence.separator.is_some();
             vec![(&sequence.ids.column, Box::new(move |found| wrong_lists(found, values, split)))]
         }
-        Rule::Bucket(bucket) => vec![(&bucket.column, Box::new(move |found| wrong_number(found)))],
-        Rule::Dense(dense) => vec![(&dense.column, Box::new(move |found| wrong_number(found)))],
+        Rule::Bucket(bucket) => vec![(&bucket.column, Box::new(wrong_number))],
+        Rule::Dense(dense) => vec![(&dense.column, Box::new(wrong_number))],
         Rule::Date(date) => vec![(&date.column, Box::new(move |found| wrong_date(date, found)))],
         Rule::Cross(_) => Vec::new(),
     }

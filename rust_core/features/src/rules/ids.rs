@@ -302,7 +302,7 @@ pub(crate) fn cross(parts: &[&Ids], first: usize, rows: usize, out: &mut Ids) {
     let mut combination = vec![0; parts.len()];
     for row in first..first + rows {
         // At most one part has several ids in a row.
-        let count = parts.iter().map(|part| part.bounds(row).len()).fold(1, |all, ids| all * ids);
+        let count = parts.iter().map(|part| part.bounds(row).len()).product::<usize>();
         for index in 0..count {
             for (id, part) in combination.iter_mut().zip(parts) {
                 let bounds = part.bounds(row);

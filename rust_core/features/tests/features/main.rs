@@ -1,4 +1,5 @@
 //! What a user of the crate relies on.
+#![allow(clippy::unwrap_used, reason = "a test panics when it fails")]
 
 mod errors;
 mod fitting;

@@ -7,6 +7,7 @@
 //!
 //! The other blocks of the file are not looked at here.
 
+mod checks;
 mod embedding;
 mod labels;
 mod numbers;
