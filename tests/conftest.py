@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 from stack import LIVE, LiveStack, MakeStack, Stack, missing
+from torch.utils.dlpack import from_dlpack
 
-from persia.data import IterableDataset
+from persia.ctx import TrainCtx
+from persia.data import DataLoader, IterableDataset
 from persia.embedding.data import (
     IDTypeFeature,
     IDTypeFeatureWithSingleID,
@@ -163,6 +165,25 @@ class Batches(IterableDataset):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue after them."""
         self.next = state_dict["next"]
+
+
+class OneOfEach(IterableDataset):
+    """A batch with one sample for each id, in each of some slots."""
+
+    def __init__(self, slots: Sequence[str], ids: Sequence[int]) -> None:
+        super().__init__()
+        self.slots, self.ids = slots, np.array(ids, np.uint64)
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        features = [IDTypeFeatureWithSingleID(slot, self.ids) for slot in self.slots]
+        yield PersiaBatch(features, labels=[Label(np.zeros(len(self.ids), np.float32))])
+
+
+def insert_rows(ctx: TrainCtx, slots: Sequence[str], ids: Sequence[int]) -> None:
+    """Insert rows as they start: one step whose push has gradients of 0 and a learning rate of 0."""
+    for batch in DataLoader(OneOfEach(slots, ids), reproducible=True):
+        batch.push([torch.zeros_like(from_dlpack(rows)) for rows in batch.embeddings()], 0.0)
+    ctx.engine.drain()
 
 
 class TinyModel(torch.nn.Module):

@@ -176,6 +176,7 @@ class OnDevice:
     """A batch whose vectors are on a device, as the training loop uses it; the CPU simulates the device."""
 
     device_id, slots, step = 0, ("a", "b"), 7
+    dense_names = label_names = (None,)
 
     requires_grad = True
 
@@ -207,6 +208,9 @@ class OnDevice:
 
     def truncated(self) -> list[int]:
         return [0] * len(self.slots)
+
+    def missing(self) -> tuple[int, int]:
+        return 6, 0
 
     def dense(self) -> list[torch.Tensor]:
         return [self.given]
@@ -358,7 +362,12 @@ def test_a_lookup_on_another_device_is_not_the_contexts(configure: Configure, mo
     played = Played(monkeypatch)
     batch = Batches(1).batch(0, requires_grad=False)
     with EmbeddingCtx(PreprocessMode.EVAL, device_id=0, embedding_dtype=torch.bfloat16) as outer:
-        monkeypatch.setattr(outer._backend, "lookup", lambda batch, device_id: played.calls.append(device_id))
+
+        def lookup(batch: object, device_id: int | None) -> OnDevice:
+            played.calls.append(device_id)
+            return OnDevice()
+
+        monkeypatch.setattr(outer._backend, "lookup", lookup)
         del played.calls[:]
         for ctx in (outer, eval_ctx(), eval_ctx(device_id=1)):
             with contextlib.nullcontext() if ctx is outer else ctx:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import Batches, Configure, TinyModel
+from conftest import Batches, Configure, TinyModel, insert_rows
 from test_training import SLOTS, rows
 
 from persia.ctx import TrainCtx
@@ -16,14 +16,16 @@ pytestmark = pytest.mark.stack
 
 
 def first_rows(config: EmbeddingConfig, *, lr: float = 1.0, steps: int = 1) -> np.ndarray:
-    """Return the rows of slot ``a`` after ``steps`` batches of many ids, none of which was pushed (one step) or all."""
+    """Return the rows of slot ``a``: new ones (one step), or after ``steps`` batches of many ids."""
     torch.manual_seed(3)
     model = TinyModel()
     with TrainCtx(
         SGD(lr), torch.optim.SGD(model.parameters(), 0.1), model=model, mixed_precision=False, embedding_config=config
     ) as ctx:
-        for batch in DataLoader(Batches(steps, batch_size=2000, ids=2000), reproducible=True):
-            if steps > 1:
+        if steps == 1:
+            insert_rows(ctx, "ab", range(2000))
+        else:
+            for batch in DataLoader(Batches(steps, batch_size=2000, ids=2000), reproducible=True):
                 output, _ = ctx.forward(batch)
                 ctx.backward(output.sum())
         return rows(ctx, 2000)[0].numpy()

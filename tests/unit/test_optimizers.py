@@ -76,7 +76,7 @@ class Source(IterableDataset):
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         lists = [np.array([i], np.uint64) for i in range(10)] + [np.array([7, 8], np.uint64)]
-        for _ in range(STEPS):
+        for _ in range(1 + STEPS):
             yield PersiaBatch([IDTypeFeature("a", lists)], labels=[Label(np.zeros(11, f32))])
 
 
@@ -104,6 +104,9 @@ def test_an_optimizer_equals_its_formula(
         optimizer, torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model, embedding_config=config
     ) as ctx:
         for batch in DataLoader(Source(), reproducible=True):
+            if batch.step == 1:  # inserts the rows
+                batch.push([torch.zeros(11, dim)], 0.0)
+                continue
             w, state = dump(ctx, tmp_path / "before")
             rng = np.random.default_rng([dim, batch.step])
             gradient = rng.standard_normal((11, dim), dtype=f32)
@@ -114,4 +117,4 @@ def test_an_optimizer_equals_its_formula(
             after_w, after_state = dump(ctx, tmp_path / "after")
             np.testing.assert_array_max_ulp(after_w, expected_w.clip(-BOUND, BOUND), maxulp=2)
             np.testing.assert_array_max_ulp(after_state, expected_state, maxulp=2)
-        assert batch.step == STEPS
+        assert batch.step == 1 + STEPS
