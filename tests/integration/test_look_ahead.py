@@ -88,6 +88,10 @@ def looked_up(ctx: TrainCtx) -> int:
     return sum(ctx.engine.stats()["lookups"].values())
 
 
+def wait_for_lookups(ctx: TrainCtx, ids: int) -> None:
+    wait_until("look-ups ahead", lambda: looked_up(ctx) >= ids, 30)
+
+
 def shards(ctx: TrainCtx, name: str) -> dict[str, bytes]:
     """Save, and return the content of all shards: ids, weights, state, recency and admission counts."""
     ctx.dump_checkpoint(name)
@@ -125,7 +129,7 @@ def test_a_checkpoint_has_rows_recency_and_counts_of_its_step(start: Start) -> N
         with context() as ctx:
             for batch in DataLoader(Given(batches), embedding_staleness=staleness):
                 ahead = min(batch.step + staleness - 1, len(batches))
-                wait_until("look-ups ahead", lambda least=300 * ahead: looked_up(ctx) >= least, 30)
+                wait_for_lookups(ctx, 300 * ahead)
                 step(ctx, batch)
                 if batch.step % 5 == 0:
                     saved.append(shards(ctx, f"staleness-{staleness}-{batch.step}"))
