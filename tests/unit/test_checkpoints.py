@@ -1,5 +1,6 @@
 """Runs that save themselves while they train, and resume from their saves, in embedded mode."""
 
+import logging
 import os
 import shutil
 import signal
@@ -62,6 +63,7 @@ def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     config = tmp_path / "embedding_config.yml"
     config.write_text("slots_config:\n  a: {dim: 4}\n  b: {dim: 4}\n")
     script = f"""
+import logging
 import os
 import signal
 import sys
@@ -260,3 +262,15 @@ def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> N
         with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
             assert len(train(ctx, DataLoader(Batches(STEPS)))) == trained
             assert ctx.step == STEPS
+
+
+def test_a_second_loop_of_a_resumed_run_is_a_warning(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that repeats passes trains those before its checkpoint again."""
+    configure(SLOTS)
+    for resumed in (False, True):
+        with make(checkpoints=Checkpoints(tmp_path / "run", every=3)) as ctx, caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                train(ctx, DataLoader(Batches(2)))
+        assert caplog.text.count("a second training loop of a resumed run") == int(resumed)

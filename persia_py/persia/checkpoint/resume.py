@@ -14,8 +14,11 @@ from persia_core import checkpoint as _core
 _logger = get_logger("checkpoint")
 
 
-def resume(checkpoints: Checkpoints, state: RunState) -> None:
+def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
+
+    Returns:
+        Whether there is one.
 
     Raises:
         CheckpointError: The newest save is damaged, or of another configuration.
@@ -33,13 +36,14 @@ def resume(checkpoints: Checkpoints, state: RunState) -> None:
             newest = _newer_replica(store, folder, newest)
         if newest is None:
             _logger.info("no checkpoint in %s: training starts from the beginning", folder)
-            return
+            return False
         loaded = snapshot.Load(newest)
     except CheckpointError as error:
         loaded = _previous(folder, error, allowed=checkpoints.allow_previous)
     checkpoints.check_has_state(loaded)
     state.restore(loaded)
     _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
+    return True
 
 
 def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:

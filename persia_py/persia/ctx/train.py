@@ -117,6 +117,7 @@ class TrainCtx(EmbeddingCtx):
         self._state: RunState | None = None
         self._autosave: Autosave | None = None
         self._loop: TrainingLoop | None = None  # the most recent loop
+        self._resumed = False
         self._preemption = contextlib.ExitStack()
 
     def _open_backend(self) -> Backend:
@@ -152,7 +153,7 @@ class TrainCtx(EmbeddingCtx):
             self._checkpoints.begin()
             self._autosave = Autosave(self._checkpoints, self._state)
             if self._backend.is_rank_0:
-                resume(self._checkpoints, self._state)
+                self._resumed = resume(self._checkpoints, self._state)
             self._preemption.enter_context(preemption.saving_run())
 
     def _on_exit(self) -> None:
@@ -180,6 +181,13 @@ class TrainCtx(EmbeddingCtx):
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
         """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
+        if self._resumed and self._loop is not None:
+            self._resumed = False  # one warning
+            _logger.warning(
+                "a second training loop of a resumed run begins: a checkpoint has the position in one pass over the "
+                "data, not the number of passes. A script that repeats passes, as in `for epoch in range(N)`, trains "
+                "too many steps after a resume: put all epochs into one data set, as docs/checkpoints.md shows"
+            )
         hooks: list[Any] = [Watchdog(run.hung), self._trained_batches]
         if self._checkpoints is not None:
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
