@@ -170,7 +170,7 @@ mod tests {
             Samples { samples: 100, indices: 7, per_sample_weights: false, factors: false, scale: 1.0 };
         let rows = Part::new(0, format, &ShardedIds::default());
         let pooled = rows.clone().with_samples(Some(samples));
-        assert_eq!(kept_bytes(&[rows.clone()], RequestKind::Push), 0);
+        assert_eq!(kept_bytes(std::slice::from_ref(&rows), RequestKind::Push), 0);
         let bytes = kept_bytes(&[rows, pooled], RequestKind::Push);
         assert!((100 << 12..101 << 12).contains(&bytes), "{bytes}");
     }
