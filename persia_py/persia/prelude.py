@@ -1,4 +1,4 @@
-"""PersiaML's import path of what it takes from its compiled part."""
+"""PersiaML's import path of functions of its compiled extension."""
 
 import numpy as np
 import numpy.typing as npt

@@ -284,7 +284,7 @@ def test_wrong_use_is_named(configure: Configure) -> None:
         with pytest.raises(UsageError, match="already entered"):
             ctx.__enter__()
         for _ in DataLoader(Batches(3)):
-            with pytest.raises(UsageError, match="inside the loop"):
+            with pytest.raises(UsageError, match="inside a loop"):
                 ctx.load_checkpoint("anywhere")
             break
     with pytest.raises(UsageError, match="outside"):

@@ -296,4 +296,4 @@ def test_a_table_that_the_checkpoint_does_not_have_is_named(
     path, _, _ = of_collection
     EmbeddingCollection([*TABLES, TableConfig("new", 4, ["c"])], Adagrad(0.1)).load(path)
     (warning,) = warnings(caplog, "has no table")
-    assert "has no table new: its rows begin empty; the checkpoint has a, b" in warning
+    assert "has no table new, which starts without rows; the checkpoint has a, b" in warning

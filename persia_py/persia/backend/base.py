@@ -107,7 +107,7 @@ class Backend(ABC):
         activity: The number of loops and look-ups for evaluation that have started.
         closed: The outermost context has ended.
         gradient_scale: The factor of every summed embedding gradient.
-        inputs: What models get of a batch.
+        inputs: The parts of a batch that each model gets.
     """
 
     engine: Engine

@@ -51,7 +51,7 @@ class EvaluationReport:
 
 
 class Evaluation:
-    """Counts the ids without a row of evaluations, one after the other; :meth:`end` ends one.
+    """Counts the ids without a row, one evaluation at a time; :meth:`end` ends an evaluation.
 
     It warns once for each slot, and once of empty tables.
 
@@ -120,7 +120,7 @@ class Evaluation:
         self._ended += 1
 
     def rows_change(self) -> None:
-        """End the evaluation, because other rows are loaded, which may be warned of again."""
+        """End the evaluation because other rows are loaded. Warnings may be logged again for them."""
         self.end()
         self._warned_slots, self._warned_empty = set(), False
 

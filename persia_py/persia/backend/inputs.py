@@ -1,4 +1,4 @@
-"""What the models of this process get of a batch, and in which order."""
+"""The parts of a batch that the models of this process get, and their order."""
 
 import weakref
 
@@ -16,7 +16,7 @@ _of_models: "weakref.WeakKeyDictionary[torch.nn.Module, InputNames]" = weakref.W
 class ModelInputs:
     """The inputs of each model that is trained on the rows of one backend.
 
-    A model keeps its inputs after the context in which it was trained.
+    A model keeps its inputs after its training context has ended.
     """
 
     def __init__(self) -> None:

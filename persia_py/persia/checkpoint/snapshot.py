@@ -227,7 +227,7 @@ class Load:
         return _read_state(Path(self._opened.path_of(name)), map_location)
 
     def model_name(self, name: str) -> str:
-        """Return the name of the model's file: ``name``, or in place of the default one that of a collection."""
+        """Return the model's file: ``name``, or that of a collection if the default one does not exist."""
         from_collection = name == "dense.pt" and name not in self.names and COLLECTION_MODEL in self.names
         return COLLECTION_MODEL if from_collection else name
 
@@ -238,7 +238,7 @@ class Load:
         self._opened.restore(engine)
         if absent:
             _logger.warning(
-                "%s has no table %s: its rows begin empty; the checkpoint has %s",
+                "%s has no table %s, which starts without rows; the checkpoint has %s",
                 self.path,
                 ", ".join(absent),
                 ", ".join(sorted(saved)),

@@ -1,16 +1,16 @@
-"""``persia data``: look at data, and make some."""
+"""``persia data``: generate synthetic data."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Look at data, and make some.")
+app = typer.Typer(no_args_is_help=True, help="Generate synthetic data.")
 
 
 @app.callback()
 def _group() -> None:
-    """Look at data, and make some."""
+    """Generate synthetic data."""
 
 
 @app.command("synth")
@@ -21,11 +21,11 @@ def data_synth(
         str, typer.Option(help="The number of different ids of each id column, such as 1000,10000,1e6.")
     ] = "1000,10000,100000",
     dense: Annotated[int, typer.Option(help="The number of dense columns.")] = 4,
-    exponent: Annotated[float, typer.Option(help="Of the power law of ids; 0 is uniform.")] = 1.05,
+    exponent: Annotated[float, typer.Option(help="The exponent of the power law of ids; 0 is uniform.")] = 1.05,
     positive: Annotated[float, typer.Option(help="The share of labels that are 1.")] = 0.2,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal rows.")] = 0,
 ) -> None:
-    """Write rows of clicks from a known teacher, and print the best AUC that a model can reach on them."""
+    """Write synthetic clicks of a known model, and print the best AUC that a model can reach on them."""
     from persia.data import synth
     from persia.runtime.errors import UsageError
 

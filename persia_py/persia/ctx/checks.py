@@ -1,4 +1,4 @@
-"""Checks of what goes into the model and the loss: dtypes and shapes that torch accepts or refuses without a name."""
+"""Checks of model inputs and losses, where torch raises no error or does not name the tensor."""
 
 import torch
 

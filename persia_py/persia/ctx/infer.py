@@ -1,4 +1,4 @@
-"""Serving, which is not in this version."""
+"""Serving, which this version does not support."""
 
 from typing import Any, NoReturn
 
@@ -7,7 +7,7 @@ from persia.runtime.errors import UsageError
 
 
 class InferCtx(EmbeddingCtx):
-    """Serving from embedding servers; not in this version."""
+    """Serving from embedding servers, which this version does not support."""
 
     def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
         """Refuse.

@@ -260,7 +260,7 @@ class TrainCtx(EmbeddingCtx):
         return loss.detach()
 
     def wait_servers_ready(self) -> None:
-        """Return when the embedding servers can be used: at once in the embedded mode."""
+        """Wait until the embedding servers are ready. In the embedded mode, return at once."""
         self._backend.wait_ready()
 
     def dump_checkpoint(  # type: ignore[override]  # PersiaML's signature
@@ -336,6 +336,6 @@ class TrainCtx(EmbeddingCtx):
         if not self._backend.is_rank_0:
             return
         if self.engine.iterating:
-            raise UsageError("load_checkpoint inside the loop over a data loader; load before the loop starts")
+            raise UsageError("load_checkpoint cannot run inside a loop over a data loader; load before the loop")
         loaded = snapshot.Load(self._backend.checkpoint_dir(src_dir))
         self._run_state.restore(loaded, map_location, dense_model_filename, opt_filename)

@@ -1,4 +1,4 @@
-"""Made-up rows of clicks from a known teacher, of any size: for benchmarks and for trials of a model."""
+"""Synthetic clicks of a known model, the teacher, in any number: to benchmark, and to try out a model."""
 
 import os
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ class Teacher:
     Attributes:
         ids: The number of different ids of each id column. Columns with an even number hold integers, others strings.
         dense: The number of dense columns.
-        exponent: Of the power law; 0 is uniform.
+        exponent: The exponent of the power law; 0 is uniform.
         positive: The share of labels that are 1.
-        seed: Of everything.
+        seed: The seed of all random numbers.
     """
 
     ids: tuple[int, ...] = (1_000, 10_000, 100_000)
@@ -64,7 +64,7 @@ class Teacher:
             raise UsageError("synth: " + "; ".join(wrong))
 
     def batches(self, rows: int) -> Iterator[tuple[pa.RecordBatch, Floats]]:
-        """Yield rows with the probability of each label. More rows begin with the same ones."""
+        """Yield rows with the probability of each label. A larger number of rows begins with the same rows."""
         bias = self._bias()
         for first in range(0, rows, _CHUNK):
             batch, logits = self._chunk(first // _CHUNK, min(_CHUNK, rows - first))
@@ -105,7 +105,7 @@ class Teacher:
         return pa.record_batch(columns), logits[:rows]
 
     def _draw_ids(self, uniform: Floats, count: int, column: int) -> Ids:
-        """Return ids by the power law, of which neighbours in frequency are far apart."""
+        """Return ids drawn by the power law. Ids of similar frequency are far apart."""
         slope = 1 - self.exponent
         if abs(slope) < 1e-9:
             ranks = np.exp(uniform * np.log(count + 1)) - 1
@@ -123,7 +123,7 @@ class Made:
     Attributes:
         rows: The number of rows.
         positive: The share of labels that are 1.
-        best_auc: The expected AUC of the teacher's own probabilities: no model does better but by chance.
+        best_auc: The expected AUC of the teacher's own probabilities: a model does better only by chance.
         best_log_loss: The same for the log loss.
     """
 
@@ -143,7 +143,7 @@ def write(path: str | os.PathLike[str], rows: int, teacher: Teacher) -> Made:
     Args:
         path: A file that ends in ``.parquet`` or ``.csv``.
         rows: The number of rows.
-        teacher: Where they come from.
+        teacher: The model that draws them.
 
     Raises:
         UsageError: The ending is another one, or there are no rows.

@@ -62,7 +62,7 @@ def wait_connected(discovery: Discovery, limit_s: float) -> None:
     """Wait until NATS answers.
 
     Raises:
-        UnreachableError: It does not within ``limit_s`` seconds; the hint says how to train without it.
+        UnreachableError: NATS does not answer within ``limit_s`` seconds; the hint says how to train without it.
         AuthError: NATS refuses the token.
     """
     try:

@@ -86,7 +86,7 @@ class Peers:
 
         others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}")
         if others[0] != topic:
-            raise UsageError(f"the ranks are not at the same place: rank 0 at {others[0]!r}, this one at {topic!r}")
+            raise UsageError(f"the ranks are at different operations: rank 0 at {others[0]!r}, this rank at {topic!r}")
         return others[1]
 
     def _gather_and_answer(self, number: int, topic: str, value: Any) -> list[Any]:
@@ -107,7 +107,7 @@ class Peers:
             link.send({"answer": [number, topic, values]})
         if different:
             places = ", ".join(f"rank {rank} at {at!r}" for rank, at in sorted(different.items()))
-            raise UsageError(f"the ranks are not at the same place: rank 0 at {topic!r}, {places}")
+            raise UsageError(f"the ranks are at different operations: rank 0 at {topic!r}, {places}")
         return values
 
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:

@@ -69,7 +69,7 @@ class SenderState:
 
 
 class RankStream:
-    """Send batches to one rank, over as many connections as it takes.
+    """Send batches to one rank, and reconnect when a connection fails.
 
     A batch is kept until the rank has taken it for training, so that it can be sent again.
 

@@ -41,7 +41,7 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
         signal, that of :func:`persia.launch.supervision.stopped_by`. Without that variable every start is a new run.
 
     Raises:
-        UsageError: The numbers do not fit together, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
+        UsageError: The numbers contradict each other, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
     """
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
         raise UsageError(
@@ -141,7 +141,7 @@ def report_finished(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def _set_aside(summary: Path) -> None:
-    """Rename the summary of the last run, so that it is not taken for that of this one."""
+    """Rename the summary of the last run, so that it is not mistaken for that of this run."""
     previous = summary.with_name("summary-previous.json")
     try:
         summary.replace(previous)

@@ -13,7 +13,7 @@ from persia.loop.feeder import FedBatch
 class InputAgreement:
     """Makes every rank use one order, in the first step of a loop: that of the first rank that knows one.
 
-    A rank knows the order from a loop before or a checkpoint, else from its first batch.
+    A rank knows the order from an earlier loop or a checkpoint, else from its first batch.
 
     Args:
         inputs: Where the order is recorded.

@@ -108,7 +108,7 @@ class Source:
         return None if self._stream is None else self._stream.replay_digests()
 
     def waiting(self) -> int:
-        """Return the number of batches that have arrived and were not read."""
+        """Return the number of batches that have arrived and are not read yet."""
         return 0 if self._stream is None else self._stream.waiting()
 
     def pass_ended(self) -> None:

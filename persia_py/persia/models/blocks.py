@@ -14,7 +14,7 @@ def mlp(width: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequential
     Args:
         width: The number of inputs.
         sizes: The number of outputs of each layer.
-        dropout: The share of each layer but the last that is zeroed in training.
+        dropout: The dropout probability of each layer but the last.
     """
     layers: list[nn.Module] = []
     for index, size in enumerate(sizes):
@@ -107,5 +107,5 @@ def wrong_sizes(name: str, sizes: Sequence[int]) -> list[str]:
 
 
 def wrong_dropout(dropout: float) -> list[str]:
-    """Return what is wrong with a share of dropout."""
+    """Return what is wrong with a dropout probability."""
     return [] if 0 <= dropout < 1 else [f"dropout ({dropout}) must be at least 0 and below 1"]

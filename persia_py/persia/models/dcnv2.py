@@ -12,8 +12,8 @@ from persia.runtime.errors import ConfigError
 class DCNv2(nn.Module):
     """Predict a binary label, such as a click, from dense inputs and one embedding for each slot.
 
-    A cross network multiplies inputs explicitly, an MLP implicitly. With ``x`` all dense inputs and embeddings beside
-    each other (the parallel structure of the paper, figure 1b)::
+    A cross network multiplies inputs explicitly, an MLP implicitly. With ``x`` all dense inputs and embeddings,
+    concatenated (the parallel structure of the paper, figure 1b)::
 
         logit = w . [cross(x), deep(x)] + b
 
@@ -26,7 +26,7 @@ class DCNv2(nn.Module):
         cross_layers: The number of layers of the cross network.
         deep_mlp: The layer sizes of the MLP. A ReLU follows every layer.
         low_rank: The rank of the weights of the cross network; None means full.
-        dropout: The share of each layer of the MLP that is zeroed in training.
+        dropout: The dropout probability of each layer of the MLP.
 
     Raises:
         ConfigError: Arguments do not fit together; all mistakes are listed.

@@ -36,7 +36,7 @@ def as_optimizer(given: object) -> Optimizer | None:
     """Return the optimizer that an argument means; ``"default"`` is that of a script that gives none.
 
     Raises:
-        UsageError: It is no optimizer.
+        UsageError: It is not an optimizer.
     """
     if given == "default":
         return default_optimizer()
@@ -59,7 +59,7 @@ def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
     A checkpoint continues as it began. One of an older version, or of a context, began with PersiaML's defaults.
 
     Raises:
-        CheckpointError: The saved range is none.
+        CheckpointError: The saved range is invalid.
     """
     saved = loaded.state(STATE).get("new_rows") if STATE in loaded.names else None
     try:

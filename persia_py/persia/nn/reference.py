@@ -63,7 +63,7 @@ class RowsVersion:
             saved = int.from_bytes(packed[17:], "little")
             raise CheckpointError(
                 f"the state dict belongs to other rows than this EmbeddingCollection has: to those after step {saved} "
-                f"of a training, and here is step {step}, trained or loaded independently. Rows are not part of a "
+                f"of one training; here are those after step {step}, or of another training. Rows are not part of a "
                 f"state dict, so its model would get vectors that it was not trained with; {_HOW}"
             )
 

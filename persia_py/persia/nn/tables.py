@@ -13,14 +13,14 @@ _logger = get_logger("collection")
 
 @dataclass(frozen=True)
 class TableConfig:
-    """One table, and the features that look into it; the names are those of torchrec's ``EmbeddingBagConfig``.
+    """One table, and the features that read it; the names are those of torchrec's ``EmbeddingBagConfig``.
 
     Attributes:
         name: The name of the table.
         embedding_dim: The number of weights of a row.
         feature_names: Features that share the table.
         pooling: How a sample's rows become one vector: ``sum``, or ``mean`` (which divides by their number).
-        num_embeddings: torchrec's; accepted, without effect: ids are any 64 bits, and a row exists from its first use.
+        num_embeddings: torchrec's; accepted, without effect: ids are any 64 bits, and a push inserts missing rows.
     """
 
     name: str
@@ -53,7 +53,7 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
         for feature in table.feature_names:
             if feature in seen:
                 wrong.append(
-                    f"feature {feature!r} is in the tables {seen[feature]!r} and {table.name!r}: it has one table"
+                    f"feature {feature!r} is in the tables {seen[feature]!r} and {table.name!r}: give it one table"
                 )
             seen[feature] = table.name
     if wrong:

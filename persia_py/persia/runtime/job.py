@@ -67,7 +67,7 @@ def run_name(find: Callable[[], str | None] | None = None) -> str:
 
     Raises:
         ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
-        PersiaError: That of ``find``.
+        PersiaError: As raised by ``find``.
     """
     path = run_dir() / RUN
     with _naming(path), contextlib.suppress(FileNotFoundError):

@@ -184,7 +184,7 @@ impl Tensor {
         let (kind, id) = self.place();
         if dl_device.is_some_and(|device| device != (kind, id)) || copy == Some(true) {
             return Err(PyBufferError::new_err(
-                "persia tensors are exported without a copy, on their own device",
+                "persia tensors cannot be exported as a copy or to another device",
             ));
         }
         let stream = self.hand_over(py, stream)?;

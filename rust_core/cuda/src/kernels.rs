@@ -56,7 +56,7 @@ pub struct Job {
     pub rows: u64,
     /// Per use its row; null: use `i` has row `i`.
     pub places: u64,
-    /// From places to rows, or from sums to rows of `out`; null: the same.
+    /// Maps places to rows, or sums to rows of `out`; null: identity.
     pub map: u64,
     /// Per sum where its uses start; null: one use each.
     pub starts: u64,

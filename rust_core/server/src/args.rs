@@ -18,7 +18,7 @@ use crate::logs::LogFormat;
 /// Flags of both binaries.
 #[derive(Debug, Clone, Args)]
 pub struct CommonArgs {
-    /// NATS, for discovery: nats://HOST:PORT. Without it no process is found or announced
+    /// NATS, for discovery: nats://HOST:PORT. Without it, discovery is off
     #[arg(long, env = "PERSIA_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
     /// Slots and tables
@@ -169,7 +169,7 @@ impl CommonArgs {
     pub fn check(&self) -> Result<(), Exit> {
         let Self { replica_index: index, replica_size: size, .. } = self;
         if *size == 0 || *size as usize > MAX_SERVERS {
-            return Err(Exit::Usage(format!("REPLICA_SIZE is {size}, it must be from 1 to {MAX_SERVERS}")));
+            return Err(Exit::Usage(format!("REPLICA_SIZE is {size}; it must be from 1 to {MAX_SERVERS}")));
         }
         if index >= size {
             return Err(Exit::Usage(format!(

@@ -46,7 +46,7 @@ impl ActiveRun {
         check_admission(&run.admission())?;
         in_range("weight_bound", run.weight_bound, 0.0, f32::MAX)?;
         if !(1..=MAX_RANKS).contains(&run.world_size) {
-            return bad(format!("world_size is {}, it must be from 1 to {MAX_RANKS}", run.world_size));
+            return bad(format!("world_size is {}; it must be from 1 to {MAX_RANKS}", run.world_size));
         }
         if let Some(optimizer) = &run.optimizer {
             optimizer.check().or_else(bad_optimizer)?;
@@ -123,7 +123,7 @@ fn in_range(name: &str, value: f32, low: f32, high: f32) -> Result<(), TablesErr
     if (low..=high).contains(&value) {
         return Ok(());
     }
-    bad(format!("{name} is {value:?}, it must be from {low:?} to {high:?}"))
+    bad(format!("{name} is {value:?}; it must be from {low:?} to {high:?}"))
 }
 
 /// Check the settings of a table: its schema may not come from a configuration file.
@@ -148,7 +148,7 @@ fn check_admission(admission: &Admission) -> Result<(), TablesError> {
     in_range("admit_probability", admission.probability, 0.0, 1.0)?;
     let count = admission.min_count;
     if !(1..=MAX_MIN_COUNT).contains(&count) {
-        return bad(format!("admit_min_count is {count}, it must be from 1 to {MAX_MIN_COUNT}"));
+        return bad(format!("admit_min_count is {count}; it must be from 1 to {MAX_MIN_COUNT}"));
     }
     Ok(())
 }

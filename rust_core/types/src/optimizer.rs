@@ -13,7 +13,7 @@ const EPS: RangeInclusive<f32> = f32::MIN_POSITIVE..=1e30;
 
 /// A number that is not in its range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-#[error("{name} is {value:?}, it must be from {:?} to {:?}", .allowed.start(), .allowed.end())]
+#[error("{name} is {value:?}; it must be from {:?} to {:?}", .allowed.start(), .allowed.end())]
 pub struct InvalidNumber {
     /// The field of [`Optimizer`].
     pub name: &'static str,
@@ -130,8 +130,8 @@ mod tests {
         assert_eq!(
             messages,
             [
-                "lr is NaN, it must be from 0.0 to 3.4028235e38",
-                "momentum is 1.0, it must be from 0.0 to 0.99999994"
+                "lr is NaN; it must be from 0.0 to 3.4028235e38",
+                "momentum is 1.0; it must be from 0.0 to 0.99999994"
             ]
         );
     }

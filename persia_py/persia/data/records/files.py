@@ -29,14 +29,14 @@ _SCAN_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class Unit:
-    """What is read from its start: a row group of a Parquet file, or a whole file of another format.
+    """The smallest unit of reading: a row group of a Parquet file, or a whole file of another format.
 
     Attributes:
         fragment: The part of the data set.
         path: Its file.
         file: The number of the file.
         first_row: The number of its first row in the file.
-        rows: The number of rows; None if only reading tells.
+        rows: The number of rows; None if it is not known before reading.
     """
 
     fragment: pyarrow.dataset.Fragment
@@ -96,7 +96,7 @@ class Files:
 
     @property
     def rows(self) -> int | None:
-        """The number of rows; None if only reading tells."""
+        """The number of rows; None if it is not known before reading."""
         counts = [unit.rows for unit in self.units]
         return None if None in counts else sum(count or 0 for count in counts)
 

@@ -63,7 +63,7 @@ class RecordReader:
         if not 0 <= shard[0] < shard[1]:
             wrong.append(f"shard={shard}: want (index, count) with 0 <= index < count")
         lacking = [] if split is None else [name for name in split.columns if name not in files.schema.names]
-        wrong += [f"the split looks at the column {name!r}, which is not read" for name in lacking]
+        wrong += [f"the split needs the column {name!r}, which is not read" for name in lacking]
         if wrong:
             raise UsageError("RecordReader: " + "; ".join(wrong))
         self.files = files

@@ -24,7 +24,7 @@ class Split(Protocol):
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it looks at."""
+        """The columns that it needs."""
 
     def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
         """Return the part of each row.
@@ -35,7 +35,7 @@ class Split(Protocol):
             first_row: The number of the batch's first row in it.
 
         Raises:
-            DataError: A value tells no part.
+            DataError: A value does not determine a part.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class HashSplit:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise a :class:`UsageError` for fractions that are no division."""
+        """Raise a :class:`UsageError` for invalid fractions."""
         if len(self.fractions) != 3 or any(not 0 <= part <= 1 for part in self.fractions):
             raise UsageError(f"fractions {self.fractions}: want three numbers from 0 to 1, for train, valid and test")
         if abs(sum(self.fractions) - 1) > 1e-6:
@@ -125,7 +125,7 @@ class TimeSplit:
                 given = datetime.fromisoformat(given)
             return pa.scalar(given, type_)
         except (ValueError, pa.ArrowException) as error:
-            raise UsageError(f"split by {self.column!r}: {name}={given!r} is no {type_}: {error}") from error
+            raise UsageError(f"split by {self.column!r}: {name}={given!r} is not of type {type_}: {error}") from error
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run compares."""

@@ -1,4 +1,4 @@
-//! The numbers that a fit finds.
+//! The numbers that a fit computes.
 
 use std::collections::BTreeMap;
 

@@ -95,7 +95,7 @@ impl GenerationFile {
 fn damaged(path: &Path, text: &str) -> Exit {
     let text: String = text.chars().take(40).collect();
     Exit::Corrupt(format!(
-        "{} holds {text:?}, which is no generation; remove the file once no trainer of an earlier run is alive",
+        "{} holds {text:?}, which is no generation number; remove the file once no trainer of an earlier run is alive",
         path.display()
     ))
 }

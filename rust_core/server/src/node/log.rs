@@ -43,7 +43,7 @@ pub(super) struct WalBase {
     pub(super) run: Run,
     /// None: no rows.
     pub(super) rows: Option<Rows>,
-    /// The name of the first version.
+    /// Serialised under its name in the first version.
     #[serde(rename = "mark")]
     pub(super) position: WalPosition,
     segment: u64,

@@ -54,7 +54,7 @@ pub struct NodeOptions {
     pub max_copy_bytes: u64,
     /// The directory for snapshots.
     pub checkpoints: CheckpointRoot,
-    /// The longest wait of a request of a reproducible run for its turn.
+    /// The longest time that a request of a reproducible run waits for its turn.
     pub turn_timeout: Duration,
     /// Its address, for messages.
     pub address: String,

@@ -79,9 +79,9 @@ pub struct RankSequencer {
 }
 
 enum Answer {
-    /// It is its turn.
+    /// It is the request's turn.
     Proceed,
-    /// It has no turn, because there is no order or it was served before.
+    /// The request has no turn: there is no order, or it was served before.
     NoTurn,
     Wait,
 }

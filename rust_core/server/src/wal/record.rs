@@ -215,9 +215,9 @@ enum Malformed {
     Unterminated,
     #[error("a record has the unknown kind {0}")]
     UnknownKind(u8),
-    #[error("the run of a record: {0}")]
+    #[error("a record has an invalid run: {0}")]
     Run(#[from] serde_json::Error),
-    #[error("the ids of a record: {0}")]
+    #[error("a record has invalid ids: {0}")]
     Ids(String),
 }
 

@@ -17,7 +17,7 @@ const SECTOR: u64 = 512;
 /// A segment, open for appending.
 pub(super) struct Segment {
     pub(super) number: u64,
-    /// Length of its whole records, MAGIC included.
+    /// Length of its complete records, MAGIC included.
     pub(super) bytes: u64,
     path: PathBuf,
     file: Arc<File>,

@@ -220,7 +220,7 @@ fn what_cannot_work_says_so_in_one_line() {
         (SERVER, &["--token-file", &token], 5, "9 bytes"),
         (SERVER, &["--tls-cert", &token], 2, "PERSIA_TLS_KEY"),
         (SERVER, &["--data-dir", &data], 75, "in use by another server"),
-        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is no generation"),
+        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is no generation number"),
         (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
     ];
     for (binary, arguments, code, text) in cases {

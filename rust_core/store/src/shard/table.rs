@@ -245,7 +245,7 @@ impl ShardTable {
             .then(|| Box::new(CowSnapshot::begin(self.layout, self.len, last_used, budget)));
     }
 
-    /// Release the snapshot. Drop the result, which may be large, without a lock.
+    /// Release the snapshot. Drop the result outside the lock: it may be large.
     pub(crate) fn end_snapshot(&mut self) -> Option<Box<CowSnapshot>> {
         self.snapshot.take()
     }

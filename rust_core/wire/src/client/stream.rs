@@ -1,4 +1,4 @@
-//! Messages out and replies in, on the caller's thread.
+//! Sends the messages of a stream and receives its replies, on the caller's thread.
 
 use std::pin::pin;
 

@@ -42,7 +42,7 @@ struct Lists<'a> {
 }
 
 impl ReceivedCsr {
-    /// Split the words, of which there are as many as the head announces.
+    /// Split the words into lists. The number of words is the one that the head announces.
     fn lists(&self) -> Lists<'_> {
         let Samples { samples, indices, per_sample_weights, factors, .. } = self.head;
         let (list, rest) = self.words.split_at(indices);

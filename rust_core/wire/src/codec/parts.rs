@@ -37,7 +37,7 @@ impl Part {
         Self { samples, ..self }
     }
 
-    /// Number of vectors: of samples, or of ids.
+    /// Number of vectors: one for each sample, or one for each id.
     pub fn vectors(&self) -> usize {
         self.samples.map_or(self.len(), |head| head.samples)
     }

@@ -11,7 +11,7 @@ const LONGEST: Duration = Duration::from_secs(5);
 pub fn pause(failures: u32) -> Duration {
     let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
     let full = FIRST.saturating_mul(1 << doublings.min(16)).min(LONGEST);
-    // The keys of a RandomState are random.
+    // RandomState has random keys, so its hash serves as a random number.
     let random = RandomState::new().hash_one(failures) as u32;
     full / 2 + (full / 2).mul_f64(f64::from(random) / f64::from(u32::MAX))
 }

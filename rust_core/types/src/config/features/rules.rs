@@ -208,9 +208,9 @@ pub enum Missing {
     Zero,
     /// This number, which is clipped and scaled as any other.
     Given(f32),
-    /// The fitted mean, likewise.
+    /// The fitted mean, clipped and scaled as any other number.
     Mean,
-    /// The fitted median, likewise.
+    /// The fitted median, clipped and scaled as any other number.
     Median,
 }
 
@@ -282,7 +282,7 @@ pub enum DatePart {
     Year,
 }
 
-/// What integers count since 1970-01-01T00:00:00Z.
+/// The unit of integer times, which count from 1970-01-01T00:00:00Z.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Epoch {
     /// Seconds.
