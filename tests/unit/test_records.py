@@ -80,7 +80,11 @@ def test_a_reader_resumes_after_any_batch(folder: Path, shuffle: bool, split: Ha
         resumed = reader()
         resumed.load_state_dict(json.loads(state))
         assert [batch["row"].to_pylist() for batch in resumed] == whole[number:], f"after batch {number}"
-    assert rows_of(first) == [row for batch in whole for row in batch], "another iteration starts anew"
+    states.append(json.dumps(first.state_dict()))
+    resumed = reader()
+    resumed.load_state_dict(json.loads(states[-1]))
+    assert list(resumed) == [], "a reader that was at the end"
+    assert rows_of(first) == rows_of(resumed) == [row for batch in whole for row in batch], "they start anew"
 
 
 def test_a_resumed_reader_refuses_other_data_and_settings(folder: Path) -> None:

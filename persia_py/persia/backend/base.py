@@ -147,7 +147,8 @@ class Backend(ABC):
         self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
     def apply(self, rows: RowSettings, resume: tuple[int, int, int] | None = None) -> None:
-        """As :meth:`begin`, with exactly these settings."""
+        """As :meth:`begin`, with exactly these settings. A checkpoint that is being written is completed first."""
+        self.join_checkpoint_thread()  # servers cancel the files of an earlier generation
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
         self._begin(rows, after_generation, step, seed)

@@ -66,13 +66,14 @@ class Evaluation:
         self._load = load
         self._warned_slots: set[str] = set()
         self._warned_empty = False
+        self._asked_rows = False
         self._ended = 0
         self._is_open = True
 
     def add(self, batch: Batch, looked: TrainingBatch) -> None:
         """Count a batch that was looked up; warn as soon as most ids of a slot have no row."""
         if not self._is_open:
-            self.report, self._is_open = EvaluationReport(), True
+            self.report, self._is_open, self._asked_rows = EvaluationReport(), True, False
         report = self.report
         ids, missing = looked.missing()
         report.batches += 1
@@ -80,15 +81,21 @@ class Evaluation:
         report.missing += missing
         if report.missing and report.batches & (report.batches - 1) == 0:
             self._count_slots(batch)
-        if missing and missing == ids and not self._warned_empty and sum(self._backend.engine.server_rows()) == 0:
-            self._warned_empty = True
+        if missing and missing == ids and not self._asked_rows:
+            self._asked_rows = True  # once in an evaluation, because servers are asked
+            self._warned_empty = self._warned_empty or self._warn_if_empty(batch)
+        self._warn(_ENOUGH)
+
+    def _warn_if_empty(self, batch: Batch) -> bool:
+        empty = sum(self._backend.engine.server_rows()) == 0
+        if empty:
             self._warned_slots.update(batch.slots)
             _logger.warning(
                 "evaluation: the tables are empty (0 rows), so that every id reads as zeros and predictions do not "
                 "depend on ids. Load rows first: %s; with servers, train or load in the training script",
                 self._load,
             )
-        self._warn(_ENOUGH)
+        return empty
 
     def _count_slots(self, batch: Batch) -> None:
         try:

@@ -32,8 +32,8 @@ class EmbeddingCtx(BaseCtx):
     """Looks embeddings up and runs the model on them.
 
     Args:
-        preprocess_mode: Look-ups for training insert missing rows; others change nothing and read missing rows as
-            zeros.
+        preprocess_mode: Look-ups change nothing. Those for training read missing rows as their push will insert them;
+            others read missing rows as zeros.
         model: Called as ``model(non_id_tensors, embedding_tensors)``; :meth:`forward` requires it.
         embedding_config: The configuration of new rows; None keeps that of the outer context, else the default.
         *args: For :class:`BaseCtx`.

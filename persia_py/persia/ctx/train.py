@@ -141,6 +141,7 @@ class TrainCtx(EmbeddingCtx):
             self._unwrapped, self.model = self.model, self._backend.wrap(self.model)
         self._loop = None
         self._trained_batches = TrainedBatches()
+        self._trained_batches.skipped = self._backward.skipped_steps
         self._state = RunState(
             self._backend,
             lambda: self.model,

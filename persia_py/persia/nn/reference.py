@@ -6,6 +6,9 @@ from collections.abc import Iterable
 import torch
 
 from persia.runtime.errors import CheckpointError
+from persia.runtime.logging import get_logger
+
+_logger = get_logger("collection")
 
 _VERSION = 1
 _UNTRAINED = "0" * 32
@@ -16,9 +19,13 @@ class RowsVersion:
     """Names the rows that a collection has now, so that a state dict can refer to them.
 
     Rows that have changed get another random name when one is asked for. A checkpoint keeps the names of its rows.
+
+    Args:
+        known: False where the rows are those that another process has trained on servers: they have no name here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, known: bool = True) -> None:
+        self._known = known
         self._names = {_UNTRAINED}
 
     def changed(self) -> None:
@@ -59,7 +66,13 @@ class RowsVersion:
                 f"the state dict has no reference to rows in the key of its EmbeddingCollection, but {reference!r}; "
                 f"{_HOW}"
             )
-        if packed[1:17].hex() not in self._names:
+        if not self._known:
+            _logger.warning(
+                "the dense weights were saved after step %d; whether the rows on the servers are those of that step is "
+                "not known here",
+                int.from_bytes(packed[17:], "little"),
+            )
+        elif packed[1:17].hex() not in self._names:
             saved = int.from_bytes(packed[17:], "little")
             raise CheckpointError(
                 f"the state dict belongs to other rows than this EmbeddingCollection has: to those after step {saved} "

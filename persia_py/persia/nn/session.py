@@ -128,7 +128,7 @@ class Session:
         self._is_default = config is None
         self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.forwards = Forwards()
-        self.rows = RowsVersion()
+        self.rows = RowsVersion(known=optimizer is not None or settings.nats_url is None)
         self.skipped = 0
         self._pipeline: Pipeline | None = None
         self._refused = False  # the pipeline has ended with a batch that was not looked up
@@ -220,7 +220,6 @@ class Session:
         """
         self._waiting.discard(step)
         self.forwards.backward()
-        self.rows.changed()  # also if only other ranks push
         mine = Gradients(batch, list(gradients))
         if mine.nonfinite is None or bool(mine.nonfinite):
             nonfinite = mine.first_nonfinite("feature")
@@ -228,9 +227,12 @@ class Session:
                 nonfinite = "the sum of the gradients of one id is not finite"
             if nonfinite is not None:
                 batch.discard()
+                if run.peers() is not None:  # others may push
+                    self.rows.changed()
                 self._skip(nonfinite, batch.step)
                 return
         self.skipped = 0
+        self.rows.changed()
         mine.push(self._training_optimizer("a backward").lr_factor(batch.step))
         self._backend.trained_step = max(self._backend.trained_step, batch.step)
 
@@ -279,12 +281,12 @@ class Session:
         with self._backend.together("the loop before a load"):  # left by all ranks or by none
             self._leave_loop()
             self.engine.drain()
-        self._backend.row_settings = settings_of_rows
         with self._backend.together("the end of load"):
             if self._backend.is_rank_0:
                 self._backend.drain_all_ranks()
                 loaded.restore(self.engine)
-                self._backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))
+                self._backend.apply(settings_of_rows, (loaded.generation, loaded.step, loaded.seed))
+        self._backend.row_settings = settings_of_rows
         self._backend.trained_step = loaded.step
         self._loaded = True
         self.rows.set(rows)

@@ -87,6 +87,7 @@ class RecordReader:
             "shard": [*shard],
         }
         self._position = {"epoch": 0, "unit": 0, "skip": 0, "batches": 0, "rows": 0}
+        self._finished = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, JSON-ready."""
@@ -105,7 +106,7 @@ class RecordReader:
                 f"the data differs from that of the checkpoint ({listed}); give the same files and settings, or start "
                 "a new run"
             )
-        self._position = {name: int(state[name]) for name in self._position}
+        self._position, self._finished = {name: int(state[name]) for name in self._position}, False
 
     @property
     def epoch(self) -> int:
@@ -113,10 +114,15 @@ class RecordReader:
         return self._position["epoch"]
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
-        """Yield the batches after the position, to the end of the last epoch; the next iteration starts anew."""
+        """Yield the batches after the position, to the end of the last epoch.
+
+        The next iteration starts anew, but a reader that loads the position after the last batch yields nothing.
+        """
+        if self._finished:
+            self._position, self._finished = dict.fromkeys(self._position, 0), False
         for epoch in range(self.epoch, self._epochs):
             yield from self._read_epoch(epoch)
-        self._position = dict.fromkeys(self._position, 0)
+        self._finished = True
 
     def _read_epoch(self, epoch: int) -> Iterator[pa.RecordBatch]:
         start = dict(self._position)

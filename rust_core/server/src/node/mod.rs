@@ -180,6 +180,7 @@ impl Node {
     /// are not those that the run continues with; otherwise as [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         self.check_newer(servers, run)?;
+        self.check_continues(run)?; // before anything is cancelled
         let _alone = self.lock_for_begin();
         self.check_newer(servers, run)?;
         self.check_continues(run)?;

@@ -112,7 +112,9 @@ impl Wal {
 
     /// Refuse records until a reset. The files stay.
     pub(crate) fn close(&self) {
-        *self.shared.writer.lock() = Writer::default();
+        let mut writer = self.shared.writer.lock();
+        *writer = Writer::default();
+        self.shared.synced.reset(0);
     }
 
     /// Replace the log by an empty one. `base` gets the number of its first segment; no record is appended meanwhile.

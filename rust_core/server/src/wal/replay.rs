@@ -63,6 +63,7 @@ impl Wal {
                 Successor::Empty if torn == 0 => {
                     replayed.segment = next;
                     rotated.push(Arc::new(std::fs::File::open(files.segment(number)).map_err(describe)?));
+                    files.remove_segments_from(next).map_err(describe)?;
                     let mut segment = files.create_segment(next).map_err(|error| error.to_string())?;
                     segment.append(&WalRecord::follows(bytes)).map_err(|error| error.to_string())?;
                     break segment;

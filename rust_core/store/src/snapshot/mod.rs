@@ -21,7 +21,8 @@ pub(crate) use rows::{export, import, write_shard_snapshot};
 use throttle::WriteThrottle;
 
 /// Write `shards` to files in `dir`, each by `write`. `tables` is the number of tables. Writing is throttled while
-/// `trained` returns growing numbers; None lifts the throttle. After an error, the files of this call are removed.
+/// `trained` returns growing numbers; None lifts the throttle. After an error, also one of `accept`, which is called when
+/// all files are written, the files of this call are removed.
 pub(crate) fn save(
     dir: &Path,
     tables: usize,
@@ -29,6 +30,7 @@ pub(crate) fn save(
     threads: usize,
     trained: impl Fn() -> Option<u64> + Sync,
     write: impl Fn(usize) -> Result<ShardFile, TablesError> + Sync,
+    accept: impl Fn() -> Result<(), TablesError>,
 ) -> Result<Snapshot, TablesError> {
     let throttle = WriteThrottle::new(threads, trained);
     let written = Mutex::new(Vec::new());
@@ -44,7 +46,7 @@ pub(crate) fn save(
     let synced = files.and_then(|files| {
         let io = |source| TablesError::Io { path: published(dir), source };
         File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
-        Ok(files)
+        accept().map(|()| files)
     });
     let files = synced.inspect_err(|_| {
         for name in written.lock().iter() {

@@ -195,8 +195,13 @@ impl Caller {
                         Err(CallError::Transient(error)) => {
                             if let TablesError::Recovering { peer, done, .. } = &error {
                                 self.remind(&error);
-                                let before = recovered.insert(peer.clone(), *done);
-                                if timeouts.patient && before.is_none_or(|before| before < *done) {
+                                // A server that starts again and again makes no progress.
+                                let before = recovered.get(peer).copied();
+                                let grows = before.is_none_or(|before| before < *done);
+                                if grows {
+                                    recovered.insert(peer.clone(), *done);
+                                }
+                                if timeouts.patient && grows {
                                     (start, attempts) = (Instant::now(), 0);
                                 }
                             } else {
