@@ -133,6 +133,7 @@ def test_a_checkpoint_has_rows_recency_and_counts_of_its_step(start: Start) -> N
                 step(ctx, batch)
                 if batch.step % 5 == 0:
                     saved.append(shards(ctx, f"staleness-{staleness}-{batch.step}"))
+            ctx.engine.drain()
             return saved, ctx.engine.stats()["pushes"]
 
     ahead, counters = trained(AHEAD)

@@ -206,7 +206,11 @@ class EmbeddingCtx(BaseCtx):
         return looked
 
     def get_embedding_size(self) -> list[int]:
-        """Return the number of rows each embedding server holds; one number in the embedded mode."""
+        """Return the number of rows each embedding server holds; one number in the embedded mode.
+
+        The pushes of this rank so far are applied; those of other ranks may be missing inside a loop.
+        """
+        self.engine.drain()
         return self.engine.server_rows()
 
     def clear_embeddings(self) -> None:
