@@ -70,13 +70,14 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
     assert "packaged sha256=" in logs("emb_server")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("swarm")
 def test_a_compose_file_of_persiaml_trains_on_a_swarm(folder: Path, embedded: tuple[str, str]) -> None:
     """Here its env file is read by another parser."""
     # A kernel may lack the virtual addresses that a swarm gives to names.
     overlay = folder / "dnsrr.yml"
-    overlay.write_text('version: "3.2"\nservices: {persia_nats_service: {deploy: {endpoint_mode: dnsrr}}}\n')
+    overlay.write_text('version: "3.8"\nservices: {persia_nats_service: {deploy: {endpoint_mode: dnsrr}}}\n')
     files = [f"--compose-file={folder / 'docker-compose.yml'}", f"--compose-file={overlay}"]
     docker("stack", "deploy", "--resolve-image", "never", *files, NAME)
     wait_until(
