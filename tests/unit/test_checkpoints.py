@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from test_training import SLOTS, everything, loss_fn, make, train
 from persia.checkpoint.snapshot import Save
 from persia.ctx import Checkpoints, TrainCtx
 from persia.data import DataLoader
+from persia.embedding import EmbeddingConfig
 from persia.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia_core.forward import TrainingBatch
 
@@ -68,10 +70,12 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 import test_checkpoints as test
 from conftest import Batches
 from persia.ctx import Checkpoints
 from persia.data import DataLoader
+from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 
 last, folder = int(sys.argv[1]), sys.argv[2]
@@ -274,3 +278,23 @@ def test_a_second_loop_of_a_resumed_run_is_a_warning(
             for _ in range(3):
                 train(ctx, DataLoader(Batches(2)))
         assert caplog.text.count("a second training loop of a resumed run") == int(resumed)
+
+
+def test_a_checkpoint_is_complete_before_another_generation_begins(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers cancel the files of an earlier generation."""
+    configure(SLOTS)
+    found: list[bool] = []
+    with make() as ctx:
+        train(ctx, DataLoader(Batches(2)))
+        begin = ctx._backend._begin
+
+        def begins(*arguments: Any) -> None:
+            found.append((tmp_path / "save" / "MANIFEST.json").exists())
+            begin(*arguments)
+
+        monkeypatch.setattr(ctx._backend, "_begin", begins)
+        ctx.dump_checkpoint(tmp_path / "save", blocking=False)
+        ctx.configure_embedding_parameter_servers(EmbeddingConfig())
+    assert found[0]
