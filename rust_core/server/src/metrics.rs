@@ -78,7 +78,10 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
         "Age of the oldest record of the log that is not durable"
     );
     metrics::describe_counter!(LOG_WAITS, "Requests that waited for the slow disk of the log");
-    metrics::describe_gauge!(RECOVERED, "Part of the checkpoint and log that was read after the start, from 0 to 1");
+    metrics::describe_gauge!(
+        RECOVERED,
+        "Part of the checkpoint and log that was read after the start, from 0 to 1"
+    );
     metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory of rows and indexes");
     Ok(handle)
 }
