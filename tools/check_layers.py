@@ -87,6 +87,8 @@ LAYERS = (
     "nn",
     "ctx",
     "data",
+    "config",
+    "trainer",
     "launch",
     "cli",
 )

@@ -1,0 +1,207 @@
+"""The blocks of ``persia.yml``, typed. Each field is one key; its docstring is the key's reference."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from typing_extensions import Self
+
+from persia_core.features import Features
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Paths = str | list[str]
+
+
+class Block(BaseModel):
+    """A block of keys. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class SplitBlock(Block):
+    """How the rows of ``data.train`` are divided into the parts train, valid and test."""
+
+    by: Literal["hash", "time", "file"] = "hash"
+    """``hash``: by a hash of the row's number or of ``group``. ``time``: by ``column``. ``file``: the files of
+    ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
+    fractions: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
+    """With ``hash``: the shares of train, valid and test; their sum is 1."""
+    group: str | None = None
+    """With ``hash``: a column; rows of one value are in one part, so that no user is in two."""
+    column: str | None = None
+    """With ``time``: the column of the time."""
+    valid: str | float | None = None
+    """With ``time``: the first time of valid."""
+    test: str | float | None = None
+    """With ``time``: the first time of test."""
+    seed: int = 0
+    """With ``hash``: the seed of the hash."""
+
+
+class DataBlock(Block):
+    """Where rows come from."""
+
+    train: Paths
+    """Files, folders, globs or ``s3://`` addresses; relative paths are relative to the folder of ``persia.yml``."""
+    valid: Paths | None = None
+    """Files of the valid part. None: ``split`` takes it from ``train``."""
+    test: Paths | None = None
+    """Files of the test part. None: ``split`` takes it from ``train``."""
+    format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
+    """None: from the name of the first file."""
+    preset: Literal["criteo"] | None = None
+    """``criteo``: tab-separated files without a header, with the columns label, I1–I13, C1–C26."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """The types of columns of text files: int64, float64, string, bool, timestamp, date. Others are strings."""
+    header: list[str] | None = None
+    """The names of the columns of text files whose first line has none."""
+    split: SplitBlock = SplitBlock()
+    shuffle: bool = True
+    """Shuffle the rows of train, another order in each epoch."""
+    window_rows: Annotated[int, Field(ge=1)] = 1 << 18
+    """Rows that are shuffled together."""
+    batch_size: Annotated[int, Field(ge=1)] = 4096
+    """Rows of a batch, of all ranks together."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over train."""
+
+
+class OptimizerBlock(BaseModel):
+    """An optimizer. ``name`` selects it; the other keys are its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    name: str
+    """Of rows: ``adagrad``, ``adam``, ``sgd``. Of the model: ``adam``, ``adamw``, ``adagrad``, ``sgd``."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The other keys."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class ModelBlock(BaseModel):
+    """The model. ``name`` or ``class`` selects it; the other keys are its arguments."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
+
+    name: str | None = None
+    """``dlrm`` or ``dcnv2``."""
+    class_: Annotated[str | None, Field(alias="class")] = None
+    """``module:Class`` of your own, found from the folder of ``persia.yml``."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The other keys."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class EarlyStopBlock(Block):
+    """Stop when a metric of the valid part no longer improves, and keep the model of the best one."""
+
+    metric: Literal["auc", "log_loss", "ne", "gauc", "loss"] = "auc"
+    patience: Annotated[int, Field(ge=1)] = 3
+    """Evaluations without an improvement before training stops."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """The least difference that is an improvement."""
+
+
+class TrainBlock(Block):
+    """How the model is trained."""
+
+    embedding_optimizer: OptimizerBlock = OptimizerBlock(name="adagrad")
+    dense_optimizer: OptimizerBlock = OptimizerBlock(name="adam")
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The course of both learning rates over all epochs, after ``warmup``."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps in which both learning rates rise from 0."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """The largest norm of the gradient of the model's weights; embeddings are not clipped."""
+    staleness: Annotated[int, Field(ge=1)] = 4
+    """At most staleness - 1 pushes are in flight when a look-up is served."""
+    reproducible: bool = False
+    """Equal runs give equal bits; the staleness is 1."""
+    seed: int = 0
+    """The seed of the model, of the rows and of the order of the data."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Threads of torch for the dense model."""
+    evaluate_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between evaluations of the valid part. None: ten times in a run, at least once an epoch."""
+    early_stop: EarlyStopBlock | None = None
+    metrics: list[Literal["auc", "log_loss", "ne", "calibration", "gauc"]] = Field(
+        default_factory=lambda: ["auc", "log_loss", "ne", "calibration"]  # type: ignore[arg-type]
+    )
+    """What an evaluation reports."""
+    gauc_group: str | None = None
+    """The column whose values are the groups of ``gauc``, such as the user."""
+    weight: str | None = None
+    """The column of a weight for each row, in the loss and in the metrics."""
+
+
+class CheckpointBlock(Block):
+    """What is saved while training."""
+
+    dir: str | None = None
+    """None: ``checkpoints`` in the run's folder."""
+    every: Annotated[int, Field(ge=1)] = 1000
+    """Steps between saves. The end of training is always saved."""
+    keep: Annotated[int, Field(ge=1)] = 3
+    """Saves that are kept, beside the best one."""
+    upload_to: str | None = None
+    """An address such as ``s3://bucket/prefix`` to which each save is uploaded."""
+
+
+class RunBlock(Block):
+    """The folder of a run, and what is shown."""
+
+    dir: str = "runs"
+    """The folder of all runs; relative to the working directory."""
+    name: str | None = None
+    """None: the time of the start."""
+    log_every: Annotated[int, Field(ge=1)] = 50
+    """Steps between two lines of ``metrics.jsonl``."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard too."""
+
+
+class Config(Block):
+    """A whole ``persia.yml``."""
+
+    data: DataBlock
+    features: dict[str, Any]
+    """See docs/transforms.md."""
+    labels: dict[str, Any]
+    """See docs/transforms.md."""
+    model: ModelBlock = ModelBlock(name="dcnv2")
+    train: TrainBlock = TrainBlock()
+    checkpoint: CheckpointBlock = CheckpointBlock()
+    run: RunBlock = RunBlock()
+
+    _folder: Path = PrivateAttr()
+    _compiled: Features = PrivateAttr()
+    _described: str = PrivateAttr()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file, to which paths of data are relative."""
+        return self._folder
+
+    @property
+    def compiled(self) -> Features:
+        """The features and labels, compiled."""
+        return self._compiled
+
+    @property
+    def described(self) -> str:
+        """The blocks ``features`` and ``labels`` as YAML, after overrides."""
+        return self._described
+
+    def located(self, folder: Path, compiled: Features, described: str) -> Self:
+        """Return this configuration with what :func:`load_config` knows beside the keys."""
+        self._folder, self._compiled, self._described = folder, compiled, described
+        return self
+
+
+RESERVED = ("precision", "parallel", "dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")
+"""Blocks that a later version will have."""
