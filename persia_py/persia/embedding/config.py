@@ -221,8 +221,21 @@ class Configuration:
         Raises:
             ConfigError: A file has mistakes; the message lists all of them.
         """
+        return cls.of_slots(_config.parse_embedding_config(text, source), text, source)
+
+    @classmethod
+    def of_slots(cls, embedding: _config.EmbeddingConfig, text: str, source: str) -> Self:
+        """Take slots that are parsed from a text already, and read the global configuration if it exists.
+
+        Args:
+            embedding: The slots.
+            text: Their text, for the digest.
+            source: The name of the text in messages.
+
+        Raises:
+            ConfigError: The global configuration has mistakes.
+        """
         path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
-        embedding = _config.parse_embedding_config(text, source)
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()
         if warnings := [*embedding.warnings, *general.warnings]:
             _logger.warning("%s", "; ".join(warnings))
