@@ -173,7 +173,7 @@ def test_a_run_and_its_folder(tmp_path: Path) -> None:
     assert trainer.folder is not None
     folder = trainer.folder.path
     found = summary(trainer)
-    assert found["status"] == "finished" and found["rows"]["train"] == 1616 and found["step"] == 13
+    assert found["status"] == "finished" and found["rows"]["train"] == 1603 and found["step"] == 13
     steps = [each for each in reports if isinstance(each, StepReport)]
     assert [each.step for each in steps] == [4, 8, 12, 13]
     assert steps[-1].loss < steps[0].loss
@@ -197,7 +197,7 @@ def test_a_model_learns(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": {"epochs": 3, "batch_size": 512}, "train": {"metrics": ["auc", "ne"]}}
     trainer, _ = train(config_of(tmp_path, **options))
     label = summary(trainer)["test"]["labels"]["label"]
-    assert label["auc"] > 0.72 and label["ne"] < 0.93  # the teacher's AUC is 0.78
+    assert label["auc"] > 0.68 and label["ne"] < 0.95  # a model of nothing has 0.5 and 1
 
 
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
@@ -256,14 +256,14 @@ def test_a_checkpoint_can_be_named(tmp_path: Path) -> None:
 
 
 def test_save_and_evaluate_between_reports(tmp_path: Path) -> None:
-    with Trainer(config_of(tmp_path, checkpoint={"every": 1000})) as trainer:
+    with Trainer(config_of(tmp_path, checkpoint={"every": 1000}, run={"log_every": 1})) as trainer:
         with pytest.raises(UsageError, match="nothing is being trained"):
             trainer.save()
         reports = trainer.fit()
         next(reports)
         path = trainer.save()
-        assert path.name == "step-4" and (path / "MANIFEST.json").exists()
-        assert trainer.evaluate(str(tmp_path / "clicks.parquet")).step == 4
+        assert path.name == "step-1" and (path / "MANIFEST.json").exists()
+        assert trainer.evaluate(str(tmp_path / "clicks.parquet")).step == 1
         for _ in reports:
             pass
         assert trainer.evaluate().step == 13
@@ -300,12 +300,13 @@ def test_rows_of_weight_0_change_nothing(tmp_path: Path) -> None:
     order = np.arange(2000).reshape(2, 1000).T.reshape(-1)  # a row, and beside it the same of weight 0
     pa.parquet.write_table(both.take(pa.array(order)), tmp_path / "clicks.parquet")
     data = {"shuffle": False, "split": {"fractions": [1, 0, 0]}}
-    _, reports = train(config_of(tmp_path, data=data, train={"weight": "w"}))
+    optimizer = {"embedding_optimizer": {"name": "adam", "lr": 0.01}}
+    _, reports = train(config_of(tmp_path, data=data, train={**optimizer, "weight": "w"}))
     pa.parquet.write_table(table, tmp_path / "clicks.parquet")
-    _, expected = train(config_of(tmp_path, data={**data, "batch_size": 64}, run={"name": "two"}))
+    _, expected = train(config_of(tmp_path, data={**data, "batch_size": 64}, train=optimizer, run={"name": "two"}))
     for one, other in zip(reports, expected, strict=True):
         assert isinstance(one, StepReport) and isinstance(other, StepReport)
-        assert one.loss == pytest.approx(other.loss, rel=2e-2)
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
 
 
 def test_gauc_and_metrics_that_are_not_defined(tmp_path: Path) -> None:

@@ -176,10 +176,11 @@ class Training:
             checkpoints=self._checkpoints,
             configuration=models.slots_of(config),
         )
+        self._last_step = 0
         self._record = None if resumes or not self._writes else self._new_record(None)
         try:
             self._ctx.__enter__()
-            self.is_open = True
+            self.is_open, self._last_step = True, self._ctx.step
             if resumes and self._writes:
                 self.folder.write(CONFIG, resolved(config))
                 self._record = self._new_record(self._ctx.step)
@@ -242,6 +243,7 @@ class Training:
             loss = self.objective(self.objective.outputs(output), labels, weights)
             self._ctx.backward(loss)
             self._schedule.step()
+            self._last_step = self._ctx.step
             if isinstance(dataset, TrainingBatches):
                 dataset.trained(self._state.unusual)
             losses.add(loss.detach())
@@ -400,7 +402,7 @@ class Training:
         state, best = self._state, self._state.best
         speed = round(state.samples / state.seconds) if state.seconds else None
         return {
-            "step": max(self._checkpoints.saved, self._ctx.step),
+            "step": self._last_step,
             "early_stopped": state.stopped,
             "samples_per_s": speed,
             "training_seconds": round(state.seconds, 3),
