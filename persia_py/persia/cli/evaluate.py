@@ -16,10 +16,12 @@ def evaluate(
     """Evaluate a trained model on files with labels."""
     import json
 
+    from persia.cli.quiet import only_warnings
     from persia.trainer import Trainer
     from persia.trainer.progress import show_evaluation
     from persia.trainer.run_folder import find_run
 
+    only_warnings()
     with Trainer(find_run(run).config()) as trainer:
         report = trainer.resume(run).evaluate(files or None)
     if as_json:

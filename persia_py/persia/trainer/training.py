@@ -122,7 +122,7 @@ class Training:
             wrong.append("train.gauc_group is not set, and gauc needs it")
         if wrong:
             raise ConfigError("; ".join(wrong))
-        for part in (self._parts.valid, self._parts.test):
+        for part in (self._parts.train, self._parts.valid, self._parts.test):
             if part is not None:
                 part.check_not_empty()
 
