@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from persia.config import Config
 from persia.config.blocks import DataBlock, Paths
-from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files
+from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files, presets
 from persia.runtime.errors import ConfigError, DataError
 from persia.runtime.files import is_url
 
@@ -26,9 +26,6 @@ TYPES: Mapping[str, pa.DataType] = MappingProxyType(
     }
 )
 """The types of ``data.columns``."""
-
-CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""The columns of Criteo's files: a label, 13 numbers, 26 categories."""
 
 
 @dataclass(frozen=True)
@@ -172,17 +169,25 @@ def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
     types = {name: TYPES[kind] for name, kind in data.columns.items() if kind in TYPES}
     if unknown := {name: kind for name, kind in data.columns.items() if kind not in TYPES}:
         raise ConfigError(f"data.columns: {unknown}: want one of {', '.join(TYPES)}")
-    file_format, header = data.format, data.header
-    if data.preset == "criteo":
-        file_format, header = "tsv", [*CRITEO_HEADER]
-        types = {name: pa.int64() for name in CRITEO_HEADER if name[0] != "C"} | types
-    return open_files(whole, file_format=file_format, columns=columns, types=types, header=header)
+    given_format: dict[str, Any] = {"file_format": data.format, "types": types, "header": data.header}
+    if data.preset is not None:
+        preset = presets.options(data.preset)
+        given_format = {**preset, "types": {**preset["types"], **types}}
+    return open_files(whole, columns=columns, **given_format)
 
 
 def from_working_directory(paths: Paths) -> list[str]:
     """Return paths that a user gives, relative to the working directory, as absolute ones."""
     given = [paths] if isinstance(paths, str) else paths
     return [path if is_url(path) else str(Path(path).expanduser().absolute()) for path in given]
+
+
+def with_train(config: Config, paths: Paths | None) -> Config:
+    """Return a configuration with these files, relative to the working directory, as ``data.train``; None keeps it."""
+    if paths is None:
+        return config
+    data = config.data.model_copy(update={"train": from_working_directory(paths)})
+    return config.model_copy(update={"data": data}).located(config.folder, config.compiled, config.described)
 
 
 def row_columns(config: Config) -> list[str]:
