@@ -373,7 +373,7 @@ def test_sequences_are_pooled_for_models_that_take_vectors(tmp_path: Path) -> No
         ({"model": {"class": "json:Model"}}, "json"),
         ({"train": {"embedding_optimizer": {"name": "adagrad", "lrr": 1}}}, "lrr"),
         ({"train": {"embedding_optimizer": {"name": "lion"}}}, "lion"),
-        ({"train": {"dense_optimizer": {"name": "adam", "lr": -1}}}, "lr"),
+        ({"train": {"dense_optimizer": {"name": "adam", "lr": -1}}}, "dense_optimizer"),
         ({"train": {"lr_schedule": "linear", "warmup": 99}}, "train.warmup: 99 steps, but the run has 13"),
         ({"train": {"early_stop": {}}, "data": {"split": {"fractions": [1, 0, 0]}}}, "early_stop"),
         ({"train": {"metrics": ["gauc"]}}, "gauc"),
