@@ -56,12 +56,13 @@ class DataBlock(Block):
     format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
     """None: from the name of the first file."""
     preset: Literal["criteo"] | None = None
-    """``criteo``: tab-separated files without a header, with the columns label, I1–I13, C1–C26."""
+    """``criteo``: tab-separated files without a header, with the columns label, I1 to I13, C1 to C26."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
     """The types of columns of text files. Columns that are not named are strings."""
     header: list[str] | None = None
     """The names of the columns of text files whose first line has none."""
     split: SplitBlock = SplitBlock()
+    """How ``train`` is divided."""
     shuffle: bool = True
     """Shuffle the rows of train, another order in each epoch."""
     window_rows: Annotated[int, Field(ge=1)] = 1 << 18
@@ -106,6 +107,7 @@ class EarlyStopBlock(Block):
     """Stop when a metric of the valid part no longer improves, and keep the model of the best one."""
 
     metric: Literal["auc", "log_loss", "ne", "gauc", "loss"] = "auc"
+    """What is judged: a metric of the first label, or ``loss``, the loss of all labels together."""
     patience: Annotated[int, Field(ge=1)] = 3
     """Evaluations without an improvement before training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -116,7 +118,9 @@ class TrainBlock(Block):
     """How the model is trained."""
 
     embedding_optimizer: OptimizerBlock = OptimizerBlock(name="adagrad")
+    """The optimizer of rows."""
     dense_optimizer: OptimizerBlock = OptimizerBlock(name="adam")
+    """The optimizer of the model's weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The course of both learning rates over all epochs, after ``warmup``."""
     warmup: Annotated[int, Field(ge=0)] = 0
@@ -134,6 +138,7 @@ class TrainBlock(Block):
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
     """Steps between evaluations of the valid part. None: ten times in a run, at least once an epoch."""
     early_stop: EarlyStopBlock | None = None
+    """When to stop early. None: after all epochs."""
     metrics: list[Literal["auc", "log_loss", "ne", "calibration", "gauc"]] = Field(
         default_factory=lambda: ["auc", "log_loss", "ne", "calibration"]  # type: ignore[arg-type]
     )
@@ -174,14 +179,19 @@ class Config(Block):
     """A whole ``persia.yml``."""
 
     data: DataBlock
+    """Where rows come from."""
     features: dict[str, Any]
     """See docs/transforms.md."""
     labels: dict[str, Any]
     """See docs/transforms.md."""
     model: ModelBlock = ModelBlock(name="dcnv2")
+    """The model."""
     train: TrainBlock = TrainBlock()
+    """How the model is trained."""
     checkpoint: CheckpointBlock = CheckpointBlock()
+    """What is saved while training."""
     run: RunBlock = RunBlock()
+    """The folder of a run, and what is shown."""
 
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()

@@ -149,9 +149,9 @@ class _Checks:
                 self._error(path, "`gauc` needs `train.gauc_group`, the column of the groups, such as the user")
             elif not wants and train.get("gauc_group") is not None:
                 self._error("train.gauc_group", "found, but `train.metrics` has no `gauc`: add it, or remove the group")
-            metric = stop.get("metric")
-            if metric not in (None, "loss", *metrics):
-                self._error("train.early_stop.metric", f"found `{metric}`, which is not in `train.metrics`: add it")
+        if stop.get("metric") not in (None, "loss") and (label := self._first_label()) is not None:
+            message = f"found `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
+            self._error("train.early_stop.metric", message)
         if stop and not self._has_valid():
             self._error("train.early_stop", "there is no part valid to judge by: give data.valid, or a share of it")
         for key in ("embedding_optimizer", "dense_optimizer"):
@@ -162,6 +162,15 @@ class _Checks:
         if train.get("reproducible") and isinstance(staleness, Scalar) and (train.get("staleness") or 1) > 1:
             message = f"found {train['staleness']}, but training is reproducible, so the staleness is 1"
             self._findings.warn(staleness.place, "train.staleness", message)
+
+    def _first_label(self) -> str | None:
+        """Return the name of the first label if it is not one of 0 and 1."""
+        labels = self._node("labels")
+        if not isinstance(labels, Entries) or not labels.entries:
+            return None
+        key, label = labels.entries[0]
+        loss = label.get("loss") if isinstance(label, Entries) else None
+        return key.text if isinstance(loss, Scalar) and loss.text == "mse" else None
 
     def _has_valid(self) -> bool:
         split = self._data.get("split")
@@ -188,7 +197,8 @@ class _Checks:
 
     def check_columns(self, features: Features | None) -> None:
         """Every column that is read is one of the files, as far as the file says which ones they have."""
-        header = [*CRITEO_HEADER] if self._data.get("preset") == "criteo" else self._data.get("header")
+        given = CRITEO_HEADER if self._data.get("preset") == "criteo" else self._data.get("header")
+        header: list[str] = [*(given or ())]
         uses = [*self._uses()]
         for use in uses if header else []:
             if use.column not in header:
@@ -199,10 +209,10 @@ class _Checks:
             return
         read = {*features.columns(), *(use.column for use in uses)}
         block = self._node("data.columns")
-        for key, _ in block.entries if isinstance(block, Entries) else []:
-            if key.text not in read:
-                message = f"nothing reads this column{near(key.text, read)}"
-                self._findings.warn(key.place, f"data.columns.{key.text}", message)
+        for name, _ in block.entries if isinstance(block, Entries) else []:
+            if name.text not in read:
+                message = f"nothing reads this column{near(name.text, read)}"
+                self._findings.warn(name.place, f"data.columns.{name.text}", message)
 
     def check_leaks(self) -> None:
         """No feature, group or weight is read from the column of a label, which is not known when the model is used."""
@@ -250,4 +260,3 @@ class _Checks:
             listed = ", ".join(f"{name} {value:g}" for name, (value, _) in dims.items())
             message = f"`dlrm` needs features of one dim, found {listed}; give all the same, or use `name: dcnv2`"
             self._error("model.name", message)
-

@@ -87,8 +87,9 @@ class Document:
             free = [(key, node) for key, node in root.entries if key.text in FREE]
             others = [(key, Scalar(key.place, "x")) for key, _ in root.entries if key.text not in FREE]
             rendered = Rendered(Entries(NOWHERE, [*free, *others]))
+            text = rendered.text
         try:
-            return Features.parse(text if rendered is None else rendered.text, self.name)
+            return Features.parse(text, self.name)
         except ConfigError as error:
             for line, column, path, message in error.findings:
                 place = Place(line, column) if rendered is None else rendered.origin(line, column)

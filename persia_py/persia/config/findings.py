@@ -88,7 +88,7 @@ class Findings:
         lines = "".join(f"\n  {line}" for line in self.errors)
         error = ConfigError(f"{self.file}: {count} {'error' if count == 1 else 'errors'}{lines}")
         error.findings = [(one.place.line, one.place.column, one.path, one.message) for one in _sorted(self._errors)]
-        error.hint = "docs/configuration.md lists every key"
+        error.hint = f"correct it, then run: persia config check {self.file}"
         raise error
 
 

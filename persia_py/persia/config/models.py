@@ -25,8 +25,14 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 """Arguments of :data:`MODELS` that a file may not give, and why."""
 
 _TYPES: dict[str, Any] = {
-    **{"bool": bool, "int": int, "float": float, "str": str, "Any": Any},
-    **{"Sequence": Sequence, "list": list, "tuple": tuple},
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "Any": Any,
+    "Sequence": Sequence,
+    "list": list,
+    "tuple": tuple,
 }
 
 

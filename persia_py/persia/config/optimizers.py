@@ -27,8 +27,8 @@ class RowAdagrad(Block):
     lr: NotNegative = 0.1
     """The learning rate."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sum of squared gradients starts. None: 1e-6 × (256 ÷ ``data.batch_size``)², small beside the square of a
-    gradient of a mean over the batch."""
+    """Where the sum of squared gradients starts. None: ``1e-6 * (256 / data.batch_size) ** 2``, which is small beside the
+    square of a gradient of a mean over the batch."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""
     g_square_momentum: NotNegative = 1.0
@@ -73,7 +73,7 @@ class DenseAdagrad(Block):
     lr: NotNegative = 1e-2
     """The learning rate."""
     lr_decay: NotNegative = 0.0
-    """The rate is divided by 1 + lr_decay × (step - 1)."""
+    """The rate is divided by ``1 + lr_decay * (step - 1)``."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""
     initial_accumulator_value: NotNegative = 0.0

@@ -20,7 +20,18 @@ FREE = ("features", "labels")
 """Blocks that the Rust parser reads."""
 
 _EMPTY: Mapping[str, str] = MappingProxyType({})
-_LATER = MappingProxyType({key: "not in this version yet: remove the block" for key in RESERVED})
+_LATER = MappingProxyType(dict.fromkeys(RESERVED, "not in this version yet: remove the block"))
+_UNSUPPORTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "data": {
+            "workers": "not a key: Arrow reads with the threads of this host; in a job, data-compose has replicas"
+        },
+        "train": {
+            "accumulate": "not supported: rows are updated at every step; give a larger data.batch_size",
+            "baseline": "not a key: it is an option of the command, persia train FILE --baseline lightgbm",
+        },
+    }
+)
 _MISSING_BLOCKS = {"data": "missing, allowed: at least `data: {train: FILE}`"}
 
 
@@ -98,7 +109,7 @@ class Reader:
         if issubclass(kind, ModelBlock):
             return self._model(block, at, default)
         names = {field.alias or name: field for name, field in kind.model_fields.items()}
-        self._check_keys(block, at, names)
+        self._check_keys(block, at, names, _UNSUPPORTED.get(at, _EMPTY))
         values: dict[str, Any] = {}
         entries: list[tuple[Scalar, Node]] = []
         for key, field in names.items():

@@ -10,7 +10,6 @@ from pydantic.fields import FieldInfo
 from persia.config.findings import near
 from persia.runtime.yaml_tree import Entries, Items, Node, Scalar, number, value_of, whole_number
 
-
 REQUIRED: Any = object()
 """The default of a key that must be given."""
 COMPUTED: Any = object()
@@ -125,7 +124,7 @@ def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
         if isinstance(node, Scalar) and node.text in get_args(annotation):
             return node.text
         raise Refused(node, allowed(annotation), get_args(annotation))
-    elif annotation in _SCALARS:
+    if annotation in _SCALARS:
         value = _SCALARS[annotation](node) if isinstance(node, Scalar) and not node.is_null else None
         if value is not None and (annotation in {bool, str} or Range.of(metadata).has(value)):
             return value

@@ -7,10 +7,12 @@ from typing import get_args
 
 from typing_extensions import Self
 
-from persia.runtime.config_files import find_config, read_config
+from persia.runtime import settings
+from persia.runtime.config_files import find_config, given_config, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia_core import config as _config
+from persia_core.features import Features
 from persia_core.optim import InitializerSpec
 
 _logger = get_logger("configs")
@@ -201,16 +203,31 @@ class Configuration:
 
     @classmethod
     def find(cls) -> Self:
-        """Read both files, which are found by the environment variables or in a folder ``config/``.
+        """Read the slots and the global configuration, whose files the environment variables or ``config/`` name.
+
+        The slots are those of ``PERSIA_CONFIG``, a ``persia.yml``, or of an ``embedding_config.yml``.
 
         Raises:
-            ConfigError: The embedding configuration is missing, or a file has mistakes.
+            ConfigError: There are no slots, two variables give them, or a file has mistakes.
         """
+        features, slots = settings.variable("PERSIA_CONFIG"), settings.variable("PERSIA_EMBEDDING_CONFIG")
+        if features is not None and slots is not None:
+            error = ConfigError(
+                f"PERSIA_CONFIG={features} and PERSIA_EMBEDDING_CONFIG={slots}: both have slots; unset one of the two"
+            )
+            error.hint = f"see in what they differ: persia config check {features} {slots}"
+            raise error
+        if features is not None:
+            text, name = read_config(given_config("PERSIA_CONFIG", features))
+            parsed = Features.parse(text, name)
+            if parsed.warnings:
+                _logger.warning("%s", "; ".join(parsed.warnings))
+            return cls.of_slots(parsed.embedding_config(), text, name)
         path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
         if path is None:
             raise ConfigError(
-                "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into the folder config/ "
-                "next to the script"
+                "no slots: set PERSIA_CONFIG to a persia.yml, or PERSIA_EMBEDDING_CONFIG to an embedding_config.yml, "
+                "or put embedding_config.yml into the folder config/ next to the script"
             )
         return cls.of(*read_config(path))
 
@@ -221,8 +238,21 @@ class Configuration:
         Raises:
             ConfigError: A file has mistakes; the message lists all of them.
         """
+        return cls.of_slots(_config.parse_embedding_config(text, source), text, source)
+
+    @classmethod
+    def of_slots(cls, embedding: _config.EmbeddingConfig, text: str, source: str) -> Self:
+        """Take slots that are parsed from a text already, and read the global configuration if it exists.
+
+        Args:
+            embedding: The slots.
+            text: Their text, for the digest.
+            source: The name of the text in messages.
+
+        Raises:
+            ConfigError: The global configuration has mistakes.
+        """
         path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
-        embedding = _config.parse_embedding_config(text, source)
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()
         if warnings := [*embedding.warnings, *general.warnings]:
             _logger.warning("%s", "; ".join(warnings))

@@ -1,4 +1,4 @@
-"""The paths of the two YAML files."""
+"""The paths of the YAML files."""
 
 import sys
 from pathlib import Path
@@ -15,10 +15,7 @@ def find_config(variable: str, name: str) -> Path | None:
     """
     given = settings.variable(variable)
     if given is not None:
-        path = Path(given)
-        if not path.is_file():
-            raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")
-        return path
+        return given_config(variable, given)
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [Path(script).resolve().parent] if script else []
     for folder in (*folders, Path.cwd()):
@@ -26,6 +23,31 @@ def find_config(variable: str, name: str) -> Path | None:
         if path.is_file():
             return path
     return None
+
+
+def find_persia_yml() -> Path | None:
+    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, else the one in the working directory.
+
+    Raises:
+        ConfigError: The variable names a file that does not exist.
+    """
+    given = settings.variable("PERSIA_CONFIG")
+    if given is not None:
+        return given_config("PERSIA_CONFIG", given)
+    path = Path("persia.yml")
+    return path if path.is_file() else None
+
+
+def given_config(variable: str, given: str) -> Path:
+    """Return the configuration file that a variable names.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")
+    return path
 
 
 def read_config(path: Path) -> tuple[str, str]:

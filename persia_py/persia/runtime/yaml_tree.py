@@ -247,8 +247,8 @@ class _Builder:
         elif isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
             raise TreeError(place, "a second document begins here; a file holds one: remove the `---`")
 
-    def _repeat(self, anchor: str, place: Place) -> None:
-        node = self._anchors.get(anchor)
+    def _repeat(self, anchor: str | None, place: Place) -> None:
+        node = self._anchors.get(anchor or "")
         if node is None:
             raise TreeError(place, f"the alias `*{anchor}` has no anchor `&{anchor}` before it")
         if len(self._open) + node.height > MAX_DEPTH:
@@ -320,9 +320,9 @@ def value_of(node: Node) -> Any:
         return node.text
     if node.text in {"true", "false"}:
         return node.text == "true"
-    whole = whole_number(node.text) if not re.search(r"[.eE]", node.text) or node.text.startswith("0x") else None
-    value = number(node.text) if whole is None else whole
-    return node.text if value is None else value
+    is_whole = node.text.lower().startswith(("0x", "+0x")) or not re.search("[.eE]", node.text)
+    found = whole_number(node.text) if is_whole else number(node.text)
+    return node.text if found is None else found
 
 
 def node_of(value: Any, place: Place = NOWHERE) -> Node:
