@@ -1,7 +1,7 @@
 """Read ``persia.yml``: the file, overrides, and where each value came from."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +31,21 @@ class Document:
         config: The configuration; None if there are mistakes.
     """
 
-    def __init__(
-        self, text: str, name: str, folder: Path, overrides: Sequence[str] = (), root: Node | None = None
-    ) -> None:
-        """Read the text.
+    def __init__(self, source: str | Node, name: str, folder: Path, overrides: Sequence[str] = ()) -> None:
+        """Read it.
 
         Args:
-            text: The text of the file.
-            name: Its name.
+            source: The text of the file, or a tree that a program made.
+            name: The name of the file.
             folder: Its folder.
             overrides: The texts after ``--set``.
-            root: Its tree, if it was not a text; the text is not used then.
         """
         self.name, self._folder = name, folder
         self.findings = Findings(name)
         self.tree = Entries(NOWHERE, [])
         self.config: Config | None = None
         try:
-            root = parse(text) if root is None else root
+            root = parse(source) if isinstance(source, str) else source
         except TreeError as error:
             self.findings.error(error.place, "", str(error))
             return
@@ -60,13 +57,14 @@ class Document:
         if overrides:
             root = Entries(root.place, [*root.entries])
             changes.apply(root, overrides, self.findings)
-        self._read(root, None if any(root.first.get(key) is not written.get(key) for key in FREE) else text)
+        is_written = all(root.first.get(key) is written.get(key) for key in FREE)
+        self._read(root, source if isinstance(source, str) and is_written else None)
 
     def _read(self, root: Entries, text: str | None) -> None:
         """Read all blocks of the tree; features and labels from the text, if it still has them."""
         reader = Reader(self.findings, self._folder)
         values = reader.read(root)
-        features = self._features(root, text)
+        features = self._features(root, text, reader.guessed)
         if features is not None:
             for warning in features.warnings:
                 self.findings.note(warning)
@@ -80,7 +78,7 @@ class Document:
             values[key.text] = value_of(node)
         self.config = Config.model_validate(values).located(self._folder, features, Rendered(described).text)
 
-    def _features(self, root: Entries, text: str | None) -> Features | None:
+    def _features(self, root: Entries, text: str | None, guessed: Set[str]) -> Features | None:
         """Return the features and labels, or report their mistakes at the places of the file."""
         rendered = None
         if text is None:
@@ -93,20 +91,11 @@ class Document:
         except ConfigError as error:
             for line, column, path, message in error.findings:
                 place = Place(line, column) if rendered is None else rendered.origin(line, column)
-                if path.partition(".")[0] in FREE:
-                    self._report(place, path, message, root)
-                elif not path:  # YAML that only one of the two parsers reads
+                if path in guessed and root.get(path) is None:
+                    continue  # reported as the unknown key that is meant to be this one
+                if path.partition(".")[0] in FREE or not path:  # without a path: YAML that only Rust refuses
                     self.findings.error(place, path, message)
         return None
-
-    def _report(self, place: Place, path: str, message: str, root: Entries) -> None:
-        """Add a mistake of the Rust parser."""
-        if path in FREE and root.get(path) is None:
-            # An unknown key that is meant to be this one was reported with its right name.
-            if any(f"did you mean `{path}`?" in one for one in self.findings.errors):
-                return
-            message = message.partition("; did you mean")[0]
-        self.findings.error(place, path, message)
 
 
 def _resolve(values: dict[str, Any], tree: Entries) -> None:
@@ -175,5 +164,5 @@ def validate_config(config: Config | Mapping[str, Any] | str | os.PathLike[str])
             root = node_of(config)
         except TreeError as error:
             return False, [str(error)]
-        document = Document("", "the configuration", folder, root=root)
+        document = Document(root, "the configuration", folder)
     return not document.findings.has_errors, document.findings.errors

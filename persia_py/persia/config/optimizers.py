@@ -27,7 +27,7 @@ class RowAdagrad(Block):
     lr: NotNegative = 0.1
     """The learning rate."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sum of squared gradients starts. None: ``1e-6 * (256 / data.batch_size) ** 2``, which is small beside the
+    """Where the sum of squared gradients starts. None: ``1e-6 * (256 / data.batch_size) ** 2``, small beside the
     square of a gradient of a mean over the batch."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""

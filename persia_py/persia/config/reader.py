@@ -13,7 +13,7 @@ from persia.config.blocks import RESERVED, Config, ModelBlock, OptimizerBlock
 from persia.config.findings import Findings, near
 from persia.config.models import MODELS, REFUSED, SUPPLIED, arguments_of, arguments_of_class
 from persia.config.optimizers import OPTIMIZERS
-from persia.config.values import COMPUTED, REQUIRED, Argument, Refused, is_optional, read
+from persia.config.values import COMPUTED, REQUIRED, Argument, RefusedError, is_optional, read
 from persia.runtime.yaml_tree import NOWHERE, Entries, Node, Place, Scalar, node_of
 
 FREE = ("features", "labels")
@@ -41,12 +41,14 @@ class Reader:
     Attributes:
         findings: The mistakes.
         tree: What was read with defaults filled in, in the order of the reference.
+        guessed: Keys that an unknown key is probably meant to be; that they are missing is no mistake of its own.
     """
 
     def __init__(self, findings: Findings, folder: Path) -> None:
         self.findings = findings
         self._folder = folder
         self.tree = Entries(NOWHERE, [])
+        self.guessed: set[str] = set()
 
     def read(self, root: Entries) -> dict[str, Any]:
         """Return the values of all blocks but ``features`` and ``labels``."""
@@ -83,6 +85,7 @@ class Reader:
             elif key.text not in known:
                 absent = [name for name in known if block.get(name) is None]
                 guess = near(key.text, absent) or near(key.text, known)
+                self.guessed |= {_join(path, name) for name in absent if guess.endswith(f" `{name}`?")}
                 self.findings.error(key.place, at, f"unknown key{guess}; allowed: {', '.join(known)}")
 
     def _field(self, block: Entries, path: str, key: str, field: FieldInfo) -> tuple[Any, Node]:
@@ -95,7 +98,8 @@ class Reader:
         if (node is None or node.is_null) and is_optional(field.annotation):
             return None, _shown(None, node)
         if node is None and argument.default is REQUIRED:
-            self.findings.error(block.place, at, _MISSING_BLOCKS.get(at, "missing"))
+            if at not in self.guessed:
+                self.findings.error(block.place, at, _MISSING_BLOCKS.get(at, "missing"))
             return None, _shown(None, None)
         given = node if isinstance(node, Entries) else Entries(block.place if node is None else node.place, [])
         if node is not None and not node.is_null and given is not node:
@@ -194,14 +198,15 @@ class Reader:
         if node is not None:
             return self._value(node, _join(at, key), argument.annotation, argument.metadata)
         if argument.default is REQUIRED:
-            self.findings.error(block.place, _join(at, key), f"missing, allowed: {argument.allowed}")
+            if _join(at, key) not in self.guessed:
+                self.findings.error(block.place, _join(at, key), f"missing, allowed: {argument.allowed}")
             return None
         return argument.default
 
     def _value(self, node: Node, at: str, annotation: Any, metadata: Sequence[Any] = ()) -> Any:
         try:
             return read(annotation, node, metadata)
-        except Refused as refused:
+        except RefusedError as refused:
             self.findings.error(refused.node.place, at, str(refused))
             return None
 

@@ -44,7 +44,7 @@ class Argument:
         return allowed(self.annotation, self.metadata)
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """A value that a key may not hold.
 
     Attributes:
@@ -114,7 +114,7 @@ def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
         metadata: Limits that are not part of the annotation.
 
     Raises:
-        Refused: It is another value.
+        RefusedError: It is another value.
     """
     annotation, metadata = _unpacked(annotation, metadata)
     if _is_union(annotation):
@@ -123,7 +123,7 @@ def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
     if origin is Literal:
         if isinstance(node, Scalar) and node.text in get_args(annotation):
             return node.text
-        raise Refused(node, allowed(annotation), get_args(annotation))
+        raise RefusedError(node, allowed(annotation), get_args(annotation))
     if annotation in _SCALARS:
         value = _SCALARS[annotation](node) if isinstance(node, Scalar) and not node.is_null else None
         if value is not None and (annotation in {bool, str} or Range.of(metadata).has(value)):
@@ -137,7 +137,7 @@ def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
         return _read_dict(annotation, node)
     else:
         return value_of(node)
-    raise Refused(node, allowed(annotation, metadata))
+    raise RefusedError(node, allowed(annotation, metadata))
 
 
 def allowed(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
@@ -214,10 +214,10 @@ def _read_union(annotation: Any, node: Node, metadata: Sequence[Any]) -> Any:
     for one in _members(annotation):
         try:
             return read(one, node, metadata)
-        except Refused as refused:
+        except RefusedError as refused:
             inner.append(refused)
     deeper = next((refused for refused in inner if refused.node is not node), None)
-    raise deeper or Refused(node, allowed(annotation, metadata))
+    raise deeper or RefusedError(node, allowed(annotation, metadata))
 
 
 def _is_list(annotation: Any) -> bool:
@@ -237,8 +237,8 @@ def _read_list(annotation: Any, node: Node) -> Any:
     count, item = _item(annotation)
     if not isinstance(node, Items) or (count and len(node.items) != count):
         if isinstance(node, Items):
-            raise Refused(node, f"{allowed(annotation)}; it has {len(node.items)}")
-        raise Refused(node, allowed(annotation))
+            raise RefusedError(node, f"{allowed(annotation)}; it has {len(node.items)}")
+        raise RefusedError(node, allowed(annotation))
     values = [read(item, one) for one in node.items]
     return tuple(values) if get_origin(annotation) is tuple or annotation is tuple else values
 
@@ -247,6 +247,6 @@ def _read_dict(annotation: Any, node: Node) -> Any:
     if node.is_null:
         return {}
     if not isinstance(node, Entries):
-        raise Refused(node, allowed(annotation))
+        raise RefusedError(node, allowed(annotation))
     item = (get_args(annotation) or (str, Any))[1]
     return {name: read(item, value) for name, value in node.first.items()}

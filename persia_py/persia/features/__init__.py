@@ -45,8 +45,8 @@ _logger = get_logger("features")
 def read_features(path: Path | str) -> Features:
     """Read the features and labels of a ``persia.yml``.
 
-    The slots of a context come from ``PERSIA_CONFIG``, which is this file, or from an ``embedding_config.yml``. If there
-    is one of these, a warning lists in what its slots differ from the features.
+    The slots of a context come from ``PERSIA_CONFIG``, which is this file, or from an ``embedding_config.yml``. If it
+    is the latter, a warning lists in what its slots differ from the features.
 
     Raises:
         ConfigError: The file cannot be read, or has mistakes; the message and ``findings`` have all of them.

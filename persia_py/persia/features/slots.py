@@ -58,10 +58,8 @@ def differences(persia: tuple[str, str], embedding: tuple[str, str]) -> list[str
         if shared != also:
             message = f"it shares its table with {_names(shared - {name})}, but with {_names(also - {name})} in {there}"
             found.append(f"{where}: {message}")
-    for name in theirs.keys() - ours.keys():
-        found.append(
-            f"{embedding[1]}:{theirs[name].place.line}: slots_config.{name}: {persia[1]} has no feature `{name}`"
-        )
+    extra = [(name, slot.place.line) for name, slot in theirs.items() if name not in ours]
+    found += [f"{embedding[1]}:{line}: slots_config.{name}: {persia[1]} has no feature `{name}`" for name, line in extra]
     return found
 
 
@@ -121,11 +119,9 @@ def _sharing(slots: dict[str, _Slot], name: str) -> set[str]:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_shown(inner)}" for key, inner in value.items()) + "}"
-    return (
-        {None: "none", True: "true", False: "false"}.get(value, str(value))
-        if not isinstance(value, list)
-        else str(value)
-    )
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return "none" if value is None else str(value)
 
 
 def _names(slots: set[str]) -> str:

@@ -23,7 +23,7 @@ _NULLS = ("", "~", "null")
 _SEPARATED = re.compile(r"(?<=[0-9a-fA-F])_(?=[0-9a-fA-F])")
 _WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _RADIX = re.compile(r"\+?0(x[0-9a-fA-F]+|o[0-7]+|b[01]+)")
-_NUMBER = re.compile(r"[+-]?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?[0-9]*(\.[0-9]*)?([eE][+-]?[0-9]+)?")
 _SHOWN = 60
 
 
@@ -291,6 +291,8 @@ def whole_number(text: str) -> int | None:
         return int(digits) if len(digits) <= 4000 else None  # beyond that, int() refuses
     if _RADIX.fullmatch(digits):
         return int(digits, 0)
+    if digits.lstrip("+-").isdigit():
+        return None  # it begins with 0
     value = number(digits)
     return int(value) if value is not None and value.is_integer() and abs(value) <= 2.0**53 else None
 
