@@ -4,6 +4,7 @@ Layout, from the top; a layer imports only what is below it:
 
 * :mod:`persia.cli`: the ``persia`` command
 * :mod:`persia.launch`: the processes of a job
+* :mod:`persia.trainer`: training by a configuration
 * :mod:`persia.config`: ``persia.yml``
 * :mod:`persia.data`, :mod:`persia.ctx`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
 * :mod:`persia.loop`: a pass over the data
@@ -26,14 +27,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    *("config", "ctx", "data", "distributed", "embedding", "env", "errors", "features", "helper", "launcher", "logger"),
-    *("models", "nn", "prelude", "service", "utils"),
+    *("config", "ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models"),
+    *("nn", "prelude", "service", "trainer", "utils"),
 }
 """What a script imports."""
-
-
-_NAMES = {"load_config": "config"}
-"""What a script takes from ``persia`` itself, and the module that has it."""
+_NAMES = {"Trainer": "trainer", "load_config": "config"}
+"""What a script uses of them without their name."""
 
 
 def __getattr__(name: str) -> Any:

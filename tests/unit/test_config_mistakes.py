@@ -433,14 +433,15 @@ def test_a_program_can_ask_whether_a_configuration_is_valid(write: Path) -> None
     config = persia.load_config(write)
     assert validate_config(config) == (True, [])
     assert validate_config(write) == (True, [])
-    content = {"data": {"train": "a"}, "features": {"user": {"type": "id", "dim": 4}}, "labels": {"clicked": {}}}
+    user: dict[str, object] = {"type": "id", "dim": 4}
+    content = {"data": {"train": "a"}, "features": {"user": user}, "labels": {"clicked": {}}}
     assert validate_config(content) == (True, [])
     made = Config.model_validate({**content, "train": {"staleness": 2, "gauc_group": "user"}})
     assert validate_config(made) == (
         False,
         ["the configuration: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group"],
     )
-    content["features"]["user"]["dim"] = "four"
+    user["dim"] = "four"
     assert validate_config(content) == (
         False,
         ["the configuration: features.user.dim: found `four`, allowed: a whole number from 0 to 4096"],

@@ -120,12 +120,9 @@ def test_slots_come_from_persia_yml(write: Write, monkeypatch: pytest.MonkeyPatc
 def test_both_variables_are_refused_with_both_names(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_CONFIG", str(write("persia.yml", PERSIA)))
     monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(write("slots.yml", SAME)))
-    with pytest.raises(ConfigError) as caught:
+    both = "PERSIA_CONFIG is persia.yml, and PERSIA_EMBEDDING_CONFIG is slots.yml: slots come from one file"
+    with pytest.raises(ConfigError, match=f"^{both}"):
         Configuration.find()
-    assert str(caught.value) == (
-        "PERSIA_CONFIG=persia.yml and PERSIA_EMBEDDING_CONFIG=slots.yml: both have slots; unset one of the two"
-    )
-    assert caught.value.hint == "see in what they differ: persia config check persia.yml slots.yml"
 
 
 def test_a_wrong_persia_yml_is_named(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +133,9 @@ def test_a_wrong_persia_yml_is_named(write: Write, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"features\.tags\.dim: found `x`"):
         Configuration.find()
     monkeypatch.delenv("PERSIA_CONFIG")
-    with pytest.raises(ConfigError, match="set PERSIA_CONFIG to a persia.yml, or PERSIA_EMBEDDING_CONFIG"):
+    with pytest.raises(
+        ConfigError, match=r"set PERSIA_EMBEDDING_CONFIG.* or set PERSIA_CONFIG to the path of a persia"
+    ):
         Configuration.find()
 
 

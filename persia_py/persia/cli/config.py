@@ -42,12 +42,12 @@ def config_check(
 
 def _found() -> list[Path]:
     """Return the files that a job in this folder would read."""
-    from persia.runtime.config_files import find_config, find_persia_yml
+    from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, find_persia_yml
 
     found = [
         find_persia_yml(),
-        find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml"),
-        find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml"),
+        find_config(EMBEDDING_CONFIG, "embedding_config.yml"),
+        find_config(GLOBAL_CONFIG, "global_config.yml"),
     ]
     if found[:2] == [None, None]:
         missing = ConfigError(

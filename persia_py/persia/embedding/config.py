@@ -7,8 +7,7 @@ from typing import get_args
 
 from typing_extensions import Self
 
-from persia.runtime import settings
-from persia.runtime.config_files import find_config, given_config, read_config
+from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, persia_config, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia_core import config as _config
@@ -203,31 +202,21 @@ class Configuration:
 
     @classmethod
     def find(cls) -> Self:
-        """Read the slots and the global configuration, whose files the environment variables or ``config/`` name.
+        """Read both files, which are found by the environment variables or in a folder ``config/``.
 
-        The slots are those of ``PERSIA_CONFIG``, a ``persia.yml``, or of an ``embedding_config.yml``.
+        With ``PERSIA_CONFIG`` the slots are those of the features of that ``persia.yml``.
 
         Raises:
-            ConfigError: There are no slots, two variables give them, or a file has mistakes.
+            ConfigError: The embedding configuration is missing, or a file has mistakes.
         """
-        features, slots = settings.variable("PERSIA_CONFIG"), settings.variable("PERSIA_EMBEDDING_CONFIG")
-        if features is not None and slots is not None:
-            error = ConfigError(
-                f"PERSIA_CONFIG={features} and PERSIA_EMBEDDING_CONFIG={slots}: both have slots; unset one of the two"
-            )
-            error.hint = f"see in what they differ: persia config check {features} {slots}"
-            raise error
-        if features is not None:
-            text, name = read_config(given_config("PERSIA_CONFIG", features))
-            parsed = Features.parse(text, name)
-            if parsed.warnings:
-                _logger.warning("%s", "; ".join(parsed.warnings))
-            return cls.of_slots(parsed.embedding_config(), text, name)
-        path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
+        if (whole := persia_config()) is not None:
+            text, source = read_config(whole)
+            return cls.of_slots(Features.parse(text, source).embedding_config(), text, source)
+        path = find_config(EMBEDDING_CONFIG, "embedding_config.yml")
         if path is None:
             raise ConfigError(
-                "no slots: set PERSIA_CONFIG to a persia.yml, or PERSIA_EMBEDDING_CONFIG to an embedding_config.yml, "
-                "or put embedding_config.yml into the folder config/ next to the script"
+                "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into the folder config/ "
+                "next to the script; or set PERSIA_CONFIG to the path of a persia.yml"
             )
         return cls.of(*read_config(path))
 
@@ -252,7 +241,7 @@ class Configuration:
         Raises:
             ConfigError: The global configuration has mistakes.
         """
-        path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
+        path = find_config(GLOBAL_CONFIG, "global_config.yml")
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()
         if warnings := [*embedding.warnings, *general.warnings]:
             _logger.warning("%s", "; ".join(warnings))

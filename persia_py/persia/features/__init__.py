@@ -20,7 +20,7 @@ from pathlib import Path
 
 from persia.embedding.data import PersiaBatch
 from persia.features.slots import differences
-from persia.runtime.config_files import find_config, read_config
+from persia.runtime.config_files import CONFIG, EMBEDDING_CONFIG, find_config, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import variable
@@ -59,10 +59,10 @@ def read_features(path: Path | str) -> Features:
 
 def _warn_of_other_slots(given: tuple[str, str]) -> None:
     """Log in what the slots of the context that a script makes next differ from the features."""
-    if variable("PERSIA_CONFIG") is not None:
+    if variable(CONFIG) is not None:
         return
     try:
-        path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
+        path = find_config(EMBEDDING_CONFIG, "embedding_config.yml")
         slots = None if path is None else read_config(path)
         if slots is None:
             return

@@ -58,8 +58,8 @@ def differences(persia: tuple[str, str], embedding: tuple[str, str]) -> list[str
         if shared != also:
             message = f"it shares its table with {_names(shared - {name})}, but with {_names(also - {name})} in {there}"
             found.append(f"{where}: {message}")
-    extra = [(name, slot.place.line) for name, slot in theirs.items() if name not in ours]
-    found += [f"{embedding[1]}:{line}: slots_config.{name}: {persia[1]} has no feature `{name}`" for name, line in extra]
+    extra = [(name, f"{embedding[1]}:{slot.place.line}") for name, slot in theirs.items() if name not in ours]
+    found += [f"{where}: slots_config.{name}: {persia[1]} has no feature `{name}`" for name, where in extra]
     return found
 
 

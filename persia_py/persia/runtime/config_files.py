@@ -1,10 +1,37 @@
-"""The paths of the YAML files."""
+"""The paths of the YAML files: ``persia.yml``, or ``embedding_config.yml`` and ``global_config.yml``."""
 
 import sys
 from pathlib import Path
 
 from persia.runtime import settings
 from persia.runtime.errors import ConfigError
+
+CONFIG = "PERSIA_CONFIG"
+"""The variable that names the ``persia.yml`` of a job."""
+
+EMBEDDING_CONFIG = "PERSIA_EMBEDDING_CONFIG"
+"""The variable that names the ``embedding_config.yml`` of a job without :data:`CONFIG`."""
+
+GLOBAL_CONFIG = "PERSIA_GLOBAL_CONFIG"
+"""The variable that names the ``global_config.yml`` of a job."""
+
+
+def persia_config() -> Path | None:
+    """Return the ``persia.yml`` that ``PERSIA_CONFIG`` names, or None.
+
+    Raises:
+        ConfigError: It does not exist, or ``PERSIA_EMBEDDING_CONFIG`` names a file too.
+    """
+    given, other = settings.variable(CONFIG), settings.variable(EMBEDDING_CONFIG)
+    if given is None:
+        return None
+    if other is not None:
+        raise ConfigError(
+            f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
+        )
+    if not Path(given).is_file():
+        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+    return Path(given)
 
 
 def find_config(variable: str, name: str) -> Path | None:
@@ -15,7 +42,10 @@ def find_config(variable: str, name: str) -> Path | None:
     """
     given = settings.variable(variable)
     if given is not None:
-        return given_config(variable, given)
+        path = Path(given)
+        if not path.is_file():
+            raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")
+        return path
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [Path(script).resolve().parent] if script else []
     for folder in (*folders, Path.cwd()):
@@ -23,31 +53,6 @@ def find_config(variable: str, name: str) -> Path | None:
         if path.is_file():
             return path
     return None
-
-
-def find_persia_yml() -> Path | None:
-    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, else the one in the working directory.
-
-    Raises:
-        ConfigError: The variable names a file that does not exist.
-    """
-    given = settings.variable("PERSIA_CONFIG")
-    if given is not None:
-        return given_config("PERSIA_CONFIG", given)
-    path = Path("persia.yml")
-    return path if path.is_file() else None
-
-
-def given_config(variable: str, given: str) -> Path:
-    """Return the configuration file that a variable names.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
-    path = Path(given)
-    if not path.is_file():
-        raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")
-    return path
 
 
 def read_config(path: Path) -> tuple[str, str]:
@@ -60,3 +65,18 @@ def read_config(path: Path) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def find_persia_yml() -> Path | None:
+    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, else the one in the working directory.
+
+    Raises:
+        ConfigError: The variable names a file that does not exist.
+    """
+    given = settings.variable(CONFIG)
+    if given is None:
+        path = Path("persia.yml")
+        return path if path.is_file() else None
+    if not Path(given).is_file():
+        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+    return Path(given)
