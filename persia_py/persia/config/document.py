@@ -111,18 +111,21 @@ def _resolve(values: dict[str, Any], tree: Entries) -> None:
         tree.at("train").put("staleness", node_of(1))
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] | None = None
+) -> Config:
     """Read a ``persia.yml``.
 
     Args:
         path: The file.
         overrides: Changes such as ``train.seed=7``; the value is YAML.
+        folder: To what paths of data, and modules of the user's own, are relative; None means the file's folder.
 
     Raises:
         ConfigError: The file cannot be read, or has mistakes; the message has all of them, each with file, line and
             column, and ``findings`` has (line, column, key, message). What an override gave has line 0.
     """
-    document = open_document(path, overrides)
+    document = open_document(path, overrides, folder=folder)
     document.findings.raise_if_any()
     for warning in document.findings.warnings:
         _logger.warning("%s", warning)
@@ -130,8 +133,10 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     return document.config
 
 
-def open_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Document:
-    """Read a ``persia.yml`` without raising its mistakes.
+def open_document(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] | None = None
+) -> Document:
+    """Read a ``persia.yml`` without raising its mistakes. The arguments are those of :func:`load_config`.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -141,7 +146,7 @@ def open_document(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -
     except ConfigError as error:
         error.hint = "make one from your data: persia data inspect FILE"
         raise
-    return Document(text, name, Path(path).absolute().parent, overrides)
+    return Document(text, name, Path(path).absolute().parent if folder is None else Path(folder).absolute(), overrides)
 
 
 def validate_config(config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[bool, list[str]]:
