@@ -1,10 +1,37 @@
-"""The paths of the two YAML files."""
+"""The paths of the YAML files: ``persia.yml``, or ``embedding_config.yml`` and ``global_config.yml``."""
 
 import sys
 from pathlib import Path
 
 from persia.runtime import settings
 from persia.runtime.errors import ConfigError
+
+CONFIG = "PERSIA_CONFIG"
+"""The variable that names the ``persia.yml`` of a job."""
+
+EMBEDDING_CONFIG = "PERSIA_EMBEDDING_CONFIG"
+"""The variable that names the ``embedding_config.yml`` of a job without :data:`CONFIG`."""
+
+GLOBAL_CONFIG = "PERSIA_GLOBAL_CONFIG"
+"""The variable that names the ``global_config.yml`` of a job."""
+
+
+def persia_config() -> Path | None:
+    """Return the ``persia.yml`` that ``PERSIA_CONFIG`` names, or None.
+
+    Raises:
+        ConfigError: It does not exist, or ``PERSIA_EMBEDDING_CONFIG`` names a file too.
+    """
+    given, other = settings.variable(CONFIG), settings.variable(EMBEDDING_CONFIG)
+    if given is None:
+        return None
+    if other is not None:
+        raise ConfigError(
+            f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
+        )
+    if not Path(given).is_file():
+        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+    return Path(given)
 
 
 def find_config(variable: str, name: str) -> Path | None:
@@ -38,3 +65,18 @@ def read_config(path: Path) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def find_persia_yml() -> Path | None:
+    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, else the one in the working directory.
+
+    Raises:
+        ConfigError: The variable names a file that does not exist.
+    """
+    given = settings.variable(CONFIG)
+    if given is None:
+        path = Path("persia.yml")
+        return path if path.is_file() else None
+    if not Path(given).is_file():
+        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+    return Path(given)
