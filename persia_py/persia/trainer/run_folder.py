@@ -137,9 +137,7 @@ class RunFolder:
 
     def config(self) -> Config:
         """Return the configuration of the run; modules of the user are found where they were in training."""
-        config = load_config(self.path / CONFIG)
-        folder = self.read_json(FACTS).get("folder")
-        return config if folder is None else config.located(Path(folder), config.compiled, config.described)
+        return load_config(self.path / CONFIG, folder=self.read_json(FACTS).get("folder"))
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
