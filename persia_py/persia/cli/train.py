@@ -46,6 +46,8 @@ def train(
                 shown.report(report)
         if folder is None:
             return
+        if shown.reports == 0:
+            typer.echo("the run is finished; to train on, give more epochs: --set data.epochs=N")
         if compare is not None:
             compare(config, folder)
         show_results(folder.read_json(SUMMARY))

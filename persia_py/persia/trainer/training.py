@@ -24,7 +24,7 @@ from persia.trainer.evaluation import check_evaluation, evaluate, metric_names
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, with_train
-from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record
+from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
 from persia.trainer.state import TrainerState
@@ -107,6 +107,8 @@ class Training:
             ConfigError: Keys do not fit together.
             DataError: A part has no rows.
         """
+        if config.run.tensorboard:
+            check_tensorboard()
         check_evaluation(config, has_valid=self._parts.valid is not None)
         for part in (self._parts.train, self._parts.valid, self._parts.test):
             if part is not None:
