@@ -304,6 +304,10 @@ def test_mistakes_of_features_are_in_the_same_error(write: Path, features: str, 
         ("data: *absent\n", "1:7: the alias `*absent` has no anchor `&absent` before it"),
         ("{[a]: 1}\n", "1:2: a key must be a word, found a list"),
         ("a: " + "[" * 40 + "]" * 40, "1:35: nested deeper than 32 levels"),
+        (
+            "run:\n  name: a\u2028b\n",
+            '2:10: the character U+2028 ends a line for some parsers only: remove it, or write "\\u2028"',
+        ),
         ("a: \x00\n", "1:1: not valid YAML: control characters are not allowed"),
     ],
 )
@@ -344,6 +348,8 @@ def test_a_missing_block_is_named_once(write: Path) -> None:
     ]
     found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\nfeature: {user: {type: id, dim: 4}}\n")
     assert found == [f"3:1: feature: unknown key, did you mean `features`?; allowed: {KEYS}"]
+    found = mistakes(write, GOOD.replace("  train:", "  trian:"))
+    assert [line.partition(";")[0] for line in found] == ["2:3: data.trian: unknown key, did you mean `train`?"]
     found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\n")
     assert found == ["1:1: features: missing: name at least one feature, such as `user: {type: id, dim: 16}`"]
 
