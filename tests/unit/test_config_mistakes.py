@@ -189,6 +189,10 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
             "1:43: data.split.fractions: found `1.5`, allowed: a number from 0 to 1",
         ),
         (
+            "{train: [a, ~no-such-user/b]}",
+            "1:19: data.train: found `~no-such-user/b`, but there is no such user's folder",
+        ),
+        (
             "{train: a, split: {column: t}}",
             "1:34: data.split.column: found beside `by: hash`; allowed: with `by: time` only",
         ),
@@ -210,7 +214,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, split: {by: time, column: t, valid: 3, test: 2024-05-01}}",
-            "1:63: data.split.test: found '2024-05-01' beside valid: 3.0; want two times of one kind",
+            "1:63: data.split.test: found '2024-05-01' beside valid: 3; want two times of one kind",
         ),
         (
             "{train: a, split: {by: file}}",
