@@ -7,10 +7,11 @@ from typing import get_args
 
 from typing_extensions import Self
 
-from persia.runtime.config_files import find_config, read_config
+from persia.runtime.config_files import EMBEDDING_CONFIG, find_config, persia_config, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia_core import config as _config
+from persia_core.features import Features
 from persia_core.optim import InitializerSpec
 
 _logger = get_logger("configs")
@@ -203,14 +204,19 @@ class Configuration:
     def find(cls) -> Self:
         """Read both files, which are found by the environment variables or in a folder ``config/``.
 
+        With ``PERSIA_CONFIG`` the slots are those of the features of that ``persia.yml``.
+
         Raises:
             ConfigError: The embedding configuration is missing, or a file has mistakes.
         """
-        path = find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
+        if (whole := persia_config()) is not None:
+            text, source = read_config(whole)
+            return cls.of_slots(Features.parse(text, source).embedding_config(), text, source)
+        path = find_config(EMBEDDING_CONFIG, "embedding_config.yml")
         if path is None:
             raise ConfigError(
                 "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into the folder config/ "
-                "next to the script"
+                "next to the script; or set PERSIA_CONFIG to the path of a persia.yml"
             )
         return cls.of(*read_config(path))
 
@@ -221,8 +227,21 @@ class Configuration:
         Raises:
             ConfigError: A file has mistakes; the message lists all of them.
         """
+        return cls.of_slots(_config.parse_embedding_config(text, source), text, source)
+
+    @classmethod
+    def of_slots(cls, embedding: _config.EmbeddingConfig, text: str, source: str) -> Self:
+        """Take slots that are parsed from a text already, and read the global configuration if it exists.
+
+        Args:
+            embedding: The slots.
+            text: Their text, for the digest.
+            source: The name of the text in messages.
+
+        Raises:
+            ConfigError: The global configuration has mistakes.
+        """
         path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
-        embedding = _config.parse_embedding_config(text, source)
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()
         if warnings := [*embedding.warnings, *general.warnings]:
             _logger.warning("%s", "; ".join(warnings))

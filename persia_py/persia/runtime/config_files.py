@@ -1,10 +1,32 @@
-"""The paths of the two YAML files."""
+"""The paths of the YAML files: ``persia.yml``, or ``embedding_config.yml`` and ``global_config.yml``."""
 
 import sys
 from pathlib import Path
 
 from persia.runtime import settings
 from persia.runtime.errors import ConfigError
+
+
+CONFIG, EMBEDDING_CONFIG = "PERSIA_CONFIG", "PERSIA_EMBEDDING_CONFIG"
+"""The variables that name the file of the slots: one of them."""
+
+
+def persia_config() -> Path | None:
+    """Return the ``persia.yml`` that ``PERSIA_CONFIG`` names, or None.
+
+    Raises:
+        ConfigError: It does not exist, or ``PERSIA_EMBEDDING_CONFIG`` names a file too.
+    """
+    given, other = settings.variable(CONFIG), settings.variable(EMBEDDING_CONFIG)
+    if given is None:
+        return None
+    if other is not None:
+        raise ConfigError(
+            f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
+        )
+    if not Path(given).is_file():
+        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+    return Path(given)
 
 
 def find_config(variable: str, name: str) -> Path | None:
