@@ -7,7 +7,7 @@ from typing import get_args
 
 from typing_extensions import Self
 
-from persia.runtime.config_files import EMBEDDING_CONFIG, find_config, persia_config, read_config
+from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, persia_config, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia_core import config as _config
@@ -241,7 +241,7 @@ class Configuration:
         Raises:
             ConfigError: The global configuration has mistakes.
         """
-        path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
+        path = find_config(GLOBAL_CONFIG, "global_config.yml")
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()
         if warnings := [*embedding.warnings, *general.warnings]:
             _logger.warning("%s", "; ".join(warnings))

@@ -7,8 +7,14 @@ from persia.runtime import settings
 from persia.runtime.errors import ConfigError
 
 
-CONFIG, EMBEDDING_CONFIG = "PERSIA_CONFIG", "PERSIA_EMBEDDING_CONFIG"
-"""The variables that name the file of the slots: one of them."""
+CONFIG = "PERSIA_CONFIG"
+"""The variable that names the ``persia.yml`` of a job."""
+
+EMBEDDING_CONFIG = "PERSIA_EMBEDDING_CONFIG"
+"""The variable that names the ``embedding_config.yml`` of a job without :data:`CONFIG`."""
+
+GLOBAL_CONFIG = "PERSIA_GLOBAL_CONFIG"
+"""The variable that names the ``global_config.yml`` of a job."""
 
 
 def persia_config() -> Path | None:
