@@ -13,7 +13,8 @@ def up(
     data_compose: Annotated[int | None, typer.Option(min=1, help="Data-compose replicas. Default: 1.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Trainer ranks. Default: 1.")] = None,
     name: Annotated[
-        str | None, typer.Option(help="The run's name; one that was interrupted is resumed. Default: run.name, else the time.")
+        str | None,
+        typer.Option(help="The run's name; one that was interrupted is resumed. Default: run.name, else the time."),
     ] = None,
 ) -> None:
     """Run a whole job on this host. The options are for a persia.yml."""

@@ -8,7 +8,6 @@ from typing_extensions import Self
 
 from persia_core.features import Features
 
-
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Paths = str | list[str]
 

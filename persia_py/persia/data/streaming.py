@@ -116,9 +116,7 @@ class StreamingDataset(IterableDataset):
         self._drop = sum(self._trained) - rounds * replicas
         self._taken = [rounds] * replicas
         self._rounds = RoundDigests(rounds, digests)
-        inbox.open(
-            self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests, transform=self._transform
-        )
+        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests, transform=self._transform)
 
     def _context(self) -> Any:
         """Return the backend of the current context, and drop the stream of another one."""

@@ -111,9 +111,7 @@ def embedding_parameter_server(
     _become(binaries.SERVER, port, files, replica_index, replica_size)
 
 
-def _become(
-    binary: str, port: int, files: dict[str, Path | None], index: int | None, size: int | None
-) -> NoReturn:
+def _become(binary: str, port: int, files: dict[str, Path | None], index: int | None, size: int | None) -> NoReturn:
     index, size = _replica(index, size)
     binaries.run(binary, port=port, files=files, index=index, size=size)
 

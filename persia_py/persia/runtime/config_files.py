@@ -6,7 +6,6 @@ from pathlib import Path
 from persia.runtime import settings
 from persia.runtime.errors import ConfigError
 
-
 CONFIG = "PERSIA_CONFIG"
 """The variable that names the ``persia.yml`` of a job."""
 

@@ -1,12 +1,16 @@
 """The data-compose replicas of a job that trains from a ``persia.yml``: read rows, transform them, send the batches.
 
-A replica reads its part of the rows of train. It transforms them with the transform of the run, which rank 0 has fitted
-and every rank sends (``StreamingDataset(transform=...)``), so that all replicas make the same ids and floats. A batch of
+A replica reads its part of the rows of train. The ranks send it the transform of the run
+(``StreamingDataset(transform=...)``), so that all replicas make the same ids and floats. A batch of
 ``data.batch_size`` rows is divided among the ranks.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+
+from persia.trainer.batches import Unusual, weights_of
+from persia.trainer.parts import Parts
 
 from persia.config import Config, load_config
 from persia.ctx import DataCtx
@@ -16,8 +20,6 @@ from persia.features import Transform, to_batch
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
-from persia.trainer.batches import Unusual, weights_of
-from persia.trainer.parts import Parts
 
 _logger = get_logger("data")
 
@@ -86,13 +88,12 @@ def _batches(
 def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
     """Return the first row of each rank's piece of a batch, and the row after its last one.
 
-    Pieces differ by at most one row. There are none if there are fewer rows than ranks, because every rank takes part in
-    every step.
+    Pieces differ by at most one row. There are none if there are fewer rows than ranks: every rank takes part in a step.
     """
     if rows < ranks:
         return []
     bounds = [rank * rows // ranks for rank in range(ranks + 1)]
-    return [*zip(bounds, bounds[1:], strict=False)]
+    return [*itertools.pairwise(bounds)]
 
 
 def _log(unusual: Unusual) -> None:
