@@ -5,6 +5,7 @@ It is a ``persia.yml``, or a file with the keys of :class:`JobConfig`.
 
 import difflib
 import os
+import re
 import shlex
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,6 +18,7 @@ from persia.launch.yaml_files import load_yaml
 from persia.runtime.errors import ConfigError, UsageError
 
 _AUTO = "auto"
+_NAME = r"^[A-Za-z0-9._-]{1,64}$"
 _MAX_REPLICAS = 64
 _MAX_RESTARTS = 100
 _Count = Annotated[int, Field(ge=1, le=_MAX_REPLICAS)]
@@ -65,7 +67,7 @@ class Trainer(_Strict):
 class JobConfig(_Strict):
     """A job on this host. Paths are relative to the folder of the file."""
 
-    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "local"
+    job: Annotated[str, Field(pattern=_NAME)] = "local"
     """The job's name. Jobs of different names do not see each other."""
     servers: _Count = 1
     """The number of embedding servers."""
@@ -78,7 +80,7 @@ class JobConfig(_Strict):
     global_config: str | None = None
     """The path of ``global_config.yml``: capacity and other limits."""
     data_compose: DataCompose | None = None
-    """None: the trainer makes its own batches."""
+    """None: the trainer makes its own batches. A trainer without an entry has one replica then."""
     trainer: Trainer | None = None
     """None: the servers run until Ctrl-C, for trainers that are started by hand."""
     env: dict[str, _Text] = Field(default_factory=dict)
@@ -140,6 +142,8 @@ def read_job_config(path: Path, sizes: Sizes | None = None) -> JobConfig:
         mistakes = [*(_mistake(detail) for detail in error.errors()), *mistakes]
     if mistakes:
         raise _error(path, mistakes)
+    if config.trainer is not None and config.trainer.entry is None and config.data_compose is None:
+        config = config.model_copy(update={"data_compose": DataCompose()})  # such a trainer gets its batches from it
     return _with_absolute_paths(config, path)
 
 
@@ -149,6 +153,9 @@ def _job_of(path: Path, sizes: Sizes) -> JobConfig:
 
     config = load_config(path)
     name = sizes.name or config.run.name or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    if not re.fullmatch(_NAME, name):
+        origin = "--name" if sizes.name else "run.name"
+        raise ConfigError(f"{origin}: found `{name}`, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     try:
         return JobConfig(
             job=name,

@@ -24,8 +24,8 @@ _LOCK = "lock"
 def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     """Return the transform of the rows of train, which is fitted at most once for all processes that share a folder.
 
-    The file of a fit is named by what determines it: the features, the files of train, and their split. So a fit of
-    other files is never used. Processes that share no folder fit for themselves, with the same result.
+    The file of a fit is named by what determines it: the features, the files of train (their names, sizes and times),
+    and their split. So a fit of other rows is never used. Processes that share no folder fit for themselves, with the same result.
 
     Args:
         config: The configuration.
@@ -38,7 +38,8 @@ def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     """
     train = parts.train
     split = None if train.split is None else train.split.identity()
-    determined_by = json.dumps([config.described, train.files.digest, train.files.schema.to_string(), split])
+    times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]  # s3:// has none here
+    determined_by = json.dumps([config.described, train.files.digest, times, train.files.schema.to_string(), split])
     path = folder / f"{sha256(determined_by.encode()).hexdigest()[:16]}.json"
     try:
         make_folders(folder)
