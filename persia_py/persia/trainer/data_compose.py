@@ -88,7 +88,7 @@ def _batches(
 def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
     """Return the first row of each rank's piece of a batch, and the row after its last one.
 
-    Pieces differ by at most one row. There are none if there are fewer rows than ranks: every rank takes part in a step.
+    Pieces differ by at most one row. There are none if there are fewer rows than ranks, which all take a step.
     """
     if rows < ranks:
         return []

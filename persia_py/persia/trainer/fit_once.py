@@ -25,7 +25,8 @@ def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     """Return the transform of the rows of train, which is fitted at most once for all processes that share a folder.
 
     The file of a fit is named by what determines it: the features, the files of train (their names, sizes and times),
-    and their split. So a fit of other rows is never used. Processes that share no folder fit for themselves, with the same result.
+    and their split. So a fit of other rows is never used. Processes that share no folder fit for themselves, with the
+    same result.
 
     Args:
         config: The configuration.
