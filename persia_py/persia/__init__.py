@@ -4,6 +4,8 @@ Layout, from the top; a layer imports only what is below it:
 
 * :mod:`persia.cli`: the ``persia`` command
 * :mod:`persia.launch`: the processes of a job
+* :mod:`persia.trainer`: training by a configuration
+* :mod:`persia.config`: ``persia.yml``
 * :mod:`persia.data`, :mod:`persia.ctx`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
 * :mod:`persia.loop`: a pass over the data
 * :mod:`persia.checkpoint`: checkpoints of a run, and their replicas
@@ -25,14 +27,18 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    *("ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models", "nn"),
-    *("prelude", "service", "utils"),
+    *("config", "ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models"),
+    *("nn", "prelude", "service", "trainer", "utils"),
 }
 """What a script imports."""
+_NAMES = {"Trainer": "trainer", "load_config": "config"}
+"""What a script uses of them without their name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module of this package."""
+    """Import a module of this package, or a name of one."""
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

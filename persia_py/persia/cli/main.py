@@ -7,7 +7,10 @@ import typer
 
 import persia
 from persia.cli import ckpt, config, data
+from persia.cli.evaluate import evaluate
+from persia.cli.predict import predict
 from persia.cli.status import status
+from persia.cli.train import train
 from persia.cli.up import up
 from persia.launch.user_script import report
 from persia.runtime.errors import PersiaError
@@ -19,11 +22,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(data.app, name="data")
-app.add_typer(config.app, name="config")
-app.add_typer(ckpt.app, name="ckpt")
-app.command()(up)
-app.command()(status)
+TRAIN, RUN = "Train", "Run"
+"""The groups of the help."""
+
+app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
+app.command(rich_help_panel=TRAIN)(train)
+app.command("eval", rich_help_panel=TRAIN)(evaluate)
+app.command(rich_help_panel=TRAIN)(predict)
+app.command(rich_help_panel=RUN)(up)
+app.command(rich_help_panel=RUN)(status)
+app.add_typer(config.app, name="config", rich_help_panel=RUN)
+app.add_typer(ckpt.app, name="ckpt", rich_help_panel=RUN)
 
 
 def _version(show: bool) -> None:

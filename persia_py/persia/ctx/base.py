@@ -8,6 +8,7 @@ from typing_extensions import Self
 
 from persia.backend.base import Backend, Device
 from persia.backend.local import LocalBackend
+from persia.embedding.config import Configuration
 from persia.runtime import contexts, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import UsageError
@@ -36,6 +37,8 @@ class BaseCtx:
             on it, and gradients are summed on it. The outermost context makes it PyTorch's current device; nested
             contexts use the outermost one's.
         embedding_dtype: The dtype of the embedding tensors on that device: float32, float16 or bfloat16.
+        configuration: The slots, and the limits of the job; None reads ``embedding_config.yml`` and
+            ``global_config.yml``. A nested context has those of the outermost one.
 
     Attributes:
         device_id: As given; None on the CPU.
@@ -51,6 +54,7 @@ class BaseCtx:
         threadpool_worker_size: int = 10,
         device_id: int | None = None,
         embedding_dtype: torch.dtype = torch.float32,
+        configuration: Configuration | None = None,
     ) -> None:
         del threadpool_worker_size
         if device_id is not None and device_id < 0:
@@ -62,6 +66,7 @@ class BaseCtx:
         self.device_id = device_id
         self._device = None if device_id is None else Device(device_id, embedding_dtype)
         self.common_context: Backend | None = None
+        self._configuration = configuration
         self._owner = False
 
     def __enter__(self) -> Self:
@@ -100,8 +105,8 @@ class BaseCtx:
         if settings.nats_url is not None:
             from persia.backend.remote import RemoteBackend  # and with it gRPC
 
-            return RemoteBackend(trains=False, device=self._device)
-        return LocalBackend(device=self._device)
+            return RemoteBackend(trains=False, device=self._device, configuration=self._configuration)
+        return LocalBackend(self._configuration, self._device)
 
     def _on_enter(self) -> None:
         """What a subclass does on entry."""

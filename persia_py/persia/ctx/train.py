@@ -130,7 +130,11 @@ class TrainCtx(EmbeddingCtx):
             from persia.backend.remote import RemoteBackend  # and with it gRPC
 
             return RemoteBackend(
-                trains=True, device=self._device, option=self._option, gradient_scale=self._gradient_scale
+                trains=True,
+                device=self._device,
+                option=self._option,
+                gradient_scale=self._gradient_scale,
+                configuration=self._configuration,
             )
         return super()._open_backend()
 
@@ -213,6 +217,11 @@ class TrainCtx(EmbeddingCtx):
     def step(self) -> int:
         """The number of the last batch that was trained on, from 1; a resumed run counts on."""
         return self._backend.trained_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps of this context that were skipped for NaN or infinity."""
+        return self._backward.skipped_steps
 
     def prepare_features(
         self, batch: TrainingBatch | PersiaBatch
@@ -304,6 +313,18 @@ class TrainCtx(EmbeddingCtx):
         names = (dense_model_filename, opt_filename, jit_dense_model_filename if with_jit_model else None)
         save = self._run_state.begin_save(self._backend.checkpoint_dir(dst_dir), {}, *names)
         self._write(save, blocking=blocking)
+
+    def save_run(self) -> None:
+        """Save the run now, as ``checkpoints`` does every so many steps, and return when it is written or given up.
+
+        Every rank calls this after the same step: between two steps, or after a loop that the script has left early.
+
+        Raises:
+            UsageError: The context has no ``checkpoints``.
+        """
+        if self._autosave is None:
+            raise UsageError("TrainCtx.save_run without checkpoints; give TrainCtx(checkpoints=Checkpoints(FOLDER))")
+        self._autosave.save_last()
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
         self,

@@ -27,6 +27,7 @@ class DCNv2(nn.Module):
         deep_mlp: The layer sizes of the MLP. A ReLU follows every layer.
         low_rank: The rank of the weights of the cross network; None means full.
         dropout: The dropout probability of each layer of the MLP.
+        num_labels: The number of labels; each has a logit of its own, on the same layers.
 
     Raises:
         ConfigError: Arguments do not fit together; all mistakes are listed.
@@ -40,9 +41,12 @@ class DCNv2(nn.Module):
         deep_mlp: Sequence[int] = (256, 128),
         low_rank: int | None = None,
         dropout: float = 0.0,
+        num_labels: int = 1,
     ) -> None:
         super().__init__()
         _check(num_dense, embedding_dims, cross_layers, deep_mlp, low_rank, dropout)
+        if num_labels < 1:
+            raise ConfigError(f"DCNv2: num_labels ({num_labels}) must be at least 1")
         self.num_dense = num_dense
         self.embedding_dims = [*embedding_dims]
         width = num_dense + sum(embedding_dims)
@@ -52,10 +56,10 @@ class DCNv2(nn.Module):
             self.deep.append(nn.ReLU())
         if deep_mlp and dropout:
             self.deep.append(nn.Dropout(dropout))
-        self.top = nn.Linear(width + (deep_mlp[-1] if deep_mlp else 0), 1)
+        self.top = nn.Linear(width + (deep_mlp[-1] if deep_mlp else 0), num_labels)
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return the logits, ``[batch, 1]``.
+        """Return the logits, ``[batch, num_labels]``.
 
         Args:
             non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together.

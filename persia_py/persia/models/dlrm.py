@@ -30,8 +30,9 @@ class DLRM(nn.Module):
         embedding_dim: The dimension of every slot.
         bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer. It has
             no effect if ``num_dense`` is 0, and may be empty then.
-        top_mlp: The layer sizes of the top MLP; the last is 1, the logit. A ReLU follows every layer but the last.
+        top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer but the last.
         dropout: The share of each hidden layer of the top MLP that is zeroed in training.
+        num_labels: The number of labels; each has a logit of its own, on the same layers.
 
     Raises:
         ConfigError: Arguments do not fit together; all mistakes are listed.
@@ -48,9 +49,10 @@ class DLRM(nn.Module):
         bottom_mlp: Sequence[int],
         top_mlp: Sequence[int],
         dropout: float = 0.0,
+        num_labels: int = 1,
     ) -> None:
         super().__init__()
-        _check(num_dense, num_slots, embedding_dim, bottom_mlp, top_mlp, dropout)
+        _check(num_dense, num_slots, embedding_dim, bottom_mlp, top_mlp, dropout, num_labels)
         self.num_dense = num_dense
         self.num_slots = num_slots
         self.embedding_dim = embedding_dim
@@ -67,7 +69,7 @@ class DLRM(nn.Module):
         self.top = mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return the logits, ``[batch, 1]``.
+        """Return the logits, ``[batch, num_labels]``.
 
         Args:
             non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together. Their
@@ -100,11 +102,13 @@ def _check(
     bottom_mlp: Sequence[int],
     top_mlp: Sequence[int],
     dropout: float,
+    num_labels: int,
 ) -> None:
-    counts = {"num_slots": num_slots, "embedding_dim": embedding_dim}
+    counts = {"num_slots": num_slots, "embedding_dim": embedding_dim, "num_labels": num_labels}
     wrong = [f"num_dense ({num_dense}) must be at least 0"] * (num_dense < 0)
     wrong += [f"{name} ({value}) must be at least 1" for name, value in counts.items() if value < 1]
-    mlps = [("top_mlp", top_mlp, 1, "1, the logit")]
+    logits = "1, the logit" if num_labels == 1 else f"num_labels ({num_labels})"
+    mlps = [("top_mlp", top_mlp, num_labels, logits)]
     if num_dense or bottom_mlp:
         mlps.insert(0, ("bottom_mlp", bottom_mlp, embedding_dim, f"embedding_dim ({embedding_dim})"))
     for name, sizes, end, title in mlps:

@@ -184,7 +184,8 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
             continue
         matches = sorted(glob.glob(str(Path(path).expanduser()), recursive=True))  # noqa: PTH207  # it may be absolute
         if not matches:
-            raise UsageError(f"{path}: no such file; paths are relative to {Path.cwd()}")
+            relative = "" if Path(path).expanduser().is_absolute() else f"; paths are relative to {Path.cwd()}"
+            raise UsageError(f"{path}: no such file{relative}")
         for match in matches:
             files += _below(filesystem, str(Path(match).absolute()), endings)
     if not files:

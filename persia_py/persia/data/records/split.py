@@ -92,13 +92,13 @@ class TimeSplit:
 
     Attributes:
         column: A timestamp, a date or a number.
-        valid: The first time of the part valid, in the column's type or as an ISO 8601 text.
-        test: The first time of the part test.
+        valid: The first time of the part valid, in the column's type or as an ISO 8601 text; None means no such part.
+        test: The first time of the part test; None means no such part.
     """
 
     column: str
-    valid: float | str | datetime
-    test: float | str | datetime
+    valid: float | str | datetime | None
+    test: float | str | datetime | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -109,17 +109,21 @@ class TimeSplit:
         """Return the part of each row."""
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
-        if pc.less(test, valid).as_py():
+        if valid is not None and test is not None and pc.less(test, valid).as_py():
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
             raise DataError(f"split by {self.column!r}: row {row} of file {file} has no time")
-        number = [np.asarray(pc.greater_equal(times, bound), np.int8) for bound in (valid, test)]
-        found: Numbers = number[0] + number[1]
+        found: Numbers = np.zeros(batch.num_rows, np.int8)
+        for part, bound in ((1, valid), (2, test)):
+            if bound is not None:
+                found[np.asarray(pc.greater_equal(times, bound))] = part
         return found
 
-    def _time(self, name: str, type_: pa.DataType) -> pa.Scalar:
+    def _time(self, name: str, type_: pa.DataType) -> pa.Scalar | None:
         given = getattr(self, name)
+        if given is None:
+            return None
         try:
             if isinstance(given, str) and pa.types.is_temporal(type_):
                 given = datetime.fromisoformat(given)
@@ -129,7 +133,9 @@ class TimeSplit:
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run compares."""
-        return {"by": "time", "column": self.column, "valid": str(self.valid), "test": str(self.test)}
+        bounds = {name: getattr(self, name) for name in ("valid", "test")}
+        texts = {name: None if bound is None else str(bound) for name, bound in bounds.items()}
+        return {"by": "time", "column": self.column, **texts}
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

@@ -1,0 +1,37 @@
+"""``persia eval``: judge a trained model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, runs/LATEST, or a checkpoint in a run.")],
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="Files with labels; by default the test part.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Evaluate a trained model on files with labels."""
+    import json
+
+    from persia.trainer import Trainer
+    from persia.trainer.progress import show_evaluation
+    from persia.trainer.run_folder import find_run
+
+    with Trainer(find_run(run).config()) as trainer:
+        report = trainer.resume(run).evaluate(absolute(files))
+    if as_json:
+        typer.echo(json.dumps(report.results(), ensure_ascii=False))
+    else:
+        show_evaluation(report)
+
+
+def absolute(files: list[str] | None) -> list[str] | None:
+    """Return paths that are relative to the working directory as absolute ones; None for none."""
+    from persia.runtime.files import is_url
+
+    if not files:
+        return None
+    return [file if is_url(file) else str(Path(file).expanduser().absolute()) for file in files]

@@ -1,0 +1,30 @@
+"""``persia predict``: write the scores of rows."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, runs/LATEST, or a checkpoint in a run.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="The rows; they need no labels.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The Parquet file to write.")],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="COLUMN", help="Keep only this column of the rows. Repeatable."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict/--no-strict", help="Refuse values of a wrong type, or take them as missing.")
+    ] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write the score of each row to a Parquet file."""
+    from persia.cli.evaluate import absolute
+    from persia.trainer import Trainer, prediction
+    from persia.trainer.run_folder import find_run
+
+    with Trainer(find_run(run).config()) as trainer:
+        trainer.resume(run)
+        written = prediction.write(trainer, absolute(files) or [], out, keep=keep or None, strict=strict, force=force)
+    typer.echo(f"wrote {written.path}: {written.rows:,} rows, {', '.join(written.columns)}")

@@ -1,0 +1,59 @@
+"""``persia train``: train a persia.yml."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as train.seed=7. Repeatable."),
+]
+
+
+def train(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A persia.yml.")],
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="With --resume: the run; by default the newest one.")
+    ] = None,
+    set_: Set = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a run after its newest checkpoint.")] = False,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also train this model on the same rows: lightgbm.")
+    ] = None,
+) -> None:
+    """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
+    from persia.config import load_config
+    from persia.runtime.errors import UsageError
+    from persia.runtime.exit_codes import ExitCode
+    from persia.trainer import Trainer, baselines
+    from persia.trainer.progress import Shown, show_results
+    from persia.trainer.run_folder import SUMMARY
+
+    if run is not None and not resume:
+        raise UsageError(f"{run}: a second argument is a run to continue: persia train {file} --resume {run}")
+    compare = None if baseline is None else baselines.find(baseline)
+    config = load_config(file, set_ or ())
+    stop = config.train.early_stop
+    folder = None
+    try:
+        with Trainer(config) as trainer, Shown("auc" if stop is None else stop.metric) as shown:
+            if resume:
+                trainer.resume(run)
+            reports = trainer.fit()
+            folder = trainer.folder
+            for report in reports:
+                shown.report(report)
+        if folder is None:
+            return
+        if compare is not None:
+            compare(config, folder)
+        show_results(folder.read_json(SUMMARY))
+        typer.echo(folder.shown)
+    except (KeyboardInterrupt, SystemExit) as error:
+        code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
+        if folder is not None and code:
+            overrides = "".join(f" --set {each}" for each in set_ or ())
+            typer.echo(f"next:  persia train {file}{overrides} --resume {folder.shown}", err=True)
+        sys.exit(code)

@@ -1,0 +1,203 @@
+"""Batches of a part: rows read, transformed, and with what the trainer needs beside features and labels."""
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from persia.data import IterableDataset
+from persia.data.records import RecordReader
+from persia.data.records.split import hash_values
+from persia.embedding.data import PersiaBatch
+from persia.features import Samples, Transform, to_batch
+from persia.runtime.errors import DataError, FeatureTypeError
+from persia.trainer.parts import Part
+
+Counts = dict[str, dict[str, int]]
+"""How many values of each feature were unusual, by kind."""
+
+
+@dataclass
+class Unusual:
+    """What was unusual about the rows so far: see the table of ``docs/transforms.md``.
+
+    Attributes:
+        rows: The rows.
+        counts: The values of each feature, by kind.
+    """
+
+    rows: int = 0
+    counts: Counts = field(default_factory=dict)
+
+    def add(self, rows: int, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """Add what was unusual about more rows."""
+        self.rows += rows
+        for feature, kinds in counts.items():
+            mine = Counter(self.counts.get(feature, {}))
+            mine.update(kinds)
+            self.counts[feature] = dict(mine)
+
+
+class TrainingBatches(IterableDataset):
+    """The batches of a reader, for training. It resumes as the reader does.
+
+    Args:
+        part: What is read.
+        reader: Reads it.
+        transform: Makes ids, floats and labels of rows.
+        weight: The column of a weight of each row, if any.
+
+    Attributes:
+        busy: Seconds that reading and transforming took.
+    """
+
+    def __init__(self, part: Part, reader: RecordReader, transform: Transform, weight: str | None) -> None:
+        super().__init__(buffer_size=4)
+        self._part = part
+        self._reader = reader
+        self._transform = transform
+        self._weight = weight
+        self._unusual: deque[tuple[int, Counts]] = deque()  # of the batches that are read and not trained on
+        self.busy = 0.0
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches after the position of the reader.
+
+        Raises:
+            DataError: A row is invalid; the message names file and row.
+        """
+        self._unusual.clear()
+        started = time.perf_counter()
+        for rows in self._reader:
+            try:
+                samples, meta = self._make(rows)
+            except DataError as error:
+                raise self._part.with_place(error, self._make) from error
+            self._unusual.append((len(samples), samples.report.counts))
+            batch = to_batch(samples, meta=meta)
+            self.busy += time.perf_counter() - started
+            yield batch
+            started = time.perf_counter()
+
+    def _make(self, rows: pa.RecordBatch, first_row: int = 0) -> tuple[Samples, bytes | None]:
+        samples = self._transform(rows, first_row=first_row)
+        return samples, None if self._weight is None else weights_of(rows, self._weight, first_row).tobytes()
+
+    def trained(self, unusual: Unusual) -> None:
+        """Add what was unusual about the oldest batch that was not trained on."""
+        if self._unusual:
+            unusual.add(*self._unusual.popleft())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the reader."""
+        return self._reader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue there."""
+        self._reader.load_state_dict(state_dict)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows to apply a model to.
+
+    Attributes:
+        table: The rows as they were read.
+        samples: The rows transformed.
+        weights: The weight of each row; None where all are 1.
+        groups: A hash of the group of each row, for GAUC; None without groups.
+    """
+
+    table: pa.RecordBatch
+    samples: Samples
+    weights: npt.NDArray[np.float32] | None = None
+    groups: npt.NDArray[np.uint64] | None = None
+
+
+def read_rows(
+    part: Part,
+    transform: Transform,
+    batch_size: int,
+    *,
+    labels: bool = True,
+    strict: bool = True,
+    weight: str | None = None,
+    group: str | None = None,
+) -> Iterator[Rows]:
+    """Yield the rows of a part in order, transformed.
+
+    Args:
+        part: What is read.
+        transform: Makes ids, floats and labels of rows.
+        batch_size: Rows at a time.
+        labels: Whether the rows have labels.
+        strict: Refuse a value of a wrong type, rather than count it.
+        weight: The column of a weight of each row.
+        group: The column of the group of each row.
+
+    Raises:
+        DataError: A row is invalid; the message names file and row.
+    """
+
+    def make(table: pa.RecordBatch, first_row: int = 0) -> Rows:
+        return Rows(
+            table,
+            transform(table, strict=strict, labels=labels, first_row=first_row),
+            None if weight is None else weights_of(table, weight, first_row),
+            None if group is None else groups_of(table, group),
+        )
+
+    for table in part.reader(batch_size):
+        try:
+            rows = make(table)
+        except DataError as error:
+            raise part.with_place(error, make) from error
+        yield rows
+
+
+def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.NDArray[np.float32]:
+    """Return the weight of each row; ``first_row`` is the number of the first one in errors.
+
+    Raises:
+        FeatureTypeError: The column is not of numbers.
+        DataError: A weight is null, negative or not finite.
+    """
+    values = table.column(column)
+    kind = values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise FeatureTypeError(f"train.weight: column {column!r} is {kind}, want numbers")
+    weights: npt.NDArray[np.float32] = np.asarray(values.cast(pa.float64()).fill_null(-1)).astype(np.float32)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        found = values[int(wrong[0])].as_py()
+        raise DataError(
+            f"train.weight: column {column!r}, row {first_row + int(wrong[0])}: found {found}, allowed: finite numbers "
+            "of at least 0"
+        )
+    return weights
+
+
+def groups_of(table: pa.RecordBatch, column: str) -> npt.NDArray[np.uint64]:
+    """Return a hash of the value of each row; null is a group of its own."""
+    values = table.column(column)
+    groups = np.zeros(len(values), np.uint64)
+    known = np.asarray(values.is_valid())
+    groups[known] = hash_values(values.drop_null())
+    return groups
+
+
+def weights_in(meta: bytes | None, rows: int) -> torch.Tensor:
+    """Return the weights that :class:`TrainingBatches` has put into a batch, ``[rows, 1]``.
+
+    Raises:
+        DataError: The batch has none, or another number of them.
+    """
+    if meta is None or len(meta) != 4 * rows:
+        raise DataError(f"train.weight is set, but a batch of {rows} rows does not carry as many weights")
+    return torch.frombuffer(bytearray(meta), dtype=torch.float32).view(-1, 1)

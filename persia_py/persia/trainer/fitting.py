@@ -1,0 +1,97 @@
+"""The transform of a run: fitted once over the rows of train, then kept in the run's folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia.config import Config
+from persia.features import Fitter, Transform
+from persia.runtime.errors import CheckpointError, DataError, StorageError
+from persia.runtime.files import write_whole
+from persia.runtime.logging import get_logger
+from persia.trainer.parts import Part, Parts
+
+_logger = get_logger("trainer")
+
+FILE = "transform.json"
+"""The file of a run with its transform."""
+
+_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A transform, and the number of rows that it is for.
+
+    Attributes:
+        transform: The features with their fitted numbers.
+        rows: The rows of train.
+    """
+
+    transform: Transform
+    rows: int
+
+
+def fit(config: Config, parts: Parts) -> Fitted:
+    """Fit the features, in one pass over the rows of train. Memory is bounded; without need the pass is left out.
+
+    Raises:
+        DataError: A value cannot be used, which the message names with its file and row, or there is no row.
+    """
+    features, train = config.compiled, parts.train
+    train.check_not_empty()
+    if not features.needs_rows:
+        return Fitted(features.fit(train.files.schema.empty_table()), parts.count_train())
+    _logger.info("fitting the features over the rows of train")
+    fitter = Fitter(features)
+    try:
+        for batch in train.reader(_ROWS):
+            fitter.update(batch)
+    except DataError as error:
+        raise _with_place(config, train, error) from error
+    rows = fitter.rows
+    return Fitted(fitter.finish(), rows)
+
+
+def _with_place(config: Config, train: Part, error: DataError) -> DataError:
+    """Return the error of a fit with the file, and the number of the row in it. The files are read again."""
+    fitter, file = Fitter(config.compiled), 0
+    for unit in train.files.units:
+        if unit.file != file:
+            fitter, file = Fitter(config.compiled), unit.file  # it counts rows from 0
+        for batch in train.files.read(unit):
+            try:
+                fitter.update(batch)
+            except DataError as found:
+                return DataError(f"{unit.path}: {found}")
+    return error
+
+
+def save(transform: Transform, folder: Path) -> None:
+    """Write the transform into a run's folder.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    path = folder / FILE
+    try:
+        write_whole(path, transform.to_json().encode())
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+
+
+def load(config: Config, folder: Path) -> Transform:
+    """Read the transform of a run.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or it was fitted for other features; the message names what
+            differs.
+    """
+    path = folder / FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}; a run without its transform cannot be used") from error
+    try:
+        return config.compiled.load(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

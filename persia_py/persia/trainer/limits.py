@@ -1,0 +1,63 @@
+"""What limits the speed of training: the shares of the time that the loop computes, and waits."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+STAGES = ("data", "lookup", "push")
+
+
+class Limits:
+    """Measures the time of the training loop, between two reports.
+
+    ``dense`` is the time of the loop itself: forward, backward, optimizer. While the loop waits for a batch, the
+    stages before it work at the same time, each on a batch of its own; the wait counts for the stage that was busy
+    for most of the interval, because the others were waiting for it:
+
+    * ``data``: reading and transforming rows
+    * ``lookup``: planning, looking up and pooling
+    * ``push``: look-ups that waited for pushes, as the staleness demands
+    """
+
+    def __init__(self) -> None:
+        self._dense = self._waited = self._apart = 0.0
+        self._before = dict.fromkeys(STAGES, 0.0)
+        self._mark = time.perf_counter()
+
+    def waited(self) -> None:
+        """A batch has arrived: the time since the last step was a wait."""
+        self._waited += self._lap()
+
+    def stepped(self) -> None:
+        """A step is done."""
+        self._dense += self._lap()
+
+    def apart(self) -> None:
+        """Something else is done, such as an evaluation, which does not count."""
+        self._apart += self._lap()
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        lap, self._mark = now - self._mark, now
+        return lap
+
+    def take(self, busy_data: float, seconds: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last call and the shares, and begin anew.
+
+        Args:
+            busy_data: Seconds so far that reading and transforming took.
+            seconds: Those of each stage of the engine, from its statistics.
+        """
+        now = {
+            "data": busy_data,
+            "lookup": sum(float(seconds.get(name, 0.0)) for name in ("plan", "lookup", "pool")),
+            "push": float(seconds.get("permit_wait", 0.0)),
+        }
+        busy = {name: now[name] - self._before[name] for name in STAGES}
+        whole = self._dense + self._waited
+        limit = max(STAGES, key=lambda name: busy[name])
+        shares = {"dense": self._dense / whole if whole else 0.0, **dict.fromkeys(STAGES, 0.0)}
+        shares[limit] = self._waited / whole if whole else 0.0
+        self._before = now
+        self._dense = self._waited = 0.0
+        return whole, shares

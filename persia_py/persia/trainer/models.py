@@ -1,0 +1,166 @@
+"""The model of a configuration: a built-in one by name, or a class of the user's own."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from persia.config import Config
+from persia.embedding.config import Configuration
+from persia.embedding.data import split_mask
+from persia.models import DLRM, DCNv2
+from persia.runtime.errors import ConfigError
+from persia.trainer.optimizers import check_arguments
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model gets of a batch, in order.
+
+    Attributes:
+        dense: The names of the dense columns.
+        slots: The names of the features with an embedding.
+        dims: The dimension of each slot.
+        sequences: The slots that arrive as ``[batch, last, dim + 1]``.
+        labels: The names of the labels.
+    """
+
+    dense: list[str]
+    slots: list[str]
+    dims: list[int]
+    sequences: list[str]
+    labels: list[str]
+
+
+def slots_of(config: Config) -> Configuration:
+    """Return the slots and tables of a configuration, for a context."""
+    embedding = config.compiled.embedding_config()
+    return Configuration.of_slots(embedding, config.described, "the features of persia.yml")
+
+
+def inputs_of(config: Config) -> Inputs:
+    """Return what the model of a configuration gets."""
+    types = dict(config.compiled.types)
+    slots = config.compiled.embedding_config().slots
+    return Inputs(
+        dense=[name for name, kind in types.items() if kind == "dense"],
+        slots=slots,
+        dims=[int(config.features[slot]["dim"]) for slot in slots],
+        sequences=[slot for slot in slots if types[slot] == "sequence"],
+        labels=[name for name, _, _ in config.compiled.labels],
+    )
+
+
+class PooledSequences(torch.nn.Module):
+    """A model that takes pooled embeddings only: each sequence is replaced by the mean of its rows.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return the model's output.
+
+        Args:
+            non_id_tensors: The dense inputs.
+            embedding_tensors: ``[batch, dim]``, or ``[batch, last, dim + 1]`` of a sequence.
+        """
+        pooled = [_mean(each) if each.dim() == 3 else each for each in embedding_tensors]
+        output: torch.Tensor = self.model(non_id_tensors, pooled)
+        return output
+
+
+def _mean(raw: torch.Tensor) -> torch.Tensor:
+    rows, mask = split_mask(raw)
+    present = mask.unsqueeze(-1).to(rows.dtype)
+    return (rows * present).sum(1) / present.sum(1).clamp(min=1)
+
+
+def build(config: Config) -> torch.nn.Module:
+    """Return the model of the ``model`` block, with random weights from torch's generator.
+
+    Built-in models get the mean of a sequence's rows.
+
+    Raises:
+        ConfigError: The model is unknown or its class cannot be imported, or an argument does not fit.
+    """
+    inputs = inputs_of(config)
+    block = config.model
+    if not inputs.slots:
+        raise ConfigError("features: none has an embedding; a model needs at least one feature with `dim`")
+    if block.class_ is not None:
+        return _own(config, block.class_, inputs)
+    makers: dict[str, Callable[[Inputs, dict[str, Any]], torch.nn.Module]] = {"dlrm": _dlrm, "dcnv2": _dcnv2}
+    if block.name not in makers:
+        raise ConfigError(f"model.name: {block.name!r}, want one of {', '.join(makers)}, or `class: module:Class`")
+    model = makers[block.name](inputs, block.arguments)
+    return PooledSequences(model) if inputs.sequences else model
+
+
+def _dlrm(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
+    if len({*inputs.dims}) > 1:
+        listed = ", ".join(f"{slot} {dim}" for slot, dim in zip(inputs.slots, inputs.dims, strict=True))
+        raise ConfigError(f"model: dlrm needs features of equal dim, but they have {listed}; or use `name: dcnv2`")
+    dim = inputs.dims[0]
+    given = {"num_dense": len(inputs.dense), "num_slots": len(inputs.slots), "embedding_dim": dim}
+    defaults = {"bottom_mlp": [64, dim], "top_mlp": [256, 64, len(inputs.labels)], "num_labels": len(inputs.labels)}
+    return _make("model", DLRM, "dlrm", {**given, **defaults, **arguments}, arguments)
+
+
+def _dcnv2(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
+    given = {"num_dense": len(inputs.dense), "embedding_dims": inputs.dims, "num_labels": len(inputs.labels)}
+    return _make("model", DCNv2, "dcnv2", {**given, **arguments}, arguments)
+
+
+def _make(
+    key: str, make: Callable[..., torch.nn.Module], name: str, all_: dict[str, Any], own: dict[str, Any]
+) -> torch.nn.Module:
+    check_arguments(key, make, own, name)
+    try:
+        return make(**all_)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: {name}: {error}") from error
+
+
+def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
+    """Return a model of the user's class, which gets those of its arguments that :class:`Inputs` knows."""
+    kind = _import(config, place)
+    known = {
+        "num_dense": len(inputs.dense),
+        "num_slots": len(inputs.slots),
+        "embedding_dims": inputs.dims,
+        "num_labels": len(inputs.labels),
+        "inputs": inputs,
+    }
+    parameters = inspect.signature(kind).parameters
+    wanted = {name: value for name, value in known.items() if name in parameters}
+    model = _make("model", kind, place, {**wanted, **config.model.arguments}, config.model.arguments)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"model.class: {place} made a {type(model).__name__}, want a torch.nn.Module")
+    return model
+
+
+def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
+    module, _, name = place.partition(":")
+    if not module or not name:
+        raise ConfigError(f"model.class: {place!r}, want module:Class")
+    folder = str(config.folder)
+    sys.path.insert(0, folder)
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"model.class: {place}: {error}; modules are found from {folder}") from error
+    finally:
+        sys.path.remove(folder)
+    if found is None:
+        raise ConfigError(f"model.class: {place}: module {module} has no {name}")
+    kind: Callable[..., torch.nn.Module] = found
+    return kind

@@ -1,0 +1,217 @@
+"""The parts train, valid and test of a configuration's data, and other rows that a model is applied to."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from persia.config import Config
+from persia.config.blocks import DataBlock, Paths
+from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files
+from persia.runtime.errors import ConfigError, DataError
+from persia.runtime.files import is_url
+
+TYPES: Mapping[str, pa.DataType] = MappingProxyType(
+    {
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "string": pa.string(),
+        "bool": pa.bool_(),
+        "timestamp": pa.timestamp("us"),
+        "date": pa.date32(),
+    }
+)
+"""The types of ``data.columns``."""
+
+CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
+"""The columns of Criteo's files: a label, 13 numbers, 26 categories."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of some files.
+
+    Attributes:
+        files: The files.
+        split: The rule that divides their rows; None means that all are in this part.
+        name: ``train``, ``valid`` or ``test``.
+    """
+
+    files: Files
+    split: Split | None
+    name: str
+
+    def reader(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        epochs: int = 1,
+        seed: int = 0,
+        window_rows: int = 1 << 18,
+        shard: tuple[int, int] = (0, 1),
+    ) -> RecordReader:
+        """Return a reader of the rows; see :class:`RecordReader` for the arguments."""
+        return RecordReader(
+            self.files,
+            batch_size,
+            split=self.split,
+            part=self.name,
+            epochs=epochs,
+            shuffle=shuffle,
+            seed=seed,
+            window_rows=window_rows,
+            shard=shard,
+        )
+
+    def count(self) -> int:
+        """Return the number of rows, which is read from the metadata of the files if that is enough."""
+        if self.split is None and self.files.rows is not None:
+            return self.files.rows
+        wanted = PARTS.index(self.name)
+        rows = 0
+        for unit in self.files.units:
+            first = unit.first_row
+            for batch in self.files.read(unit):
+                if self.split is None:
+                    rows += batch.num_rows
+                else:
+                    rows += int(np.count_nonzero(self.split.parts(batch, unit.file, first) == wanted))
+                first += batch.num_rows
+        return rows
+
+    def check_not_empty(self) -> None:
+        """Check that there is a row.
+
+        Raises:
+            DataError: There is none.
+        """
+        if next(iter(self.reader(1)), None) is None:
+            shown = ", ".join(self.files.paths[:3]) + (" …" if len(self.files.paths) > 3 else "")
+            raise DataError(f"the part {self.name} has no rows (of {shown}); change data.split, or give other files")
+
+    def with_place(self, error: DataError, check: Callable[[pa.RecordBatch, int], object]) -> DataError:
+        """Return an error that names file and row, for one that was raised at a batch of shuffled rows.
+
+        The files are read again, in their order, up to the first row that is refused.
+
+        Args:
+            error: The error.
+            check: Raises it for some rows; the second argument is the number of the first row in its file.
+        """
+        for unit in self.files.units:
+            row = unit.first_row
+            for batch in self.files.read(unit):
+                try:
+                    check(batch, row)
+                except DataError as found:
+                    return DataError(f"{unit.path}: {found}")
+                row += batch.num_rows
+        return error
+
+
+class Parts:
+    """The rows of a configuration's ``data`` block.
+
+    A part with files of its own takes no rows of ``data.train``; its fraction there goes to train.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ConfigError: The split lacks a key, or has one that does not fit.
+        UsageError: A file does not exist.
+        DataError: A file lacks a column, or is damaged.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        data, split = config.data, config.data.split
+        self._split = _split_of(data)
+        columns = config.compiled.columns()
+        if self._split is not None:
+            columns = [*columns, *self._split.columns]
+        self._columns = [*columns, *_more_columns(config)]
+        files = self.open(data.train)
+        self.train = Part(files, self._split, "train")
+        divided = split.by != "file"
+        self.valid = self._part("valid", data.valid, divided and _takes_rows(self._split, "valid"))
+        self.test = self._part("test", data.test, divided and _takes_rows(self._split, "test"))
+
+    def _part(self, name: str, own: Paths | None, divided: bool) -> Part | None:
+        if own is not None:
+            return Part(self.open(own), None, name)
+        return Part(self.train.files, self._split, name) if divided else None
+
+    def open(self, paths: Paths) -> Files:
+        """Open files that are read as those of the configuration, with all their columns that it names."""
+        return open_like(self._config, paths, self._columns)
+
+    def count_train(self) -> int:
+        """Return the number of rows of train, reading as few columns as possible."""
+        needed = [] if self._split is None else self._split.columns
+        columns = needed or self._columns[:1]
+        return Part(open_like(self._config, self._config.data.train, columns), self._split, "train").count()
+
+
+def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
+    """Open files as the ``data`` block of a configuration describes them.
+
+    Args:
+        config: The configuration; relative paths are relative to its folder.
+        paths: Files, folders, globs or ``s3://`` addresses.
+        columns: What is read; None means all columns.
+    """
+    data = config.data
+    given = [paths] if isinstance(paths, str) else [*paths]
+    whole = [path if is_url(path) else str(config.folder / Path(path).expanduser()) for path in given]
+    types = {name: TYPES[kind] for name, kind in data.columns.items() if kind in TYPES}
+    if unknown := {name: kind for name, kind in data.columns.items() if kind not in TYPES}:
+        raise ConfigError(f"data.columns: {unknown}: want one of {', '.join(TYPES)}")
+    file_format, header = data.format, data.header
+    if data.preset == "criteo":
+        file_format, header = "tsv", [*CRITEO_HEADER]
+        types = {name: pa.int64() for name in CRITEO_HEADER if name[0] != "C"} | types
+    return open_files(whole, file_format=file_format, columns=columns, types=types, header=header)
+
+
+def row_columns(config: Config) -> list[str]:
+    """Return the columns beside features and labels that an evaluation can use: the weight and the group of a row."""
+    return _more_columns(config)
+
+
+def _more_columns(config: Config) -> list[str]:
+    train = config.train
+    group = train.gauc_group if "gauc" in train.metrics else None
+    return [name for name in (train.weight, group) if name is not None]
+
+
+def _split_of(data: DataBlock) -> Split | None:
+    split = data.split
+    if split.by == "file" or (data.valid is not None and data.test is not None):
+        return None
+    if split.by == "hash":
+        train, valid, test = split.fractions
+        if data.valid is not None:
+            train, valid = train + valid, 0.0
+        if data.test is not None:
+            train, test = train + test, 0.0
+        return HashSplit((train, valid, test), split.group, split.seed)
+    if split.column is None:
+        raise ConfigError("data.split: by time needs `column`, the column of the time")
+    wanted = {"valid": data.valid is None, "test": data.test is None}
+    bounds: dict[str, Any] = {name: getattr(split, name) for name in wanted if wanted[name]}
+    if not any(bound is not None for bound in bounds.values()):
+        lacking = " or ".join(f"`{name}`" for name in bounds)
+        raise ConfigError(f"data.split: by time needs {lacking}, the first time of that part")
+    return TimeSplit(split.column, bounds.get("valid"), bounds.get("test"))
+
+
+def _takes_rows(split: Split | None, part: str) -> bool:
+    if isinstance(split, HashSplit):
+        return split.fractions[PARTS.index(part)] > 0
+    return isinstance(split, TimeSplit) and getattr(split, part) is not None

@@ -1,0 +1,94 @@
+"""Scores of a file's rows, written to a Parquet file."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from persia.config.blocks import Paths
+from persia.runtime.errors import StorageError, UsageError
+from persia.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        path: The file.
+        rows: Its rows.
+        columns: Its columns of scores.
+    """
+
+    path: Path
+    rows: int
+    columns: list[str]
+
+
+def write(
+    trainer: Trainer,
+    source: Paths,
+    out: Path,
+    *,
+    keep: Sequence[str] | None = None,
+    strict: bool = True,
+    force: bool = False,
+) -> Written:
+    """Write the rows of files with a column of scores for each label, called ``score`` or ``score_LABEL``.
+
+    The file appears when it is complete; memory is bounded.
+
+    Args:
+        trainer: Has a trained model.
+        source: The files.
+        out: A file that ends in ``.parquet``.
+        keep: The columns that are kept of each row; None keeps all.
+        strict: Refuse a value of a wrong type.
+        force: Replace a file that exists.
+
+    Raises:
+        UsageError: ``out`` exists or has another ending, or a column has the name of a score.
+        DataError: A row is invalid; the message names file and row. Nothing is written.
+        StorageError: The file cannot be written; nothing is left of it.
+    """
+    if out.suffix != ".parquet":
+        raise UsageError(f"{out}: want a name that ends in .parquet")
+    if out.exists() and not force:
+        error = UsageError(f"{out}: the file exists")
+        error.hint = "give --force to replace it, or another name"
+        raise error
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    writer: pq.ParquetWriter | None = None
+    rows, scores = 0, score_columns([name for name, _, _ in trainer.config.compiled.labels])
+    try:
+        try:
+            for table, found in trainer.predict(source, strict=strict, columns=None if keep is None else [*keep]):
+                kept = table if keep is None else table.select([*dict.fromkeys(keep)])
+                for label, column in scores.items():
+                    if column in kept.schema.names:
+                        raise UsageError(f"the rows have a column {column!r} already; choose others with --keep COLUMN")
+                    kept = kept.append_column(column, pa.array(found[label], pa.float32()))
+                writer = writer or pq.ParquetWriter(part, kept.schema)
+                writer.write_batch(kept)
+                rows += kept.num_rows
+        finally:
+            if writer is not None:
+                writer.close()
+        if writer is None:
+            raise UsageError(f"{source if isinstance(source, str) else ', '.join(source)}: no rows")
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(out)
+    except OSError as error:
+        raise StorageError(f"{out}: {error.strerror or error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return Written(out, rows, [*scores.values()])
+
+
+def score_columns(labels: list[str]) -> dict[str, str]:
+    """Return the name of the column of each label's scores."""
+    return {labels[0]: "score"} if len(labels) == 1 else {label: f"score_{label}" for label in labels}

@@ -1,0 +1,96 @@
+"""What is shown while training: a live line on a terminal, plain lines elsewhere."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from typing_extensions import Self
+
+from persia.trainer.pages import results_table
+from persia.trainer.reports import EvaluationReport, StepReport, title
+
+
+class Shown:
+    """Shows reports as they come; a context manager around the training.
+
+    Args:
+        metric: The metric of the valid part that is shown.
+        console: Where; None is standard output.
+    """
+
+    def __init__(self, metric: str = "auc", console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._metric = metric
+        self._live: Progress | None = None
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]} · valid {task.fields[metric]} · {task.fields[speed]} samples/s"),
+                TextColumn("· staleness {task.fields[staleness]} · limited by {task.fields[limit]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._live = Progress(*columns, console=self._console)
+            fields = {"loss": "-", "speed": "-", "staleness": "-", "limit": "-"}
+            self._task = self._live.add_task("", total=None, metric=f"{title(metric)} -", **fields)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def report(self, report: StepReport | EvaluationReport) -> None:
+        """Show a report."""
+        if self._live is None:
+            self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+        elif isinstance(report, StepReport):
+            limit = max(report.shares, key=lambda name: report.shares[name])
+            self._live.update(
+                self._task,
+                total=report.total_steps,
+                completed=report.step,
+                loss=f"{report.loss:.4f}",
+                speed=f"{report.samples_per_s:,.0f}",
+                staleness=report.staleness,
+                limit=f"{limit} {report.shares[limit]:.0%}",
+            )
+        else:
+            value = report.value(self._metric)
+            if report.part == "valid" and value is not None:
+                self._live.update(self._task, metric=f"{title(self._metric)} {value:.4f}")
+            self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_results(summary: dict[str, object], console: Console | None = None) -> None:
+    """Show the table of a run's results."""
+    heads, rows = results_table(summary)
+    if not rows:
+        return
+    table = Table(*heads)
+    for row in rows:
+        table.add_row(*row)
+    (console or Console()).print(table)
+
+
+def show_evaluation(report: EvaluationReport, console: Console | None = None) -> None:
+    """Show the metrics of an evaluation, why one is not defined, and the ids that have no row."""
+    console = console or Console()
+    names = [*dict.fromkeys(name for metrics in report.labels.values() for name in metrics.values)]
+    table = Table("", "rows", *(title(name) for name in names))
+    for label, metrics in report.labels.items():
+        values = [metrics.values.get(name) for name in names]
+        table.add_row(label, f"{metrics.rows:,}", *("-" if value is None else f"{value:.4f}" for value in values))
+    console.print(table)
+    for label, metrics in report.labels.items():
+        for name, why in metrics.notes.items():
+            console.print(f"{label}: {title(name)} is not defined: {why}", markup=False, highlight=False)
+    console.print(f"{report.without_row:.2%} of the looked-up ids have no row", highlight=False)

@@ -1,0 +1,130 @@
+"""The files that a run writes while it trains: lines of metrics, the summary, curves and a report."""
+
+import json
+import os
+from datetime import datetime, timezone
+from typing import Any
+
+import persia
+from persia.runtime.errors import StorageError
+from persia.trainer.reports import EvaluationReport, StepReport
+from persia.trainer.run_folder import METRICS, SUMMARY, RunFolder
+
+RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+
+
+class Record:
+    """Writes the files of a run.
+
+    Args:
+        folder: The run's folder.
+        tensorboard: Write event files for TensorBoard too.
+        resumed_step: The step after which the run resumes; lines of later steps are dropped. None for a new run.
+    """
+
+    def __init__(self, folder: RunFolder, *, tensorboard: bool, resumed_step: int | None) -> None:
+        self._folder = folder
+        before = folder.read_json(SUMMARY) if resumed_step is not None else {}
+        self.started = before.get("started") or _now()
+        self.summary: dict[str, Any] = {"status": RUNNING, "name": folder.path.name, "persia": persia.__version__}
+        self.summary["started"] = self.started
+        if "baseline" in before:
+            self.summary["baseline"] = before["baseline"]
+        if resumed_step is not None:
+            self.summary["resumed_after_step"] = resumed_step
+            lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines() if _stays(line, resumed_step)]
+            folder.write(METRICS, "".join(lines))
+        self._board = _Board(folder, resumed_step) if tensorboard else None
+        self.write({})
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines of ``metrics.jsonl``; a last line that was cut short is left out."""
+        return read_lines(self._folder)
+
+    def add(self, report: StepReport | EvaluationReport) -> None:
+        """Append a line.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        path = self._folder.path / METRICS
+        line = report.as_dict()
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror or error}") from error
+        if self._board is not None:
+            self._board.add(line)
+
+    def write(self, more: dict[str, Any]) -> None:
+        """Write the summary, with more of it."""
+        self.summary.update(more)
+        self.summary["updated"] = _now()
+        self._folder.write_json(SUMMARY, self.summary)
+
+    def close(self) -> None:
+        """End the event files."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+class _Board:
+    """Event files for TensorBoard."""
+
+    def __init__(self, folder: RunFolder, resumed_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            from persia.runtime.errors import ConfigError
+
+            missing = ConfigError("run.tensorboard: the package tensorboard is not installed")
+            missing.hint = "pip install tensorboard, or --set run.tensorboard=false"
+            raise missing from error
+        purge = None if resumed_step is None else resumed_step + 1
+        make: Any = SummaryWriter
+        self._writer = make(os.fspath(folder.path / "tensorboard"), purge_step=purge)
+
+    def add(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        for name, value in _flat("", line):
+            if name not in ("step", "best"):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_lines(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the lines of ``metrics.jsonl``; a last line that was cut short is left out."""
+    try:
+        text = (folder.path / METRICS).read_text(encoding="utf-8")
+    except OSError:
+        return []
+    lines = []
+    for line in text.splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def _flat(prefix: str, values: dict[str, Any]) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for name, value in values.items():
+        place = f"{prefix}/{name}" if prefix else name
+        if isinstance(value, dict):
+            found += _flat(place, value)
+        elif isinstance(value, int | float):
+            found.append((place, float(value)))
+    return found
+
+
+def _stays(line: dict[str, Any], step: int) -> bool:
+    return int(line.get("step", 0)) <= step and "test" not in line
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

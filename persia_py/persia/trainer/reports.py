@@ -1,0 +1,126 @@
+"""What a training run reports."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from persia.trainer.batches import Unusual
+from persia.trainer.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The steps since the last report.
+
+    Attributes:
+        step: The last step.
+        total_steps: The steps of the whole run; None if they are not known.
+        epoch: The epoch of the step, from 1.
+        loss: The mean loss of these steps; steps that were skipped for NaN or infinity do not count.
+        samples_per_s: Rows trained on in a second, evaluations left out.
+        learning_rate: Of the model, for the next step.
+        staleness: Pushes in flight when this report was made.
+        shares: The share of the time that was spent in the dense model, and waiting for data, look-ups and pushes.
+    """
+
+    step: int
+    total_steps: int | None
+    epoch: int
+    loss: float
+    samples_per_s: float
+    learning_rate: float
+    staleness: int
+    shares: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the line of ``metrics.jsonl``."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": round(self.loss, 6),
+            "samples_per_s": round(self.samples_per_s),
+            "learning_rate": self.learning_rate,
+            "staleness": self.staleness,
+            "shares": {name: round(share, 3) for name, share in self.shares.items()},
+        }
+
+    def __str__(self) -> str:
+        """Return one line."""
+        of = "" if self.total_steps is None else f"/{self.total_steps}"
+        limit = max(self.shares, key=lambda name: self.shares[name])
+        return (
+            f"step {self.step}{of}  epoch {self.epoch}  loss {self.loss:.4f}  {self.samples_per_s:,.0f} samples/s  "
+            f"staleness {self.staleness}  limited by {limit} ({self.shares[limit]:.0%})"
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """An evaluation.
+
+    Attributes:
+        step: The step of the model.
+        part: ``valid``, ``test``, or the name of other rows.
+        labels: The metrics of each label.
+        loss: The loss over all rows, as in training; None without rows.
+        unusual: What was unusual about the rows.
+        without_row: The share of looked-up ids that have no row.
+        slots_without_row: The same for each slot that has such ids, in a sample of the batches.
+        seconds: How long it took.
+        is_best: It is the best one so far.
+    """
+
+    step: int
+    part: str
+    labels: dict[str, Metrics]
+    loss: float | None
+    unusual: Unusual = field(default_factory=Unusual)
+    without_row: float = 0.0
+    slots_without_row: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    is_best: bool = False
+
+    def value(self, metric: str) -> float | None:
+        """Return a metric of the first label, or the ``loss``; None where it is not defined."""
+        if metric == "loss":
+            return self.loss
+        return next(iter(self.labels.values())).values.get(metric)
+
+    def results(self) -> dict[str, Any]:
+        """Return the results, JSON-ready."""
+        return {
+            "step": self.step,
+            "loss": self.loss,
+            "labels": {name: metrics.as_dict() for name, metrics in self.labels.items()},
+            "ids_without_row": round(self.without_row, 6),
+            "slots_without_row": {slot: round(share, 6) for slot, share in self.slots_without_row.items()},
+            "unusual": self.unusual.counts,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the line of ``metrics.jsonl``."""
+        results = self.results()
+        return {
+            "step": results["step"],
+            self.part: {"loss": results["loss"], **results["labels"]},
+            **({"best": True} if self.is_best else {}),
+        }
+
+    def __str__(self) -> str:
+        """Return one line."""
+        shown = []
+        for label, metrics in self.labels.items():
+            name = f"{label}: " if len(self.labels) > 1 else ""
+            values = [f"{title(each)} {_number(value)}" for each, value in metrics.values.items()]
+            shown.append(name + "  ".join(values))
+        return f"step {self.step}  {self.part}  " + "  ".join(shown) + ("  best so far" if self.is_best else "")
+
+
+def title(metric: str) -> str:
+    """Return a metric's name as it is shown."""
+    names = {"auc": "AUC", "gauc": "GAUC", "ne": "NE", "log_loss": "log-loss", "mse": "MSE", "mae": "MAE"}
+    return names.get(metric, metric)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

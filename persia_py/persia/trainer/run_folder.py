@@ -1,0 +1,265 @@
+"""The folder of a run: what is in it, and how it is found again."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from persia.config import Config, load_config
+from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.runtime.files import is_url, make_folders, write_whole
+from persia_core import checkpoint as _core
+
+CONFIG = "persia.yml"
+"""The whole configuration of a run, with defaults and overrides."""
+FACTS = "run.json"
+"""What the configuration does not say: where it came from, the rows of train, the digest of the transform."""
+SUMMARY = "summary.json"
+"""The state and the results of a run."""
+METRICS = "metrics.jsonl"
+"""A line for each report."""
+CHECKPOINTS, BEST = "checkpoints", "best"
+"""The folders of the saves, and of the checkpoint with the best metric of the valid part."""
+LATEST = "LATEST"
+"""Beside the runs: the name of the newest one."""
+
+
+class RunFolder:
+    """A run's folder.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    @classmethod
+    def new(cls, config: Config) -> "RunFolder":
+        """Return the folder of a new run; it is not made yet.
+
+        Raises:
+            UsageError: There is a run of this name.
+        """
+        parent = Path(config.run.dir).expanduser()
+        name = config.run.name
+        if name is not None:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) or name == LATEST:
+                raise ConfigError(f"run.name: {name!r}, want letters, digits, '.', '_' and '-'")
+            if (parent / name).exists():
+                error = UsageError(f"{parent / name}: there is a run of this name already")
+                error.hint = f"continue it with --resume {parent / name}, or give another one: --set run.name=NAME"
+                raise error
+            return cls(parent / name)
+        started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+        names = [started, *(f"{started}-{number}" for number in range(2, 1000))]
+        return cls(parent / next(each for each in names if not (parent / each).exists()))
+
+    @property
+    def shown(self) -> str:
+        """The path as a user would type it."""
+        try:
+            return str(self.path.relative_to(Path.cwd()))
+        except ValueError:
+            return str(self.path)
+
+    def saves(self, config: Config) -> Path:
+        """Return the folder of the saves: a folder of the run's name in ``checkpoint.dir``, if that is given."""
+        given = config.checkpoint.dir
+        return self.path / CHECKPOINTS if given is None else Path(given).expanduser().absolute() / self.path.name
+
+    @property
+    def best(self) -> Path:
+        """The folder of the best checkpoint."""
+        return self.path / BEST
+
+    def make(self, config: Config) -> None:
+        """Make the folder with its configuration, and name it in ``LATEST``.
+
+        Raises:
+            StorageError: It cannot be made.
+        """
+        with self._naming():
+            make_folders(self.path.parent)
+            self.path.mkdir()
+        self.write(CONFIG, resolved(config))
+        self.write(METRICS, "")
+        with self._naming():
+            write_whole(self.path.parent / LATEST, f"{self.path.name}\n".encode())
+
+    def check_parent(self) -> None:
+        """Check that the folder can be made, before any work is done.
+
+        Raises:
+            StorageError: It cannot.
+        """
+        with self._naming():
+            make_folders(self.path.parent)
+            probe = self.path.parent / f".{self.path.name}.probe"
+            probe.write_bytes(b"")
+            probe.unlink()
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a file of the run atomically.
+
+        Raises:
+            StorageError: It cannot be written; the previous content remains.
+        """
+        with self._naming():
+            write_whole(self.path / name, content if isinstance(content, bytes) else content.encode())
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Write a JSON file of the run atomically."""
+        self.write(name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read a JSON file of the run; a missing one is empty.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        try:
+            content = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path / name}: {error}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.path / name}: want an object, got {type(content).__name__}")
+        return content
+
+    def config(self) -> Config:
+        """Return the configuration of the run; modules of the user are found where they were in training."""
+        config = load_config(self.path / CONFIG)
+        folder = self.read_json(FACTS).get("folder")
+        return config if folder is None else config.located(Path(folder), config.compiled, config.described)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{error.filename or self.path}: {error.strerror or error}") from error
+
+
+def resolved(config: Config) -> str:
+    """Return the whole configuration as YAML, with absolute paths, so that it can be read from another folder."""
+    content = config.model_dump(mode="json", by_alias=True)
+    data = content["data"]
+    for part in ("train", "valid", "test"):
+        if data[part] is not None:
+            paths = [data[part]] if isinstance(data[part], str) else data[part]
+            whole = [path if is_url(path) else str(config.folder / Path(path).expanduser()) for path in paths]
+            data[part] = whole[0] if isinstance(data[part], str) else whole
+    if content["checkpoint"]["dir"] is not None:
+        content["checkpoint"]["dir"] = str(Path(content["checkpoint"]["dir"]).expanduser().absolute())
+    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return "# The configuration of this run, with all defaults. Written by persia.\n" + text
+
+
+MAY_CHANGE = (
+    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run"),
+    *(f"train.{key}" for key in ("early_stop", "evaluate_every", "metrics", "gauc_group", "staleness", "threads")),
+)
+"""Keys that a resumed run may change. The files of ``data.train`` are compared by their names and sizes."""
+
+
+def check_same(before: Config, now: Config) -> None:
+    """Check that a run can be resumed with a configuration.
+
+    Raises:
+        ConfigError: Keys differ that decide about model, rows or the order of the data; the message has both values.
+    """
+    old, new = _flat("", before.model_dump(mode="json")), _flat("", now.model_dump(mode="json"))
+    changed = [
+        f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key) and not any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
+    ]
+    if changed:
+        error = ConfigError("the configuration differs from that of the run: " + "; ".join(changed))
+        error.hint = "give the run's own persia.yml, or start a new run without --resume"
+        raise error
+
+
+def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        place = f"{prefix}.{key}" if prefix else key
+        found |= _flat(place, value) if isinstance(value, dict) and value else {place: value}
+    return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run, and the checkpoint in it that is used.
+
+    Attributes:
+        folder: The run's folder.
+        checkpoint: The checkpoint.
+        step: Its step.
+        is_best: It is the one with the best metric, not the newest.
+    """
+
+    folder: RunFolder
+    checkpoint: Path
+    step: int
+    is_best: bool
+
+
+def find_run(given: str | Path) -> RunFolder:
+    """Return a run by its folder, by ``LATEST`` beside it, or by a checkpoint in it.
+
+    Raises:
+        UsageError: There is no run.
+    """
+    return _find(Path(given))[0]
+
+
+def find_checkpoint(given: str | Path) -> Found:
+    """Return a run and the checkpoint that is used: the one given, else the best one, else the newest.
+
+    Raises:
+        UsageError: There is no run, or it has no checkpoint.
+        CheckpointError: ``LATEST`` names a checkpoint that is not there.
+    """
+    folder, checkpoint = _find(Path(given))
+    if checkpoint is not None:
+        return Found(folder, checkpoint, _core.Checkpoint(checkpoint).step, checkpoint.parent == folder.best)
+    for parent in (folder.best, saves_of(folder)):
+        newest = _core.latest(parent) if parent.is_dir() else None
+        if newest is not None:
+            return Found(folder, Path(newest), _core.Checkpoint(newest).step, parent == folder.best)
+    error = UsageError(f"{folder.shown}: the run has no checkpoint yet")
+    error.hint = f"train it: persia train persia.yml --resume {folder.shown}"
+    raise error
+
+
+def saves_of(folder: RunFolder) -> Path:
+    """Return the folder of the saves of a run."""
+    return folder.saves(folder.config())
+
+
+def _find(path: Path) -> tuple[RunFolder, Path | None]:
+    if path.name == LATEST and path.is_file():
+        name = path.read_text(encoding="utf-8").strip()
+        if (path.parent / name / CONFIG).is_file():
+            return RunFolder(path.parent / name), None
+        checkpoint = path.parent / name
+        path = checkpoint if checkpoint.is_dir() else path
+    for parent in (path, path.parent, path.parent.parent):
+        if (parent / CONFIG).is_file() and (parent / METRICS).is_file():
+            if parent == path or path.name in (CHECKPOINTS, BEST):
+                newest = None if parent == path else _core.latest(path)
+                return RunFolder(parent), None if newest is None else Path(newest)
+            return RunFolder(parent), path
+    error = UsageError(f"{path}: no run; want the folder of a run such as runs/LATEST, or a checkpoint in it")
+    runs = sorted(each.parent for each in Path("runs").glob(f"*/{METRICS}"))
+    error.hint = f"the newest run is {runs[-1]}" if runs else "train one first: persia train persia.yml"
+    raise error

@@ -1,0 +1,98 @@
+"""What a checkpoint keeps of a trainer, beside rows, model, optimizers and the position in the data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from persia.config.blocks import EarlyStopBlock
+from persia.runtime.errors import CheckpointError
+from persia.trainer.batches import Unusual
+from persia.trainer.reports import EvaluationReport
+
+HIGHER_IS_BETTER = ("auc", "gauc")
+
+
+@dataclass
+class Best:
+    """The best evaluation of the valid part.
+
+    Attributes:
+        step: Its step.
+        metric: The metric.
+        value: Its value.
+    """
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass
+class TrainerState:
+    """The state of a trainer. It is one of the states of :class:`persia.ctx.Checkpoints`.
+
+    Attributes:
+        digest: The digest of the transform; a checkpoint of another one is refused.
+        best: The best evaluation, with an early stop.
+        without_improvement: Evaluations since it.
+        stopped: Training has ended, at its last step or by an early stop.
+        unusual: What was unusual about the rows that were trained on.
+        evaluations: The results of the valid part, by step.
+        seconds: Seconds of training, evaluations left out.
+        samples: Rows that were trained on in these.
+    """
+
+    digest: str
+    best: Best | None = None
+    without_improvement: int = 0
+    stopped: bool = False
+    unusual: Unusual = field(default_factory=Unusual)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    samples: int = 0
+
+    def judge(self, report: EvaluationReport, stop: EarlyStopBlock) -> bool:
+        """Record an evaluation, and return whether it is the best so far. An undefined metric is no improvement."""
+        value = report.value(stop.metric)
+        sign = 1 if stop.metric in HIGHER_IS_BETTER else -1
+        improved = value is not None and (self.best is None or sign * (value - self.best.value) > stop.min_delta)
+        if improved and value is not None:
+            self.best = Best(report.step, stop.metric, value)
+            self.without_improvement = 0
+        else:
+            self.without_improvement += 1
+        self.stopped = self.stopped or self.without_improvement >= stop.patience
+        return improved
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+        best = self.best
+        return {
+            "digest": self.digest,
+            "best": None if best is None else [best.step, best.metric, best.value],
+            "without_improvement": self.without_improvement,
+            "stopped": self.stopped,
+            "rows": self.unusual.rows,
+            "unusual": {feature: dict(kinds) for feature, kinds in self.unusual.counts.items()},
+            "evaluations": [*self.evaluations],
+            "seconds": self.seconds,
+            "samples": self.samples,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from it.
+
+        Raises:
+            CheckpointError: It is of another transform, so that ids or floats of equal rows would differ.
+        """
+        if state_dict["digest"] != self.digest:
+            raise CheckpointError(
+                f"the checkpoint was trained with the transform {state_dict['digest']}, this one is {self.digest}: "
+                "ids, floats or labels would differ. Use the transform.json of the checkpoint's run"
+            )
+        best = state_dict["best"]
+        self.best = None if best is None else Best(int(best[0]), str(best[1]), float(best[2]))
+        self.without_improvement = int(state_dict["without_improvement"])
+        self.stopped = bool(state_dict["stopped"])
+        self.unusual = Unusual(int(state_dict["rows"]), {**state_dict["unusual"]})
+        self.evaluations = [*state_dict["evaluations"]]
+        self.seconds, self.samples = float(state_dict["seconds"]), int(state_dict["samples"])

@@ -1,0 +1,277 @@
+"""Trains a configuration. Read it top-down from :meth:`Trainer.fit`."""
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from typing_extensions import Self
+
+from persia.config import Config, load_config
+from persia.config.blocks import Paths
+from persia.ctx import EmbeddingCtx, eval_ctx
+from persia.data import IterableDataset
+from persia.features import Transform
+from persia.runtime.errors import UsageError
+from persia.runtime.seeding import setup_seed
+from persia.runtime.settings import settings
+from persia.trainer import fitting, models
+from persia.trainer.batches import Rows, read_rows
+from persia.trainer.evaluation import evaluate, outputs_of, scores_of
+from persia.trainer.objective import Objective
+from persia.trainer.parts import Part, Parts, open_like, row_columns
+from persia.trainer.reports import EvaluationReport, StepReport
+from persia.trainer.run_folder import Found, RunFolder, find_checkpoint, find_run
+from persia.trainer.training import Training
+
+Report = StepReport | EvaluationReport
+
+
+class Trainer:
+    """Trains the model of a ``persia.yml``, evaluates it, and predicts with it::
+
+        with persia.Trainer("persia.yml") as trainer:
+            for report in trainer.fit():
+                print(report)
+            trainer.evaluate("march.parquet")
+
+    With ``PERSIA_NATS_URL`` unset, rows are in this process. Otherwise this is one rank of a job: data-compose reads
+    and transforms, and rank 0 alone evaluates and writes files.
+
+    Args:
+        config: The configuration, or the path of a ``persia.yml``.
+        model: A model in place of the ``model`` block, called as ``model(non_id_tensors, embedding_tensors)``. Its
+            output has a column for each label, in their order: logits of ``bce``.
+
+    Attributes:
+        config: The configuration.
+        folder: The folder of the run; None before :meth:`fit` and :meth:`resume`.
+
+    Raises:
+        ConfigError: The file has mistakes; the message has all of them.
+    """
+
+    def __init__(self, config: Config | str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config)
+        self.folder: RunFolder | None = None
+        self._given_model = model
+        self._resumes: Found | RunFolder | None = None
+        self._training: Training | None = None
+        self._loaded: _Loaded | None = None
+        self._torch = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(value)
+
+    def fit(self, source: Paths | IterableDataset | None = None) -> Iterator[Report]:
+        """Train, and iterate reports: one every ``run.log_every`` steps, and one for each evaluation.
+
+        The last report is that of the test part, which is scored once, with the best model if ``early_stop`` is set.
+        Afterwards, and between two reports, :meth:`evaluate` and :meth:`predict` use the model as it is.
+
+        Args:
+            source: Files in place of ``data.train``, or a data set of batches of one's own; None reads ``data.train``.
+
+        Returns:
+            An iterator, which trains while it is iterated. What can be checked before is checked at once.
+
+        Raises:
+            ConfigError: The configuration does not fit the data.
+            DataError: A file or a row is invalid; the message names it.
+            UsageError: This trainer has trained already, or there is a run of this name.
+        """
+        if self._training is not None:
+            raise UsageError("Trainer.fit was called before; make a new Trainer")
+        self._unload()
+        self._prepare_torch()
+        resumed = self._resumes.folder if isinstance(self._resumes, Found) else self._resumes
+        training = Training(self.config, self._given_model, source, resumed)
+        self._training, self.folder = training, training.folder
+        return self._guarded(training)
+
+    def _guarded(self, training: Training) -> Iterator[Report]:
+        try:
+            yield from training.run()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._close(error)
+            raise
+
+    def evaluate(self, source: Paths | None = None) -> EvaluationReport:
+        """Judge the model.
+
+        Args:
+            source: Labelled files; None is the test part, or the valid part where there is no test part.
+
+        Raises:
+            UsageError: Nothing is trained or loaded, or there is neither a test nor a valid part.
+            DataError: A row is invalid; the message names file and row.
+        """
+        with self._evaluating() as (ctx, objective, transform, step):
+            part = self._labelled(source)
+            rows = self._rows(part, transform)
+            name = part.name if source is None else "given"
+            return evaluate(ctx, objective, rows, self.config, name, step)
+
+    def predict(
+        self, source: Paths, *, strict: bool = True, columns: list[str] | None = None
+    ) -> Iterator[tuple[pa.RecordBatch, dict[str, Any]]]:
+        """Iterate rows with their scores, in the order of the rows. Memory is bounded.
+
+        Args:
+            source: Files, without labels or with them.
+            strict: Refuse a value of a wrong type; else it is as if missing, and counted.
+            columns: The columns that are read beside those of the features; None means all of the files.
+
+        Yields:
+            Rows as they were read, and for each label the scores, ``[rows]``: a probability of ``bce``, the model's
+            output of ``mse``.
+
+        Raises:
+            UsageError: Nothing is trained or loaded.
+            DataError: A row is invalid; the message names file and row.
+        """
+        with self._evaluating() as (ctx, objective, transform, _):
+            needed = self.config.compiled.columns(labels=False)
+            wanted = None if columns is None else [*dict.fromkeys([*columns, *needed])]
+            part = Part(open_like(self.config, source, wanted), None, "test")
+            rows = read_rows(part, transform, self.config.data.batch_size, labels=False, strict=strict)
+            labels = [name for name, _, _ in objective.labels]
+            for each, outputs in outputs_of(ctx, objective, rows):
+                yield each.table, dict(zip(labels, scores_of(objective, outputs), strict=True))
+
+    def save(self) -> Path:
+        """Save the run now, beside the saves that it makes by itself, and return the checkpoint.
+
+        Raises:
+            UsageError: :meth:`fit` was not called, or has ended.
+            StorageError: It cannot be written.
+        """
+        if self._training is None or not self._training.is_open:
+            raise UsageError("Trainer.save: nothing is being trained; call it while iterating fit()")
+        return self._training.save()
+
+    def resume(self, run: str | os.PathLike[str] | None = None) -> Self:
+        """Use the run in a folder: :meth:`fit` continues it, :meth:`evaluate` and :meth:`predict` use its model.
+
+        :meth:`fit` continues after the newest save. :meth:`evaluate` and :meth:`predict` use the best checkpoint if
+        the run has one, else the newest.
+
+        Args:
+            run: The folder of a run, ``runs/LATEST``, or a checkpoint in a run, which only evaluates and predicts;
+                None is ``LATEST`` in ``run.dir``, or the run called ``run.name``.
+
+        Raises:
+            UsageError: There is no such run.
+        """
+        if self._training is not None:
+            raise UsageError("Trainer.resume after fit; make a new Trainer")
+        self._unload()
+        where = (
+            Path(self.config.run.dir).expanduser() / (self.config.run.name or "LATEST") if run is None else Path(run)
+        )
+        self.folder = find_run(where)
+        try:
+            self._resumes = find_checkpoint(where)
+        except UsageError:
+            self._resumes = self.folder  # it has no checkpoint yet
+        return self
+
+    def close(self) -> None:
+        """End the run, and free the rows. Without a call of it the run ends with the ``with`` block."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        try:
+            self._unload()
+            if self._training is not None:
+                self._training.close(error)
+        finally:
+            self._torch.close()
+
+    def _prepare_torch(self) -> None:
+        """Seed, and set the threads; undone at the end."""
+        train = self.config.train
+        self._torch.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(train.threads)
+        if train.reproducible or settings.reproducible:
+            before = torch.are_deterministic_algorithms_enabled()
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            self._torch.callback(torch.use_deterministic_algorithms, before, warn_only=warns)
+            setup_seed(train.seed)
+        else:
+            random.seed(train.seed)
+            np.random.seed(train.seed % 2**32)
+            torch.manual_seed(train.seed)
+
+    def _labelled(self, source: Paths | None) -> Part:
+        if source is not None:
+            columns = [*self.config.compiled.columns(), *row_columns(self.config)]
+            return Part(open_like(self.config, source, columns), None, "test")
+        parts = Parts(self.config)
+        part = parts.test or parts.valid
+        if part is None:
+            raise UsageError("Trainer.evaluate: the configuration has no test and no valid part; give files")
+        return part
+
+    def _rows(self, part: Part, transform: Transform) -> Iterator[Rows]:
+        train = self.config.train
+        group = train.gauc_group if "gauc" in train.metrics else None
+        return read_rows(part, transform, self.config.data.batch_size, weight=train.weight, group=group)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> "Iterator[tuple[EmbeddingCtx, Objective, Transform, int]]":
+        """Enclose an evaluation of the model that is trained here, or of the run's checkpoint."""
+        training = self._training
+        if training is not None and training.is_open:
+            with eval_ctx(model=training.model) as ctx:
+                yield ctx, training.objective, training.transform, training.step
+            return
+        if self._loaded is None:
+            if training is not None:
+                self._resumes = find_checkpoint(training.folder.path)
+            if not isinstance(self._resumes, Found):
+                raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
+            self._loaded = _Loaded(self.config, self._given_model, self._resumes)
+        loaded = self._loaded
+        with eval_ctx(model=loaded.model) as ctx:
+            yield ctx, loaded.objective, loaded.transform, loaded.step
+
+    def _unload(self) -> None:
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close()
+
+
+class _Loaded:
+    """The model of a checkpoint, for evaluation only."""
+
+    def __init__(self, config: Config, model: torch.nn.Module | None, found: Found) -> None:
+        self.transform = fitting.load(config, found.folder.path)
+        self.objective = Objective(config.compiled.labels)
+        self.model = models.build(config) if model is None else model
+        self.step = found.step
+        self._ctx = eval_ctx(model=self.model, configuration=models.slots_of(config))
+        self._ctx.__enter__()
+        try:
+            self._ctx.load_checkpoint(found.checkpoint.absolute())
+        except BaseException:
+            self._ctx.__exit__(*sys.exc_info())
+            raise
+
+    def close(self) -> None:
+        """Free the rows."""
+        self._ctx.__exit__(None, None, None)

@@ -1,0 +1,457 @@
+"""One training run: its parts are put together, and trained step by step. Read :meth:`Training.run`."""
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from persia import distributed, env
+from persia.config import Config
+from persia.config.blocks import Paths
+from persia.ctx import Checkpoints, TrainCtx, eval_ctx
+from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.features import Transform
+from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia.trainer import fitting, models, optimizers, pages
+from persia.trainer.batches import TrainingBatches, read_rows, weights_in
+from persia.trainer.evaluation import evaluate, metric_names
+from persia.trainer.limits import Limits
+from persia.trainer.objective import Objective
+from persia.trainer.parts import Part, Parts
+from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record
+from persia.trainer.reports import EvaluationReport, StepReport
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
+from persia.trainer.state import TrainerState
+from persia_core import checkpoint as _core
+
+_logger = get_logger("trainer")
+
+EVALUATIONS = 10
+"""Evaluations of a run, unless told otherwise."""
+EVALUATE_EVERY = 1000
+"""Steps between evaluations where the number of steps is not known."""
+
+
+class Training:
+    """A run, from its configuration to its summary. A run that resumes loads its transform, and never fits again.
+
+    Args:
+        config: The configuration.
+        model: A model in place of that of the configuration.
+        source: Files in place of ``data.train``, or a data set; None is ``data.train``, or the stream of a job.
+        resumed: The folder of the run to resume; None begins a new one.
+
+    Attributes:
+        folder: The run's folder.
+        transform: The transform.
+        model: The model.
+        objective: The loss.
+        is_open: It can train.
+        is_finished: It is a resumed run that has no step left.
+    """
+
+    is_open = False
+    is_finished = False
+
+    def __init__(
+        self,
+        config: Config,
+        model: torch.nn.Module | None,
+        source: Paths | IterableDataset | None,
+        resumed: RunFolder | None,
+    ) -> None:
+        if isinstance(source, str | list):
+            data = config.data.model_copy(update={"train": source})
+            copied = config.model_copy(update={"data": data})
+            config = copied.located(config.folder, config.compiled, config.described)
+        self._config = config
+        self._in_job = settings.nats_url is not None
+        self._writes = env.get_rank() == 0
+        self._parts = Parts(config)
+        self._check(config)
+        self.folder = RunFolder.new(config) if resumed is None else resumed
+        if resumed is None:
+            self.folder.check_parent()
+            self._fitted = fitting.fit(config, self._parts)
+        else:
+            check_same(self.folder.config(), config)
+            facts = self.folder.read_json(FACTS)
+            if "rows" not in facts:
+                raise CheckpointError(f"{self.folder.shown}: {FACTS} is missing or damaged; start a new run")
+            self._fitted = fitting.Fitted(fitting.load(config, self.folder.path), int(facts["rows"]))
+        self.transform: Transform = self._fitted.transform
+        self.objective = Objective(config.compiled.labels)
+        self._own = source if isinstance(source, IterableDataset) else None
+        self._steps_per_epoch = -(-self._fitted.rows // config.data.batch_size)
+        self.total_steps = None if self._own is not None else self._steps_per_epoch * config.data.epochs
+        self._build(model)
+        if resumed is None:
+            self._begin(given=model is not None)
+        elif self._was_finished():
+            return
+        self._open(resumed is not None)
+
+    def _was_finished(self) -> bool:
+        """Whether the run has ended before, and has no step left."""
+        summary = self.folder.read_json(SUMMARY)
+        left = self.total_steps is None or int(summary.get("step", 0)) < self.total_steps
+        self.is_finished = summary.get("status") == FINISHED and (bool(summary.get("early_stopped")) or not left)
+        return self.is_finished
+
+    def _check(self, config: Config) -> None:
+        """Check what depends on the configuration alone.
+
+        Raises:
+            ConfigError: Keys do not fit together.
+        """
+        train, labels = config.train, config.compiled.labels
+        wrong = []
+        if train.early_stop is not None:
+            if self._parts.valid is None:
+                wrong.append("train.early_stop needs a valid part: set data.valid or data.split")
+            if labels[0][2] != "bce" and train.early_stop.metric != "loss":
+                wrong.append(f"train.early_stop.metric: {labels[0][0]} is no label of 0 and 1; want loss")
+        if "gauc" in metric_names(config) and train.gauc_group is None:
+            wrong.append("train.gauc_group is not set, and gauc needs it")
+        if wrong:
+            raise ConfigError("; ".join(wrong))
+        for part in (self._parts.valid, self._parts.test):
+            if part is not None:
+                part.check_not_empty()
+
+    def _build(self, model: torch.nn.Module | None) -> None:
+        """Make the model and the optimizers, from the seed."""
+        train = self._config.train
+        steps = self.total_steps
+        if steps is None and train.lr_schedule != "constant":
+            raise ConfigError(f"train.lr_schedule: {train.lr_schedule} needs a number of steps; a data set has none")
+        self.model = models.build(self._config) if model is None else model
+        self._device = env.get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
+        if self._device is not None:
+            self.model.cuda(self._device)
+        self._rows_optimizer = optimizers.of_rows(train, self._config.data.batch_size, steps or 1)
+        self._optimizer = optimizers.of_model(train, self.model)
+        self._schedule = optimizers.of_torch(optimizers.schedule(train, steps or 1), self._optimizer)
+        self._state = TrainerState(self.transform.digest)
+
+    def _begin(self, *, given: bool) -> None:
+        """Make the run's folder."""
+        config = self._config
+        self.folder.make(config)
+        fitting.save(self.transform, self.folder.path)
+        facts = {
+            "folder": str(config.folder),
+            "model_given_by_script": given,
+            "rows": self._fitted.rows,
+            "steps_per_epoch": self._steps_per_epoch,
+            "transform": self.transform.digest,
+            "train_files": self._parts.train.files.paths,
+        }
+        self.folder.write_json(FACTS, facts)
+
+    def _open(self, resumes: bool) -> None:
+        """Open the training context, which loads the newest save."""
+        config, block = self._config, self._config.checkpoint
+        self._checkpoints = Checkpoints(
+            self.folder.saves(config),
+            every=block.every,
+            keep_last=block.keep,
+            upload_to=None if block.upload_to is None else f"{block.upload_to.rstrip('/')}/{self.folder.path.name}",
+            state={"trainer": self._state, "schedule": self._schedule},
+        )
+        self._ctx = TrainCtx(
+            self._rows_optimizer,
+            self._optimizer,
+            mixed_precision=False,
+            model=self.model,
+            embedding_config=optimizers.NEW_ROWS,
+            device_id=self._device,
+            checkpoints=self._checkpoints,
+            configuration=models.slots_of(config),
+        )
+        self._record = None if resumes or not self._writes else self._new_record(None)
+        try:
+            self._ctx.__enter__()
+            self.is_open = True
+            if resumes and self._writes:
+                self.folder.write(CONFIG, resolved(config))
+                self._record = self._new_record(self._ctx.step)
+            self._prune_best()
+        except BaseException as error:
+            self._end_record(error)
+            self.close(error)
+            raise
+
+    def _new_record(self, resumed_step: int | None) -> Record:
+        record = Record(self.folder, tensorboard=self._config.run.tensorboard, resumed_step=resumed_step)
+        record.write({"rows": {"train": self._fitted.rows}, "total_steps": self.total_steps})
+        return record
+
+    @property
+    def step(self) -> int:
+        """The last step that was trained."""
+        return self._ctx.step
+
+    @property
+    def samples_seen(self) -> int:
+        """Rows that were trained on in this run."""
+        return self._state.samples
+
+    def run(self) -> Iterator[StepReport | EvaluationReport]:
+        """Train, and yield reports; the last is that of the test part."""
+        if self.is_finished:
+            return
+        if not self._state.stopped:
+            yield from self._make_up()
+        if not self._state.stopped:
+            yield from self._train()
+        self._save_last()
+        yield from self._finish()
+
+    def _make_up(self) -> Iterator[EvaluationReport]:
+        """Evaluate after a resume, if the run was interrupted after a step but before its evaluation."""
+        step, valid = self._ctx.step, self._parts.valid
+        done = {each["step"] for each in self._state.evaluations}
+        if valid is not None and step and self._is_due(step) and step not in done:
+            if (report := self._validate(valid)) is not None:
+                yield report
+            self._agree_to_stop()
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._evaluate_every == 0 or step == self.total_steps
+
+    def _train(self) -> Iterator[StepReport | EvaluationReport]:
+        train, log_every = self._config.train, self._config.run.log_every
+        dataset = self._dataset()
+        loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=self._staleness())
+        limits = Limits()
+        losses, samples = _Mean(), 0
+        for batch in loader:
+            limits.waited()
+            output, labels = self._ctx.forward(batch)
+            weights = None
+            if train.weight is not None:
+                weights = weights_in(batch.meta, batch.batch_size).to(labels[0].device)
+            loss = self.objective(self.objective.outputs(output), labels, weights)
+            self._ctx.backward(loss)
+            self._schedule.step()
+            if isinstance(dataset, TrainingBatches):
+                dataset.trained(self._state.unusual)
+            losses.add(loss.detach())
+            samples += batch.batch_size * env.get_world_size()
+            limits.stepped()
+            step = self._ctx.step
+            if step % log_every == 0 or step == self.total_steps:
+                yield self._report_steps(limits, dataset, losses.take(), samples)
+                samples = 0
+                limits.apart()
+            if self._parts.valid is not None and self._is_due(step):
+                if (report := self._validate(self._parts.valid)) is not None:
+                    yield report
+                if self._agree_to_stop():
+                    return
+                limits.apart()
+
+    def _report_steps(self, limits: Limits, dataset: IterableDataset, loss: float, samples: int) -> StepReport:
+        stats = self._ctx.engine.stats()
+        seconds, shares = limits.take(getattr(dataset, "busy", 0.0), stats["seconds"])
+        self._state.seconds += seconds
+        self._state.samples += samples
+        step = self._ctx.step
+        report = StepReport(
+            step,
+            self.total_steps,
+            (step - 1) // self._steps_per_epoch + 1 if self._own is None else 1,
+            loss,
+            samples / seconds if seconds else 0.0,
+            float(self._schedule.get_last_lr()[0]),
+            int(stats["staleness"]),
+            shares,
+        )
+        if self._record is not None:
+            self._record.add(report)
+        return report
+
+    def _dataset(self) -> IterableDataset:
+        if self._own is not None:
+            return self._own
+        if self._in_job:
+            return StreamingDataset()
+        data, train = self._config.data, self._config.train
+        reader = self._parts.train.reader(
+            data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
+        )
+        return TrainingBatches(self._parts.train, reader, self.transform, train.weight)
+
+    def _staleness(self) -> int | None:
+        reproducible = self._config.train.reproducible or settings.reproducible
+        return None if reproducible else self._config.train.staleness
+
+    @property
+    def _evaluate_every(self) -> int:
+        given = self._config.train.evaluate_every
+        if given is not None:
+            return given
+        if self.total_steps is None:
+            return EVALUATE_EVERY
+        return max(1, min(-(-self.total_steps // EVALUATIONS), self._steps_per_epoch))
+
+    def _validate(self, part: Part) -> EvaluationReport | None:
+        """Evaluate the valid part, on rank 0; record the result, and keep the model if it is the best so far."""
+        record = self._record
+        if record is None:
+            return None
+        stop = self._config.train.early_stop
+        report = self._evaluate(part, "valid")
+        if stop is not None and self._state.judge(report, stop):
+            report = EvaluationReport(**{**vars(report), "is_best": True})
+            self._keep_best()
+        self._state.evaluations.append(report.results())
+        record.add(report)
+        record.write(self._results())
+        return report
+
+    def _evaluate(self, part: Part, name: str) -> EvaluationReport:
+        config = self._config
+        group = config.train.gauc_group if "gauc" in metric_names(config) else None
+        rows = read_rows(part, self.transform, config.data.batch_size, weight=config.train.weight, group=group)
+        with eval_ctx(model=self.model) as ctx:
+            return evaluate(ctx, self.objective, rows, config, name, self._ctx.step)
+
+    def _agree_to_stop(self) -> bool:
+        """Return whether training ends early; all ranks ask after the same step, and rank 0 decides."""
+        backend = self._ctx.common_context
+        if self._config.train.early_stop is None or backend is None:
+            return False
+        self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
+        if self._state.stopped and self._writes:
+            _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
+        return self._state.stopped
+
+    def _keep_best(self) -> None:
+        """Save the model as the best one. The best one before it stays until the state of the run names this one."""
+        folder = self.folder.best / f"step-{self._ctx.step}"
+        self._ctx.dump_checkpoint(folder)
+        _core.publish_latest(folder)
+        self._prune_best()
+
+    def _prune_best(self) -> None:
+        """Delete best checkpoints that no save of the run needs: a save names the best one at its step."""
+        best = self._state.best
+        if not self._writes or best is None or not self.folder.best.is_dir():
+            return
+        saved = self._checkpoints.written
+        steps = sorted(step for each in self.folder.best.glob("step-*") if (step := _step_of(each)) is not None)
+        needed = [step for step in steps if step <= saved][-1:] + [step for step in steps if step > saved]
+        for step in steps:
+            stale = step > best.step or step not in needed
+            if stale:
+                shutil.rmtree(self.folder.best / f"step-{step}", ignore_errors=True)
+        if (newest := self.folder.best / f"step-{best.step}").is_dir():
+            _core.publish_latest(newest)
+
+    def save(self) -> Path:
+        """Save the run now, and return the checkpoint."""
+        self._ctx.save_run()
+        return self._check_saved()
+
+    def _save_last(self) -> None:
+        self._ctx.save_run()
+        if self._writes:
+            self._check_saved()
+
+    def _check_saved(self) -> Path:
+        path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
+        if self._checkpoints.written != self._ctx.step:
+            raise StorageError(f"{path}: the checkpoint could not be written; see the log for the reason")
+        return path
+
+    def _finish(self) -> Iterator[StepReport | EvaluationReport]:
+        """Score the test part with the best model, and write the summary and the pages."""
+        record, best = self._record, self._state.best
+        if record is None:
+            return
+        if best is not None and best.step != self._ctx.step:
+            self._ctx.load_checkpoint(self.folder.best / f"step-{best.step}")
+        tested: dict[str, Any] = {}
+        if self._parts.test is not None:
+            report = self._evaluate(self._parts.test, "test")
+            record.add(report)
+            tested = {"test": report.results()}
+            record.write(tested)
+            yield report
+        embedding_rows = sum(self._ctx.get_embedding_size())
+        record.write({**self._results(), **tested, "status": FINISHED, "embedding_rows": embedding_rows})
+        pages.write(self.folder, self._config)
+        if self._in_job:
+            distributed.report({"run": self.folder.path.name, "test": tested.get("test")})
+
+    def _results(self) -> dict[str, Any]:
+        """Return the part of the summary that changes while training."""
+        state, best = self._state, self._state.best
+        speed = round(state.samples / state.seconds) if state.seconds else None
+        return {
+            "step": max(self._checkpoints.saved, self._ctx.step),
+            "early_stopped": state.stopped,
+            "samples_per_s": speed,
+            "training_seconds": round(state.seconds, 3),
+            "skipped_steps": self._ctx.skipped_steps,
+            "unusual": {"rows": state.unusual.rows, "counts": state.unusual.counts},
+            "valid": state.evaluations[-1] if state.evaluations else None,
+            "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
+        }
+
+    def close(self, error: BaseException | None) -> None:
+        """End the context; the summary says how the run ended."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        try:
+            with contextlib.suppress(PersiaError):
+                self._end_record(error)
+        finally:
+            kind = None if error is None else type(error)
+            self._ctx.__exit__(kind, error, None if error is None else error.__traceback__)
+
+    def _end_record(self, error: BaseException | None) -> None:
+        record = self._record
+        if record is None:
+            return
+        record.close()
+        if record.summary["status"] == FINISHED:
+            return
+        stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+        why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
+        record.write({**self._results(), "status": INTERRUPTED if stopped else FAILED, **why})
+
+
+class _Mean:
+    """The mean of finite losses, summed on their device."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | float = 0.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of a step."""
+        finite = torch.isfinite(loss)
+        self._sum = self._sum + torch.where(finite, loss, 0.0).double()
+        self._count = self._count + finite.double()
+
+    def take(self) -> float:
+        """Return the mean, and begin anew; NaN without a finite loss."""
+        total, count = float(self._sum), float(self._count)
+        self._sum = self._count = 0.0
+        return total / count if count else math.nan
+
+
+def _step_of(path: Path) -> int | None:
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdigit() else None
