@@ -9,9 +9,6 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from persia.trainer.batches import Unusual, weights_of
-from persia.trainer.parts import Parts
-
 from persia.config import Config, load_config
 from persia.ctx import DataCtx
 from persia.data.records import RecordReader
@@ -20,6 +17,8 @@ from persia.features import Transform, to_batch
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+from persia.trainer.batches import Unusual, weights_of
+from persia.trainer.parts import Parts
 
 _logger = get_logger("data")
 
