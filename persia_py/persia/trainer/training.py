@@ -432,7 +432,8 @@ class Training:
             "samples_per_s": speed,
             "training_seconds": round(state.seconds, 3),
             "skipped_steps": self._ctx.skipped_steps,
-            "unusual": {"rows": state.unusual.rows, "counts": state.unusual.counts},
+            # In a job data-compose counts them, and logs them.
+            "unusual": None if self._in_job else {"rows": state.unusual.rows, "counts": state.unusual.counts},
             "valid": state.evaluations[-1] if state.evaluations else None,
             "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
         }
