@@ -363,8 +363,6 @@ def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path
     rows = summary["result"]["rows"]["train"]
     assert summary["world_size"] == 2
     assert 0 <= summary["steps"] - 12 * -(-rows // 100) <= 12, "each of two replicas ends an epoch with a small batch"
-        "each replica ends with a small batch"
-    )
     assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
     assert not re.search("differ from those it received", one.output)
 
