@@ -16,22 +16,15 @@ def evaluate(
     """Evaluate a trained model on files with labels."""
     import json
 
+    from persia.cli.quiet import only_warnings
     from persia.trainer import Trainer
     from persia.trainer.progress import show_evaluation
     from persia.trainer.run_folder import find_run
 
+    only_warnings()
     with Trainer(find_run(run).config()) as trainer:
-        report = trainer.resume(run).evaluate(absolute(files))
+        report = trainer.resume(run).evaluate(files or None)
     if as_json:
         typer.echo(json.dumps(report.results(), ensure_ascii=False))
     else:
         show_evaluation(report)
-
-
-def absolute(files: list[str] | None) -> list[str] | None:
-    """Return paths that are relative to the working directory as absolute ones; None for none."""
-    from persia.runtime.files import is_url
-
-    if not files:
-        return None
-    return [file if is_url(file) else str(Path(file).expanduser().absolute()) for file in files]

@@ -1,9 +1,10 @@
 """The ``persia`` command."""
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import persia
 from persia.cli import ckpt, config, data
@@ -15,17 +16,35 @@ from persia.cli.up import up
 from persia.launch.user_script import report
 from persia.runtime.errors import PersiaError
 
+TRAIN, RUN = "Train", "Run"
+"""The groups of the help."""
+
+
+class _Groups(TyperGroup):
+    """The commands in groups: each is listed under the name that it was added with as ``rich_help_panel``."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the lists of commands."""
+        groups: dict[str, list[tuple[str, Any]]] = {}
+        for name in self.list_commands(ctx):
+            command: Any = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                groups.setdefault(getattr(command, "rich_help_panel", None) or "Commands", []).append((name, command))
+        width = formatter.width - 6 - max(len(name) for commands in groups.values() for name, _ in commands)
+        for group, commands in groups.items():
+            with formatter.section(group):
+                formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in commands])
+
+
 app = typer.Typer(
+    cls=_Groups,
     add_completion=False,
     no_args_is_help=True,
     help="Train recommender models on embedding servers.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-TRAIN, RUN = "Train", "Run"
-"""The groups of the help."""
-
-app.add_typer(data.app, name="data", rich_help_panel=TRAIN)
+app.add_typer(data.app, name="data", rich_help_panel=TRAIN)  # the order of the help
 app.command(rich_help_panel=TRAIN)(train)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(predict)

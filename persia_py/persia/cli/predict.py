@@ -20,11 +20,12 @@ def predict(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write the score of each row to a Parquet file."""
-    from persia.cli.evaluate import absolute
+    from persia.cli.quiet import only_warnings
     from persia.trainer import Trainer, prediction
     from persia.trainer.run_folder import find_run
 
+    only_warnings()
     with Trainer(find_run(run).config()) as trainer:
         trainer.resume(run)
-        written = prediction.write(trainer, absolute(files) or [], out, keep=keep or None, strict=strict, force=force)
+        written = prediction.write(trainer, files, out, keep=keep or None, strict=strict, force=force)
     typer.echo(f"wrote {written.path}: {written.rows:,} rows, {', '.join(written.columns)}")

@@ -24,6 +24,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
+    from persia.cli.quiet import only_warnings
     from persia.config import load_config
     from persia.runtime.errors import UsageError
     from persia.runtime.exit_codes import ExitCode
@@ -31,6 +32,7 @@ def train(
     from persia.trainer.progress import Shown, show_results
     from persia.trainer.run_folder import SUMMARY
 
+    only_warnings(evaluations=False)
     if run is not None and not resume:
         raise UsageError(f"{run}: a second argument is a run to continue: persia train {file} --resume {run}")
     compare = None if baseline is None else baselines.find(baseline)

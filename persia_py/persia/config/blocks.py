@@ -50,7 +50,7 @@ class DataBlock(Block):
     format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
     """None: from the name of the first file."""
     preset: Literal["criteo"] | None = None
-    """``criteo``: tab-separated files without a header, with the columns label, I1–I13, C1–C26."""
+    """``criteo``: tab-separated files without a header, with the columns label, I1 to I13, C1 to C26."""
     columns: dict[str, str] = Field(default_factory=dict)
     """The types of columns of text files: int64, float64, string, bool, timestamp, date. Others are strings."""
     header: list[str] | None = None

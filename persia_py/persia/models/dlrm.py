@@ -30,7 +30,8 @@ class DLRM(nn.Module):
         embedding_dim: The dimension of every slot.
         bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer. It has
             no effect if ``num_dense`` is 0, and may be empty then.
-        top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer but the last.
+        top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer but
+            the last.
         dropout: The share of each hidden layer of the top MLP that is zeroed in training.
         num_labels: The number of labels; each has a logit of its own, on the same layers.
 

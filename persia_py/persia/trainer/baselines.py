@@ -24,6 +24,6 @@ def find(name: str) -> Baseline:
         error = ConfigError("--baseline lightgbm: the package lightgbm is not installed")
         error.hint = "pip install lightgbm"
         raise error
-    from persia.trainer.lightgbm import compare
+    from persia.trainer.lightgbm_baseline import compare
 
     return compare

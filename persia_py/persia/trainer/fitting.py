@@ -38,7 +38,6 @@ def fit(config: Config, parts: Parts) -> Fitted:
         DataError: A value cannot be used, which the message names with its file and row, or there is no row.
     """
     features, train = config.compiled, parts.train
-    train.check_not_empty()
     if not features.needs_rows:
         return Fitted(features.fit(train.files.schema.empty_table()), parts.count_train())
     _logger.info("fitting the features over the rows of train")

@@ -52,7 +52,7 @@ class Objective:
                 )
             if len(names) == 1:
                 return [whole]
-            parts = [*whole.split(1, dim=1)]
+            parts = [whole[:, place : place + 1] for place in range(len(names))]
         elif isinstance(output, Sequence) and len(output) == len(names):
             parts = [*output]
         else:

@@ -34,15 +34,21 @@ def adagrad_defaults(batch_size: int) -> dict[str, Any]:
     return {"lr": 0.1, "initial_accumulator_value": 1e-6 * (256 / batch_size) ** 2, "vectorwise_shared": True}
 
 
+def optimizer_of_rows(train: TrainBlock, batch_size: int) -> dict[str, Any]:
+    """Return the name and the arguments of the optimizer of rows, with the defaults of ``adagrad``."""
+    block = train.embedding_optimizer
+    defaults = adagrad_defaults(batch_size) if block.name == "adagrad" else {}
+    return {"name": block.name, **defaults, **block.arguments}
+
+
 def of_rows(train: TrainBlock, batch_size: int, total_steps: int) -> Optimizer:
     """Return the optimizer of rows, with the schedule.
 
     Raises:
         ConfigError: The optimizer is unknown, or an argument does not fit.
     """
-    block = train.embedding_optimizer
-    defaults = adagrad_defaults(batch_size) if block.name == "adagrad" else {}
-    made: Optimizer = _make("train.embedding_optimizer", block, _OF_ROWS, defaults)
+    block = OptimizerBlock(**optimizer_of_rows(train, batch_size))
+    made: Optimizer = _make("train.embedding_optimizer", block, _OF_ROWS)
     return made.scheduled(schedule(train, total_steps))
 
 
@@ -56,7 +62,7 @@ def of_model(train: TrainBlock, model: torch.nn.Module) -> torch.optim.Optimizer
         ConfigError: The optimizer is unknown, or an argument does not fit.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made: torch.optim.Optimizer = _make("train.dense_optimizer", train.dense_optimizer, _OF_MODEL, {}, parameters)
+    made: torch.optim.Optimizer = _make("train.dense_optimizer", train.dense_optimizer, _OF_MODEL, parameters)
     if (limit := train.clip_norm) is not None:
         made.register_step_pre_hook(lambda *_: _clip(parameters, limit))
     return made
@@ -84,13 +90,11 @@ def of_torch(course: LRSchedule, optimizer: torch.optim.Optimizer) -> torch.opti
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: course(step + 1))
 
 
-def _make(
-    key: str, block: OptimizerBlock, known: Mapping[str, Callable[..., Any]], defaults: Mapping[str, Any], *first: Any
-) -> Any:
+def _make(key: str, block: OptimizerBlock, known: Mapping[str, Callable[..., Any]], *first: Any) -> Any:
     if block.name not in known:
         raise ConfigError(f"{key}.name: {block.name!r}, want one of {', '.join(known)}")
     make = known[block.name]
-    arguments = {**defaults, **block.arguments}
+    arguments = block.arguments
     check_arguments(key, make, arguments, block.name, skip=len(first))
     if isinstance(arguments.get("betas"), list):
         arguments["betas"] = tuple(arguments["betas"])

@@ -96,7 +96,7 @@ def page(folder: RunFolder, summary: dict[str, Any], picture: bytes, config: Con
 
 def _overview(summary: dict[str, Any]) -> str:
     best = summary.get("best")
-    rows = [
+    rows: list[list[Any]] = [
         ["status", summary.get("status")],
         ["started", summary.get("started")],
         ["steps", summary.get("step")],

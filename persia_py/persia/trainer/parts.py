@@ -179,6 +179,12 @@ def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
     return open_files(whole, file_format=file_format, columns=columns, types=types, header=header)
 
 
+def from_working_directory(paths: Paths) -> list[str]:
+    """Return paths that a user gives, relative to the working directory, as absolute ones."""
+    given = [paths] if isinstance(paths, str) else paths
+    return [path if is_url(path) else str(Path(path).expanduser().absolute()) for path in given]
+
+
 def row_columns(config: Config) -> list[str]:
     """Return the columns beside features and labels that an evaluation can use: the weight and the group of a row."""
     return _more_columns(config)

@@ -1,6 +1,7 @@
 """What is shown while training: a live line on a terminal, plain lines elsewhere."""
 
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -34,7 +35,7 @@ class Shown:
                 TimeRemainingColumn(),
             )
             self._live = Progress(*columns, console=self._console)
-            fields = {"loss": "-", "speed": "-", "staleness": "-", "limit": "-"}
+            fields: dict[str, Any] = {"loss": "-", "speed": "-", "staleness": "-", "limit": "-"}
             self._task = self._live.add_task("", total=None, metric=f"{title(metric)} -", **fields)
 
     def __enter__(self) -> Self:

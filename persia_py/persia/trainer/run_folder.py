@@ -14,6 +14,7 @@ import yaml
 from persia.config import Config, load_config
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
+from persia.trainer.optimizers import optimizer_of_rows
 from persia_core import checkpoint as _core
 
 CONFIG = "persia.yml"
@@ -153,8 +154,13 @@ class RunFolder:
 
 def resolved(config: Config) -> str:
     """Return the whole configuration as YAML, with absolute paths, so that it can be read from another folder."""
-    content = config.model_dump(mode="json", by_alias=True)
-    data = content["data"]
+    text: str = yaml.safe_dump(_content(config), sort_keys=False, allow_unicode=True)
+    return "# The configuration of this run, with all defaults. Written by persia.\n" + text
+
+
+def _content(config: Config) -> dict[str, Any]:
+    content: dict[str, Any] = config.model_dump(mode="json", by_alias=True)
+    data, train = content["data"], content["train"]
     for part in ("train", "valid", "test"):
         if data[part] is not None:
             paths = [data[part]] if isinstance(data[part], str) else data[part]
@@ -162,8 +168,8 @@ def resolved(config: Config) -> str:
             data[part] = whole[0] if isinstance(data[part], str) else whole
     if content["checkpoint"]["dir"] is not None:
         content["checkpoint"]["dir"] = str(Path(content["checkpoint"]["dir"]).expanduser().absolute())
-    text: str = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    return "# The configuration of this run, with all defaults. Written by persia.\n" + text
+    train["embedding_optimizer"] = optimizer_of_rows(config.train, config.data.batch_size)
+    return content
 
 
 MAY_CHANGE = (
@@ -179,7 +185,7 @@ def check_same(before: Config, now: Config) -> None:
     Raises:
         ConfigError: Keys differ that decide about model, rows or the order of the data; the message has both values.
     """
-    old, new = _flat("", before.model_dump(mode="json")), _flat("", now.model_dump(mode="json"))
+    old, new = _flat("", _content(before)), _flat("", _content(now))
     changed = [
         f"{key}: {old.get(key)!r} then, {new.get(key)!r} now"
         for key in dict.fromkeys([*old, *new])

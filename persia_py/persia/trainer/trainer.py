@@ -26,7 +26,7 @@ from persia.trainer import fitting, models
 from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, open_like, row_columns
+from persia.trainer.parts import Part, Parts, from_working_directory, open_like, row_columns
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import Found, RunFolder, find_checkpoint, find_run
 from persia.trainer.training import Training
@@ -35,7 +35,9 @@ Report = StepReport | EvaluationReport
 
 
 class Trainer:
-    """Trains the model of a ``persia.yml``, evaluates it, and predicts with it::
+    """Trains the model of a ``persia.yml``, evaluates it, and predicts with it.
+
+    Use it as::
 
         with persia.Trainer("persia.yml") as trainer:
             for report in trainer.fit():
@@ -147,7 +149,7 @@ class Trainer:
         with self._evaluating() as (ctx, objective, transform, _):
             needed = self.config.compiled.columns(labels=False)
             wanted = None if columns is None else [*dict.fromkeys([*columns, *needed])]
-            part = Part(open_like(self.config, source, wanted), None, "test")
+            part = Part(open_like(self.config, from_working_directory(source), wanted), None, "test")
             rows = read_rows(part, transform, self.config.data.batch_size, labels=False, strict=strict)
             labels = [name for name, _, _ in objective.labels]
             for each, outputs in outputs_of(ctx, objective, rows):
@@ -220,7 +222,7 @@ class Trainer:
     def _labelled(self, source: Paths | None) -> Part:
         if source is not None:
             columns = [*self.config.compiled.columns(), *row_columns(self.config)]
-            return Part(open_like(self.config, source, columns), None, "test")
+            return Part(open_like(self.config, from_working_directory(source), columns), None, "test")
         parts = Parts(self.config)
         part = parts.test or parts.valid
         if part is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from persia import distributed, env
+from persia import distributed
 from persia.config import Config
 from persia.config.blocks import Paths
 from persia.ctx import Checkpoints, TrainCtx, eval_ctx
@@ -18,7 +18,7 @@ from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.features import Transform
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
 from persia.runtime.logging import get_logger
-from persia.runtime.settings import settings
+from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
 from persia.trainer.evaluation import evaluate, metric_names
@@ -26,7 +26,7 @@ from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts
+from persia.trainer.parts import Part, Parts, from_working_directory
 from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
@@ -70,12 +70,12 @@ class Training:
         resumed: RunFolder | None,
     ) -> None:
         if isinstance(source, str | list):
-            data = config.data.model_copy(update={"train": source})
+            data = config.data.model_copy(update={"train": from_working_directory(source)})
             copied = config.model_copy(update={"data": data})
             config = copied.located(config.folder, config.compiled, config.described)
         self._config = config
         self._in_job = settings.nats_url is not None
-        self._writes = env.get_rank() == 0
+        self._writes = get_rank() == 0
         self._parts = Parts(config)
         self._check(config)
         self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
@@ -132,7 +132,7 @@ class Training:
             wrong.append("train.gauc_group is not set, and gauc needs it")
         if wrong:
             raise ConfigError("; ".join(wrong))
-        for part in (self._parts.valid, self._parts.test):
+        for part in (self._parts.train, self._parts.valid, self._parts.test):
             if part is not None:
                 part.check_not_empty()
 
@@ -143,7 +143,7 @@ class Training:
         if steps is None and train.lr_schedule != "constant":
             raise ConfigError(f"train.lr_schedule: {train.lr_schedule} needs a number of steps; a data set has none")
         self.model = models.build(self._config) if model is None else model
-        self._device = env.get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
+        self._device = get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
         if self._device is not None:
             self.model.cuda(self._device)
         self._rows_optimizer = optimizers.of_rows(train, self._config.data.batch_size, steps or 1)
@@ -192,10 +192,11 @@ class Training:
             checkpoints=self._checkpoints,
             configuration=models.slots_of(config),
         )
+        self._last_step = 0
         self._record = None if resumes or not self._writes else self._new_record(None)
         try:
             self._ctx.__enter__()
-            self.is_open = True
+            self.is_open, self._last_step = True, self._ctx.step
             if isinstance(self.folder, JobFolder) and self._writes:
                 self.folder.note_checkpoints()
             if resumes and self._writes:
@@ -269,10 +270,11 @@ class Training:
             loss = self.objective(self.objective.outputs(output), labels, weights)
             self._ctx.backward(loss)
             self._schedule.step()
+            self._last_step = self._ctx.step
             if isinstance(dataset, TrainingBatches):
                 dataset.trained(self._state.unusual)
             losses.add(loss.detach())
-            samples += batch.batch_size * env.get_world_size()
+            samples += batch.batch_size * get_world_size()
             limits.stepped()
             step = self._ctx.step
             if step % log_every == 0 or step == self.total_steps:
@@ -370,16 +372,18 @@ class Training:
         self._prune_best()
 
     def _prune_best(self) -> None:
-        """Delete best checkpoints that no save of the run needs: a save names the best one at its step."""
+        """Delete best checkpoints that no save of the run needs.
+
+        A save names the best one at its step, so that a resumed run needs the newest one that is not after the newest
+        save; later ones are made again.
+        """
         best = self._state.best
         if not self._writes or best is None or not self.folder.best.is_dir():
             return
-        saved = self._checkpoints.written
-        steps = sorted(step for each in self.folder.best.glob("step-*") if (step := _step_of(each)) is not None)
-        needed = [step for step in steps if step <= saved][-1:] + [step for step in steps if step > saved]
+        steps = [step for each in self.folder.best.glob("step-*") if (step := _step_of(each)) is not None]
+        named = max((step for step in steps if step <= self._checkpoints.written), default=None)
         for step in steps:
-            stale = step > best.step or step not in needed
-            if stale:
+            if step not in (best.step, named):
                 shutil.rmtree(self.folder.best / f"step-{step}", ignore_errors=True)
         if (newest := self.folder.best / f"step-{best.step}").is_dir():
             _core.publish_latest(newest)
@@ -427,7 +431,7 @@ class Training:
         state, best = self._state, self._state.best
         speed = round(state.samples / state.seconds) if state.seconds else None
         return {
-            "step": max(self._checkpoints.saved, self._ctx.step),
+            "step": self._last_step,
             "early_stopped": state.stopped,
             "samples_per_s": speed,
             "training_seconds": round(state.seconds, 3),

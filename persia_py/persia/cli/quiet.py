@@ -1,0 +1,18 @@
+"""The log of verbs that show results by themselves."""
+
+import os
+
+
+def only_warnings(*, evaluations: bool = True) -> None:
+    """Log warnings and errors only, unless ``LOG_LEVEL`` says otherwise.
+
+    Args:
+        evaluations: Also those about ids without a row, which are usual while a model is trained.
+    """
+    if os.environ.get("LOG_LEVEL", "").strip():
+        return
+    from persia.runtime.logging import setLogger
+
+    setLogger(log_level="WARNING")
+    if not evaluations:
+        setLogger("persia.evaluation", log_level="ERROR")

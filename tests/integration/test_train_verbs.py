@@ -1,0 +1,99 @@
+"""``persia train``, ``eval`` and ``predict`` as processes: killed, interrupted, resumed, and with bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+from conftest import ROOT
+from waiting import wait_until
+
+sys.path.insert(0, str(ROOT / "tests" / "unit"))
+from trainer_files import write_clicks, write_config
+
+VERBS = [sys.executable, "-m", "persia"]
+RUN: dict[str, Any] = {
+    "data": {"batch_size": 64, "epochs": 3},
+    "train": {"early_stop": {"patience": 99}, "evaluate_every": 50, "lr_schedule": "linear"},
+    "checkpoint": {"every": 30},
+}
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "COLUMNS": "120"}
+    return subprocess.Popen(
+        [*VERBS, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def done(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
+    with start(folder, *arguments) as process:
+        out, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert "Traceback" not in errors, errors
+    return out, errors
+
+
+def interrupt(process: "subprocess.Popen[str]", folder: Path, save: str, number: int) -> tuple[str, str]:
+    """Send a signal when a save is written, and return the output."""
+    with process:
+        manifest = folder / "checkpoints" / save / "MANIFEST.json"
+        wait_until(save, lambda: manifest.exists() or process.poll() is not None, 90)
+        assert process.poll() is None, process.communicate()[1]
+        process.send_signal(number)
+        return process.communicate(timeout=60)
+
+
+def test_a_run_that_is_killed_and_interrupted_equals_one_that_is_not(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 9000)
+    config = str(write_config(tmp_path, **RUN))
+    runs = tmp_path / "runs"
+    out, _ = done(tmp_path, "train", config)
+    assert "AUC" in out and out.splitlines()[-1] == "runs/one"
+    two = ("train", config, "--set", "run.name=two")
+    process = start(tmp_path, *two)
+    interrupt(process, runs / "two", "step-60", signal.SIGKILL)
+    assert json.loads((runs / "two" / "summary.json").read_text())["status"] == "running"
+    process = start(tmp_path, *two, "--resume", "runs/two")
+    _, errors = interrupt(process, runs / "two", "step-180", signal.SIGINT)
+    assert process.returncode == 130, errors
+    assert f"next:  persia train {config} --set run.name=two --resume runs/two" in errors
+    assert json.loads((runs / "two" / "summary.json").read_text())["status"] == "interrupted"
+    out, _ = done(tmp_path, *two, "--resume")
+    one, other = (json.loads((runs / name / "summary.json").read_text()) for name in ("one", "two"))
+    for key in ("status", "step", "best", "unusual", "embedding_rows"):
+        assert one[key] == other[key], key
+    for part in ("valid", "test"):
+        assert {**one[part], "seconds": 0} == {**other[part], "seconds": 0}
+    for folder in (f"checkpoints/step-{one['step']}", one["best"]["checkpoint"]):
+        for path in (runs / "one" / folder).glob("*.arrow"):
+            assert path.read_bytes() == (runs / "two" / folder / path.name).read_bytes(), path
+    out, _ = done(tmp_path, "eval", "runs/two", "--json")
+    assert json.loads(out)["labels"] == other["test"]["labels"]
+    out, _ = done(tmp_path, "predict", "runs/LATEST", "clicks.parquet", "-o", "scores.parquet", "--keep", "id0")
+    assert "9,000 rows, score" in out
+    assert pyarrow.parquet.read_table(tmp_path / "scores.parquet").column_names == ["id0", "score"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "persia.yml", "--set", "features.x={type: id, dim: 4}"], "no column 'x'"),
+        (["train", "persia.yml", "--resume"], "no run"),
+        (["train", "persia.yml", "runs/one"], "persia train persia.yml --resume runs/one"),
+        (["train", "persia.yml", "--baseline", "xgboost"], "want lightgbm"),
+        (["eval", "runs/LATEST"], "no run"),
+        (["predict", "runs/one", "clicks.parquet", "-o", "out.csv"], "no run"),
+    ],
+)
+def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 100)
+    write_config(tmp_path)
+    _, errors = done(tmp_path, *arguments, code=2)
+    assert message in errors
+    assert not [*tmp_path.glob("runs/*")]
