@@ -150,10 +150,10 @@ def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] |
 
 
 def _configured_name() -> tuple[str, str]:
-    from persia.runtime.config_files import find_config, read_config
+    from persia.runtime.config_files import GLOBAL_CONFIG, find_config, read_config
     from persia_core import config
 
-    path = find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
+    path = find_config(GLOBAL_CONFIG, "global_config.yml")
     if path is None:
         return config.GlobalConfig().job_name, "the default"
     return config.parse_global_config(*read_config(path)).job_name, str(path)

@@ -20,7 +20,8 @@ from persia_core import checkpoint as _core
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, the rows of train, the digest of the transform."""
+"""What the configuration does not say: where it came from, the rows of train, the digest of the transform, and of a job
+where its checkpoints are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
@@ -72,13 +73,15 @@ class RunFolder:
 
     def saves(self, config: Config) -> Path:
         """Return the folder of the saves: a folder of the run's name in ``checkpoint.dir``, if that is given."""
+        if (of_job := self.read_json(FACTS).get("checkpoints")) is not None:
+            return Path(of_job)
         given = config.checkpoint.dir
         return self.path / CHECKPOINTS if given is None else Path(given).expanduser().absolute() / self.path.name
 
     @property
     def best(self) -> Path:
         """The folder of the best checkpoint."""
-        return self.path / BEST
+        return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
 
     def make(self, config: Config) -> None:
         """Make the folder with its configuration, and name it in ``LATEST``.
