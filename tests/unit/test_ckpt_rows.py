@@ -54,9 +54,8 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path / "saved", rows(tables)
 
 
-def write(path: Path, ids: Any, weights: Any, **names: str) -> Path:
-    columns = [names.get("id", "id"), names.get("weights", "weights")]
-    pq.write_table(pa.table([ids, weights], names=columns), path)
+def write(path: Path, ids: Any, weights: Any, names: tuple[str, str] = ("id", "weights")) -> Path:
+    pq.write_table(pa.table([ids, weights], names=[*names]), path)
     return path
 
 
@@ -106,7 +105,9 @@ def test_training_from_imported_rows_begins_with_the_initial_state(tmp_path: Pat
     ids = np.arange(200, dtype=np.uint64)
     zeros = np.zeros((200, 4), np.float32)
     for table in "ab":
-        write(tmp_path / f"{table}.parquet", pa.array(ids), pa.FixedSizeListArray.from_arrays(pa.array(zeros.ravel()), 4))
+        write(
+            tmp_path / f"{table}.parquet", pa.array(ids), pa.FixedSizeListArray.from_arrays(pa.array(zeros.ravel()), 4)
+        )
     import_rows([(tmp_path / "a.parquet", "a"), (tmp_path / "b.parquet", "b")], tmp_path / "made")
     results = []
     for imported in (True, False):
@@ -190,7 +191,7 @@ def test_ids_are_those_of_features(tmp_path: Path) -> None:
 def test_vectors_may_be_lists_of_any_float(tmp_path: Path, kind: pa.DataType, lists: Any) -> None:
     values = np.array([[0.5, 0.25], [1.0, 2.0]], kind.to_pandas_dtype())
     weights = pa.array(list(values), lists(kind))
-    write(tmp_path / "v.parquet", pa.array([3, 4]), weights, id="user", weights="vector")
+    write(tmp_path / "v.parquet", pa.array([3, 4]), weights, ("user", "vector"))
     said("ckpt", "import", tmp_path / "v.parquet", "--table", "t", "-o", tmp_path / "made", "--id-column", "user",
          "--weights-column", "vector")  # fmt: skip
     said("ckpt", "rows", tmp_path / "made", "--table", "t", "-o", tmp_path / "out.parquet")
@@ -236,11 +237,15 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     assert "not a Parquet file" in error(text)
     assert "no such file" in error(tmp_path / "none.parquet")
     assert "got a folder" in error(tmp_path)
-    assert "no rows" in error(write(tmp_path / "e.parquet", pa.array([], pa.int64()), pa.array([], pa.list_(pa.float32()))))
-    good = write(tmp_path / "good.parquet", pa.array([1, 2]), vectors(2), id="user", weights="vector")
+    assert "no rows" in error(
+        write(tmp_path / "e.parquet", pa.array([], pa.int64()), pa.array([], pa.list_(pa.float32())))
+    )
+    good = write(tmp_path / "good.parquet", pa.array([1, 2]), vectors(2), ("user", "vector"))
     assert "no column 'id', but user, vector; give --id-column" in error(good)
     assert "--weights-column" in error(good, "--id-column", "user")
-    assert "is double: want integers or strings" in error(write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2)))
+    assert "is double: want integers or strings" in error(
+        write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2))
+    )
     assert "want a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
     assert "2 files and 1 --table" in error(good, good)
     twice = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]

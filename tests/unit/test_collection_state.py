@@ -210,9 +210,7 @@ def test_whether_rows_on_servers_are_those_of_a_state_dict_is_not_known(
     train(whole)
     state = whole.state_dict()
     here = Session._open_backend
-    monkeypatch.setattr(
-        Session, "_open_backend", lambda _, configuration, device: LocalBackend(configuration, device)
-    )
+    monkeypatch.setattr(Session, "_open_backend", lambda _, configuration, device: LocalBackend(configuration, device))
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://nowhere:4222")
     evaluates = Whole(TinyModel(), EmbeddingCollection(TABLES, None))
     trains = Whole(TinyModel(), collection(SGD(1.0)))

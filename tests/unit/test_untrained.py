@@ -175,11 +175,9 @@ def test_backwards_of_a_collection_are_counted(log: list[str]) -> None:
 
 
 def test_batches_that_a_collection_refuses_are_no_forwards(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is a forward that lost its backward by one of them dropped by the script."""
     monkeypatch.setattr("persia.nn.session.Session._is_sound", lambda _: True)
     tables = collection()
     with monkeypatch.context() as patch:
-        patch.setattr("persia_core.forward.Pipeline", None)
         patch.setattr(type(tables._session), "_loop", lambda _: Refusing())
         for number in range(10):
             with pytest.raises(DataError, match="too many ids"):

@@ -203,9 +203,7 @@ class RemoteBackend(Backend):
                 )
         generation = 0
         if self.rank == 0:
-            generation = begin_when_stored(
-                lambda: self._begin_rows(rows, after_generation, step, seed, fresh=True)
-            )
+            generation = begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed, fresh=True))
         if self._peers is not None:
             generation = self._peers.all_gather("generation", generation)[0]
             if self.rank != 0:

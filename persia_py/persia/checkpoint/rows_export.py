@@ -134,10 +134,10 @@ def _batches(opened: _core.Checkpoint, table: SavedTable, *, state: bool) -> Ite
         rows = _core.read_rows(opened, name, table.name)
         if rows is not None:
             found = True
-            yield _batch(*rows, state=state)
+            yield _batch(*rows, with_state=state)
     if not found:
         none = np.empty(0, np.uint64)
-        yield _batch(none, none, np.empty((0, table.dim), np.float32), np.empty((0, 0), np.float32), state=state)
+        yield _batch(none, none, np.empty((0, table.dim), np.float32), np.empty((0, 0), np.float32), with_state=state)
 
 
 def _batch(
@@ -145,10 +145,11 @@ def _batch(
     last_used: npt.NDArray[np.uint64],
     weights: npt.NDArray[np.float32],
     state: npt.NDArray[np.float32],
-    **options: bool,
+    *,
+    with_state: bool,
 ) -> pa.RecordBatch:
     columns: dict[str, Any] = {"id": pa.array(ids), "weights": _lists(weights)}
-    if options["state"]:
+    if with_state:
         columns["last_used"] = pa.array(last_used)
         if state.shape[1]:
             columns["state"] = _lists(state)

@@ -85,6 +85,8 @@ def import_rows(
         rows = importer.commit(datetime.now(timezone.utc).isoformat(timespec="seconds"))
     finally:
         importer.abort()
+        for reader in readers:
+            reader.close()
     return dict(zip(names, rows, strict=True))
 
 
@@ -165,6 +167,10 @@ class _Reader:
             raise DataError(f"{self.path}: it has no rows")
         raise DataError(f"{self.path}: column {self._columns.weights!r} is null in all {self._row_count():,} rows")
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
     def _row_count(self) -> int:
         return int(self._file.metadata.num_rows)
 
@@ -187,32 +193,34 @@ class _Reader:
         id_column, weights_column = self._columns.id, self._columns.weights
         no_id = _Mistakes(f"column {id_column!r} is null")
         no_vector = _Mistakes(f"column {weights_column!r} is null, or has a null,")
-        other_dim = _Mistakes(f"column {weights_column!r} has another length than {self.dim}, that of the first vector,")
+        other_dim = _Mistakes(
+            f"column {weights_column!r} has another length than {self.dim}, that of the first vector,"
+        )
         not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number beyond float32")
         mistakes = [no_id, no_vector, other_dim, not_finite]
         first = 0
         for batch in self._batches(max(1, BATCH_BYTES // (4 * self.dim))):
             ids, lists = batch.column(0), batch.column(1)
             no_id.add(first, _true(ids.is_null()))
-            lengths = pc.list_value_length(lists).fill_null(self.dim).to_numpy(zero_copy_only=False)
-            other_dim.add(first, lengths != self.dim, lambda place, of=lengths: f" ({of[place]})")  # type: ignore[misc]
-            has_null = _true(lists.is_null())
-            values = lists.flatten()
-            if values.null_count or has_null.any():
-                parents = pc.list_parent_indices(lists).to_numpy(zero_copy_only=False)
-                has_null[parents[_true(values.is_null())]] = True
-                no_vector.add(first, has_null)
-            elif (lengths == self.dim).all():
-                with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is found here
-                    floats = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-                weights = np.ascontiguousarray(floats.reshape(-1, self.dim))
-                not_finite.add(first, ~np.isfinite(weights).all(axis=1))
-                if not any(each.count for each in mistakes):
-                    yield first, self._ids(batch, first), weights
+            lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+            values, null = lists.flatten(), _true(lists.is_null())
+            other_dim.add(first, (lengths != self.dim) & ~null, lambda place, of=lengths: f" ({of[place]})")  # type: ignore[misc]
+            with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is found here
+                floats = pc.fill_null(values, 0).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+            infinite = ~np.isfinite(floats)
+            if values.null_count or infinite.any():
+                parents = np.repeat(np.arange(len(batch)), lengths)
+                null[parents[_true(values.is_null())]] = True
+                not_finite.add(first, np.bincount(parents[infinite], minlength=len(batch)) > 0)
+            no_vector.add(first, null)
+            if not any(each.count for each in mistakes):
+                yield first, self._ids(batch, first), np.ascontiguousarray(floats.reshape(-1, self.dim))
             first += len(batch)
         if any(each.count for each in mistakes):
             listed = "; ".join(str(each) for each in mistakes if each.count)
-            raise DataError(f"{self.path}: {listed}. Rows are counted from 0. Correct or remove them; nothing is written")
+            raise DataError(
+                f"{self.path}: {listed}. Rows are counted from 0. Correct or remove them; nothing is written"
+            )
 
     def _ids(self, batch: pa.RecordBatch, first: int) -> npt.NDArray[np.uint64]:
         table = pa.table({"id": batch.column(0)})
@@ -253,4 +261,5 @@ def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Tran
     described = {"type": "id", "column": "id", "values": values, "dim": 1}
     described |= {"prefix": columns.prefix} if columns.prefix else {}
     described |= {"lower": True} if columns.lower else {}
-    return Features.parse(json.dumps({"features": {"id": described}}), "persia ckpt import").transform()
+    text = json.dumps({"features": {"id": described}, "labels": {"none": {}}})  # a label is required; it is not read
+    return Features.parse(text, "persia ckpt import").transform()

@@ -1,6 +1,7 @@
 """The state of a training run in a checkpoint, apart from rows: model, optimizers, random state, data position."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ class RunState:
         self._user = user
         self.passes: int | None = 0
         self.passes_loaded: int | None = 0
+        self._end: tuple[dict[str, Any] | None, dict[str, Any] | None, int | None] | None = None  # of the last pass
         self._cursor: dict[str, Any] | None = None
         self._replay_digests: dict[str, Any] | None = None
         self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
@@ -86,12 +88,32 @@ class RunState:
 
     def record(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
         """Record the position after the last batch that was trained on, and what is known of those before."""
+        self._end = None
         self._cursor, self._replay_digests = cursor, replay_digests
 
-    def pass_ended(self) -> None:
-        """Record that a pass is finished."""
+    def pass_ended(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
+        """Record that a pass is finished, and the position of the next one."""
+        end = (self._cursor, self._replay_digests, self.passes)
+        self.record(cursor, replay_digests)
+        self._end = end
         if self.passes is not None:
             self.passes += 1
+
+    @contextlib.contextmanager
+    def at_end_of_pass(self) -> Iterator[None]:
+        """Between two loops, save the position at the end of the last one in the block, where automatic saves are.
+
+        A script that is resumed there repeats what follows the loop, and trains as often as if it was not interrupted.
+        """
+        if self._end is None:
+            yield
+            return
+        now = (self._cursor, self._replay_digests, self.passes)
+        self._cursor, self._replay_digests, self.passes = self._end
+        try:
+            yield
+        finally:
+            self._cursor, self._replay_digests, self.passes = now
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the position and the digests of a loaded checkpoint; None for a loop that continues."""
@@ -216,6 +238,7 @@ class RunState:
     def _set_loaded(
         self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None, passes: int | None
     ) -> None:
+        self._end = None
         self.passes = self.passes_loaded = passes
         self._cursor, self._replay_digests, self._loaded = cursor, replay_digests, True
 

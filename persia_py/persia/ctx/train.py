@@ -198,7 +198,9 @@ class TrainCtx(EmbeddingCtx):
         return self._loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Iterate the numbers of the epochs that are not finished, each with one training loop in its body::
+        """Iterate the numbers of the epochs that are not finished; the body has one training loop.
+
+        ::
 
             for epoch in ctx.epochs(10):
                 for batch in loader:

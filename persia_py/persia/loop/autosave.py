@@ -103,7 +103,7 @@ class Autosave:
         """
         self._checkpoints.saved = step
         backend = self._backend
-        with backend.quiesce():
+        with backend.quiesce(), self._state.at_end_of_pass():
             failed, written = backend.all_gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
             if not backend.is_rank_0:
                 self._checkpoints.failed = failed

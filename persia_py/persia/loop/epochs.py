@@ -113,8 +113,8 @@ class Epochs:
             self.resumed = False
             _logger.warning(
                 "the first training loop of this resumed run had no batch, because the checkpoint is at the end of its "
-                "pass over the data. A script that begins at the next pass, as in `range(ctx.step // STEPS, N)`, trains "
-                "one pass too few: write `for epoch in ctx.epochs(N)`"
+                "pass over the data. A script that begins at the next pass, as in `range(ctx.step // STEPS, N)`, is "
+                "one pass short: write `for epoch in ctx.epochs(N)`"
             )
 
     def _warn(self, text: str, epoch: int) -> None:

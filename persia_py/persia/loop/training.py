@@ -191,8 +191,7 @@ class TrainingLoop:
         else:
             self._source.pass_cut_short()
         self.completed = True
-        self._state.pass_ended()
-        self._state.record(self._source.cursor, self._source.replay_digests())
+        self._state.pass_ended(self._source.cursor, self._source.replay_digests())
         self._end(together=True, completed=completed)
 
     def close(self) -> None:
