@@ -9,11 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from click.testing import Result
 from conftest import Batches, Configure
 from test_collection import TABLES, bits, collection, fresh, rows, step
 from test_training import SLOTS, make, train
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from persia.checkpoint import rows_export, rows_import
 from persia.checkpoint.rows_import import import_rows
@@ -131,7 +130,7 @@ def test_state_is_exported_where_it_is_asked_for(saved: tuple[Path, object], tmp
     assert about == {"table": "a", "step": 10, "optimizer": "adagrad"}
     table = pq.read_table(tmp_path / "a.parquet")
     assert set(table["last_used"].to_pylist()) <= set(range(1, 11))
-    assert min(min(row) for row in table["state"].to_pylist()) >= 0.01
+    assert min(min(row) for row in table["state"].to_pylist()) >= 0.0099
 
 
 def test_tables_are_listed(saved: tuple[Path, object]) -> None:
@@ -248,14 +247,14 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     )
     assert "want a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
     assert "2 files and 1 --table" in error(good, good)
-    twice = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]
+    twice: list[str | Path] = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]
     assert "give each file a table of its own" in str(refused(*twice))
     assert not (tmp_path / "made").exists()
 
 
 def test_an_import_replaces_nothing_unasked(tmp_path: Path) -> None:
     source = write(tmp_path / "v.parquet", pa.array([1, 2]), vectors(2))
-    words = ["ckpt", "import", source, "--table", "t", "-o", tmp_path / "run" / "step-0"]
+    words: list[str | Path] = ["ckpt", "import", source, "--table", "t", "-o", tmp_path / "run" / "step-0"]
     said(*words)
     assert "--force" in str(refused(*words))
     said(*words, "--force")
@@ -327,6 +326,6 @@ def test_a_checkpoint_of_persiaml_is_refused_by_name(configure: Configure, tmp_p
     tables = collection()
     with pytest.raises(CheckpointError, match=text):
         tables.load(folder)
-    for words in (["show", folder], ["verify", folder], ["rows", folder], ["list", folder]):
-        assert "of PersiaML" in str(refused("ckpt", *words)), words
+    for verb in ("show", "verify", "rows", "list"):
+        assert "of PersiaML" in str(refused("ckpt", verb, folder)), verb
     assert "of PersiaML" in str(refused("ckpt", "import", folder, "--table", "a", "-o", tmp_path / "made"))

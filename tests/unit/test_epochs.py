@@ -1,7 +1,7 @@
 """Scripts that repeat passes over the data, resumed: each way to count them trains as often as a run that was whole."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,14 @@ class Script:
         try:
             with make(checkpoints=Checkpoints(self.folder, every=3, state=state)) as ctx:
                 loader = DataLoader(AllEpochs() if self.kind == "one data set" else Batches(PASS), reproducible=True)
-                epochs: Any = {
+                ways: dict[str, Callable[[], Iterable[int]]] = {
                     "ctx.epochs": lambda: ctx.epochs(EPOCHS),
                     "own": lambda: range(own.epoch, EPOCHS),
                     "by step": lambda: range(ctx.step // PASS, EPOCHS),
                     "one data set": lambda: range(1),
                     "range": lambda: range(EPOCHS),
-                }[self.kind]()
-                for epoch in epochs:
+                }
+                for epoch in ways[self.kind]():
                     own.epoch = epoch
                     self.one(ctx, loader, epoch, until)
                     if between == epoch:

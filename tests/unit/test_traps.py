@@ -333,5 +333,5 @@ def test_ids_that_are_strings_name_the_transform() -> None:
     with pytest.raises(FeatureTypeError, match="hash_text"):
         IDTypeFeature("a", ["x", "y"])  # type: ignore[list-item]
     with pytest.raises(FeatureTypeError) as caught:
-        IDTypeFeatureWithSingleID("a", np.array([1.0, 2.0]))  # type: ignore[arg-type]
+        IDTypeFeatureWithSingleID("a", np.array([1.0, 2.0]))
     assert "persia.features" not in str(caught.value)
