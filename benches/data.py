@@ -138,7 +138,9 @@ class Tensors(IterableDataset[Any]):
     def numbers(column: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Return the hexadecimal strings as numbers, each different one converted once; null is 0."""
         coded = pc.fill_null(column, "0").dictionary_encode()
-        return np.array([int(text, 16) for text in coded.dictionary.to_pylist()], np.int64)[coded.indices.to_numpy()]
+        unique = np.array([int(text, 16) for text in coded.dictionary.to_pylist()], np.int64)
+        found: np.ndarray[Any, np.dtype[np.int64]] = unique[coded.indices.to_numpy()]
+        return found
 
 
 def collated(path: Path, *, single: bool) -> int:
@@ -215,7 +217,7 @@ def against_training(path: Path, transform: Transform, seconds: float) -> None:
         steps = training.persia_steps(case)
         trained, _ = training.rate(steps, case.labels.shape[1], seconds)
         steps.close()  # type: ignore[attr-defined]  # it is a generator
-    readings = []
+    readings: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(readings) < 3:
         start = time.perf_counter()

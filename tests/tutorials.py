@@ -10,12 +10,14 @@ What cannot be run is an error: another language, an output without a script, a 
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 FENCE = re.compile(r"^( *)```(.*)$")
 NAMED = re.compile(r"# ([\w./-]+\.(?:py|ya?ml))(?:, .*)?\n")
@@ -104,14 +106,16 @@ def run(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
     settings = {**environment, "PATH": path, "COLUMNS": "120"}
-    done = subprocess.run(
-        block.command or [], cwd=folder, env=settings, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    if done.returncode:
-        raise PageError(
-            f"{block.place}: exit code {done.returncode}\n{block.text}\n{done.stdout}\n{done.stderr[-5000:]}"
-        )
-    return done.stdout
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(block.command or [], cwd=folder, env=settings, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise PageError(f"{block.place}: exit code {process.returncode}\n{block.text}\n{output}\n{errors[-5000:]}")
+    return str(output)
 
 
 def matches(shown: str, printed: str) -> bool:

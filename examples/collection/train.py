@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torchmetrics.functional.classification import binary_auroc
@@ -32,6 +33,14 @@ class Model(torch.nn.Module):
         return logits.squeeze(1)
 
 
+def read(name: str) -> pa.Table:
+    """Read a file. Its numbers are whole: as integers they can be ids."""
+    table = pq.read_table(DATA / name).drop_columns("instance_weight")
+    return table.cast(
+        pa.schema([(f.name, pa.int64() if pa.types.is_floating(f.type) else f.type) for f in table.schema])
+    )
+
+
 def label(samples: Samples) -> torch.Tensor:
     """Return the labels, ``[batch]``."""
     return torch.from_numpy(samples.label("label"))
@@ -51,13 +60,13 @@ def main() -> None:
     """Train, keep the best epoch, and judge it once on the test split."""
     torch.set_num_threads(1)  # so small a model gains little from more
     torch.manual_seed(0)
-    table = pq.read_table(DATA / "census_income_train.parquet")
+    table = read("census_income_train.parquet")
     order = np.random.default_rng(0).permutation(len(table))
     table = table.take(order)
     held_out = len(table) // 20
     transform = read_features(HERE / "features.yml").fit(table.slice(held_out))
     train, valid = transform(table.slice(held_out)), transform(table.slice(0, held_out))
-    test = transform(pq.read_table(DATA / "census_income_test.parquet"))
+    test = transform(read("census_income_test.parquet"))
 
     model = Model(transform.slots, len(transform.dense))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
