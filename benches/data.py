@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -130,7 +129,7 @@ class Tensors(IterableDataset[Any]):
             made = (
                 torch.from_numpy(np.log1p(dense)),
                 torch.from_numpy(ids),
-                torch.from_numpy(batch["label"].to_numpy()),
+                torch.from_numpy(batch["label"].to_numpy().astype(np.float32)),
             )
             yield from zip(*made, strict=True) if self.single else [made]
 
@@ -244,11 +243,18 @@ def memory(table: pa.Table, folder: Path) -> None:
 
 
 def peak(path: Path, window: int) -> float:
-    """Read and shuffle a file, and return by how many MB the peak of this process grew."""
+    """Read and shuffle a file, and return by how many MB the peak of this process was above its memory before."""
     transform = declared().fit(next(batches(path)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now what is used
+    before = resident("VmRSS")
     persia(path, transform, shuffle=True, window=window)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+    return (resident("VmHWM") - before) / 1000
+
+
+def resident(field: str) -> float:
+    """Return a field of this process's status, in kB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"{field}:"))) * 1.024
 
 
 def main() -> None:
