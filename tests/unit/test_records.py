@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -177,6 +178,32 @@ def test_partitions_of_folders_are_columns(tmp_path: Path) -> None:
     assert days == {1: 10, 2: 10}
 
 
+def test_each_text_file_has_its_own_header(tmp_path: Path) -> None:
+    """Columns are known by name in every file, not by the order of the first one."""
+    (tmp_path / "a.csv").write_text("user,item\nu1,i1\n")
+    (tmp_path / "b.csv").write_text("item,more,user\ni2,,u2\n")
+    batches = RecordReader(open_files(str(tmp_path), columns=["user", "item"]), 10)
+    assert [row for batch in batches for row in batch.to_pylist()] == [
+        {"user": "u1", "item": "i1"},
+        {"user": "u2", "item": "i2"},
+    ]
+    (tmp_path / "b.csv").write_text("user,film\nu2,i2\n")
+    with pytest.raises(DataError, match="b.csv: no column 'item'; it has film, user"):
+        rows_of(RecordReader(open_files(str(tmp_path)), 10))
+
+
+def test_a_text_file_is_not_read_far_ahead(tmp_path: Path) -> None:
+    """Not even where the consumer is slow."""
+    path = tmp_path / "a.csv"
+    path.write_text("row\n" + "1234567890123456789\n" * 5_000_000)  # 100 MB
+    files = open_files(str(path))
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in files.read(files.units[0]):
+        time.sleep(0.03)
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert 0 < most < 50_000_000
+
+
 def test_wrong_files_are_named(folder: Path) -> None:
     with pytest.raises(UsageError, match="nothing.parquet: no such file"):
         open_files(str(folder / "nothing.parquet"))
@@ -201,8 +228,8 @@ def test_wrong_files_are_named(folder: Path) -> None:
 
 def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("row\n" + "".join(f"{number}\n" for number in range(50_000)) + "many\n")
-    with pytest.raises(DataError, match=r"a.csv: .*Row #50002.*'many'"):
+    path.write_text("row\n" + "".join(f"{number}\n" for number in range(500_000)) + "many\n")  # several blocks
+    with pytest.raises(DataError, match=r"a.csv: .*Row #500002.*'many'"):
         rows_of(RecordReader(open_files(str(path), types={"row": pa.int64()}), 1000))
 
 
