@@ -137,29 +137,30 @@ def open_files(
     Args:
         paths: Files, folders, globs or ``s3://`` addresses. A folder's files are those of the format, below it too;
             ``key=value`` in the name of a folder is a column.
-        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file.
+        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file. With it,
+            files may have an ending of no format, such as ``.txt``.
         columns: What is read; None means all columns.
         types: The types of columns of text files. Columns without one are strings: types are never guessed.
         header: The names of the columns of text files whose first line has none.
 
     Raises:
         UsageError: No file is found, or the format is unknown.
-        DataError: A file is damaged, or lacks a column.
+        DataError: A file is damaged, lacks a column, or has two columns of one name.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     filesystem, found = _find(given, file_format)
     file_format = file_format or _format_of(found[0])
-    wrong = [path for path in found if not path.endswith(FORMATS[file_format])] if file_format in FORMATS else []
-    if file_format not in FORMATS or wrong:
-        ending = " or ".join(FORMATS.get(file_format, ("that of its format",)))
-        formats = ", ".join(FORMATS)
-        raise UsageError(
-            f"format {file_format!r} for {(wrong or found)[0]}: want one of {formats}, and the ending {ending}"
-        )
+    if file_format not in FORMATS:
+        raise UsageError(f"format {file_format!r} for {found[0]}: want one of {', '.join(FORMATS)}")
+    if wrong := [path for path in found if _format_of(path) not in (file_format, Path(path).suffix)]:
+        ending = " or ".join(FORMATS[file_format])
+        raise UsageError(f"format {file_format!r} for {wrong[0]}: want the ending {ending}")
     with _named(found[0]):
         source: Any = file_format
         if file_format in ("csv", "tsv"):
             names = list(header) if header is not None else _header(filesystem, found[0], file_format)
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{found[0]}: several columns have the name {', '.join(repeated)}: rename all but one")
             source = _text_format(file_format, names, types or {}, has_header=header is None)
         dataset = pyarrow.dataset.dataset(found, format=source, filesystem=filesystem, partitioning="hive")
     if columns is not None and (unknown := [name for name in columns if name not in dataset.schema.names]):
