@@ -10,6 +10,7 @@ from test_config_mistakes import GOOD, mistakes, write  # noqa: F401 - a fixture
 import persia
 from persia.config.document import Document, open_document
 from persia.config.show import show, to_yaml
+from persia.trainer.run_folder import resolved
 
 WHOLE = """data:
   train: [a.csv, "s3://bucket/b.csv"]
@@ -178,6 +179,16 @@ def test_the_whole_text_fits_any_folder_and_any_yaml_parser(write: Path) -> None
     assert content["features"]["odd: name"]["column"] == "a # b"
     assert content["run"]["name"] == "2024"
     assert content["labels"]["clicked"]["equals"] == "1"
+
+
+def test_the_configuration_of_a_run_keeps_features_and_labels_as_they_were_given(write: Path) -> None:  # noqa: F811
+    text = GOOD.replace("dim: 16", "dim: 16, prefix: 1e6").replace("clicked: {}", "clicked: {equals: '1e6'}")
+    write.write_text(text + "checkpoint: {dir: saves}\n")
+    config = persia.load_config(write)
+    Path("run.yml").write_text(resolved(config))
+    again = persia.load_config("run.yml")
+    assert again.described == config.described
+    assert again.checkpoint.dir == str(Path.cwd() / "saves")
 
 
 PIECES = [
