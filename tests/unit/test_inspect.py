@@ -65,6 +65,12 @@ def test_strings_and_few_integers_are_ids(inspected: Inspect) -> None:
     assert found["site"] == found["code"] == {"type": "id", "dim": 16}
 
 
+def test_few_integers_that_may_be_amounts_keep_their_order(inspected: Inspect) -> None:
+    found = features(inspected({"order": RANDOM.integers(1, 60, ROWS), "hour": RANDOM.integers(1, 5, ROWS)}))
+    assert [*found] == ["order", "order_dense", "hour"]
+    assert found["order_dense"] == {"type": "dense", "column": "order", "standardise": True}
+
+
 @pytest.mark.parametrize(
     ("name", "high", "kind"),
     [("user_id", 900, "id"), ("userId", 900, "id"), ("zip", 900, "id"), ("price", 900, "bucket"), ("h", 2**60, "id")],

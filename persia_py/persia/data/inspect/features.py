@@ -21,6 +21,8 @@ DIM = 16
 """The dimension of all features, so that a DLRM can take their dot products."""
 FEW = 256
 """Up to this many different integers are codes, such as those of an occupation."""
+ORDERED = 10
+"""Codes of as many integers may be amounts too, such as the number of a click in its session: their order is kept."""
 MANY = 1_000_000
 """With more ids than this, rows are made for those only that come twice."""
 INTERVALS = 64
@@ -160,6 +162,8 @@ def _features(column: Column, names: _Names, roles: Roles) -> Iterator[Feature]:
         yield from _dates(column, names)
     elif column.kind in ("text", "boolean") or (column.kind == "integer" and _is_code(column, roles)):
         yield _id(column, names)
+        if column.kind == "integer" and column.distinct >= ORDERED and not _is_name(column, roles):
+            yield _dense(column, names)
     elif column.kind in ("integer", "number") and column.numbers is not None:
         yield from _number(column, names)
 
@@ -191,12 +195,14 @@ def _id(column: Column, names: _Names) -> Feature:
 
 def _is_code(column: Column, roles: Roles) -> bool:
     """Whether integers are names rather than amounts."""
-    if column.name in (roles.group, roles.user) or (column.exact and column.distinct <= FEW):
-        return True
+    return (column.exact and column.distinct <= FEW) or _is_name(column, roles)
+
+
+def _is_name(column: Column, roles: Roles) -> bool:
+    """Whether integers are names by the name of their column, or as hashes: they are spread as no amount is."""
     name = snake(column.name)
-    if _ID_NAME.search(name) or _PEOPLE.match(name):
+    if column.name in (roles.group, roles.user) or _ID_NAME.search(name) or _PEOPLE.match(name):
         return True
-    # Hashes are spread over a range that no amount has.
     numbers = column.numbers
     return numbers is not None and numbers.high - numbers.low > 2.0**40 and abs(column.skew) < 1
 
@@ -260,14 +266,17 @@ def _number(column: Column, names: _Names) -> Iterator[Feature]:
         if len(boundaries) + 1 >= column.distinct:
             reason = f"{_count(column)} numbers, each an interval of its own"
     yield Feature(name, _keys(name, column, {"type": "bucket", **rule, "dim": DIM}), reason)
-    dense: dict[str, Any] = {"type": "dense"}
-    why = "in standard units"
+    yield _dense(column, names)
+
+
+def _dense(column: Column, names: _Names) -> Feature:
+    keys: dict[str, Any] = {"type": "dense"}
+    reason = "in standard units"
     if abs(column.skew) > 2:
-        dense["log1p"] = True
-        why += f", of the logarithm, as the skew is {column.skew:.0f}"
-    dense["standardise"] = True
-    other = names.new(f"{column.name}_dense")
-    yield Feature(other, _keys(other, column, dense), why)
+        keys["log1p"] = True
+        reason += f", of the logarithm, as the skew is {column.skew:.0f}"
+    name = names.new(f"{column.name}_dense")
+    return Feature(name, _keys(name, column, {**keys, "standardise": True}), reason)
 
 
 def _boundaries(column: Column) -> list[float] | None:

@@ -9,12 +9,11 @@ from persia.data.inspect.features import DAY, Feature, times_of
 from persia.data.inspect.roles import Roles, moments
 from persia.data.inspect.scan import Table
 
-BATCH_SIZE = 256
+EPOCHS_BELOW = {200_000: 5, 2_000_000: 3}
+"""Passes over tables of fewer rows; one over larger ones."""
+BATCH_BELOW = {1_000_000: 512}
+"""Rows of a batch of tables of fewer rows; :data:`LARGE_BATCH` of larger ones."""
 LARGE_BATCH = 1024
-LARGE_ROWS = 2_000_000
-EPOCHS_OF_ROWS = 2_000_000
-"""Training sees about this many rows in all, in 1 to :data:`MOST_EPOCHS` epochs."""
-MOST_EPOCHS = 10
 
 
 @dataclass
@@ -63,35 +62,38 @@ def _bound(column: Column, seconds: float) -> Any:
 
 def model(features: list[Feature]) -> Setting:
     """Return the block ``model``."""
-    dims = {feature.keys["dim"] for feature in features if "dim" in feature.keys}
-    if len(dims) == 1 and sum("dim" in feature.keys for feature in features) >= 3:
-        dim = dims.pop()
-        value = {"name": "dlrm", "bottom_mlp": [64, dim], "top_mlp": [256, 64, 1], "dropout": 0.2}
-        return Setting(value, f"all features have dim {dim}, so that their dot products are taken")
-    return Setting({"name": "dcnv2", "deep_mlp": [128, 64], "dropout": 0.2}, "it takes features of any dims")
+    reason = "its cross network multiplies features of any dims, and floats too"
+    dims = {feature.keys["dim"] for feature in features if feature.keys.get("dim")}
+    if len(dims) == 1:
+        reason += "; all have one dim, so `name: dlrm` is possible"
+    return Setting({"name": "dcnv2", "cross_layers": 2, "deep_mlp": [128, 64], "dropout": 0.2}, reason)
 
 
 def batch_size(rows: int) -> Setting:
     """Return ``data.batch_size``."""
-    if rows > LARGE_ROWS:
-        return Setting(LARGE_BATCH, f"{rows:,} rows: larger batches train faster")
-    return Setting(BATCH_SIZE, f"{rows:,} rows: small batches learn more from each")
+    size = next((size for bound, size in BATCH_BELOW.items() if rows < bound), LARGE_BATCH)
+    return Setting(size, "larger batches train faster, smaller ones learn more from each row")
 
 
 def epochs(rows: int) -> Setting:
     """Return ``data.epochs``."""
-    number = max(1, min(MOST_EPOCHS, -(-EPOCHS_OF_ROWS // max(rows, 1))))
-    return Setting(number, "at most; early_stop ends training when valid no longer improves")
+    number = next((number for bound, number in EPOCHS_BELOW.items() if rows < bound), 1)
+    return Setting(number, f"for {rows:,} rows; early_stop ends training before if valid no longer improves")
 
 
 def train(size: int) -> dict[str, Setting]:
-    """Return the block ``train``."""
-    start = 1e-6 if size <= BATCH_SIZE else 1e-8
+    """Return the block ``train``.
+
+    Args:
+        size: Rows of a batch. The gradient of a mean over it is inversely proportional to it.
+    """
+    start = float(f"{1e-6 * (256 / size) ** 2:.1g}")
     return {
         "embedding_optimizer": Setting(
             {"name": "adagrad", "lr": 0.1, "initial_accumulator_value": start, "vectorwise_shared": True},
-            "rows of rare ids take large steps; the accumulator starts below the squared gradients of a batch",
+            "rows of rare ids take large steps; the start is below the squared gradients of a batch",
         ),
         "dense_optimizer": Setting({"name": "adam", "lr": 0.001}, "of the model's weights"),
+        "lr_schedule": Setting("linear", "small steps at the end lower the noise"),
         "early_stop": Setting({"metric": "auc", "patience": 3}, "the model of the best evaluation is kept"),
     }
