@@ -1,5 +1,5 @@
 #!/bin/sh -eu
-# Entry point of every image: set paths and replica index, make the secret if there is none, log which build runs, and run
+# Entry point of every image: set paths, replica index and configuration files, make the secret if there is none, log which build runs, and run
 # the command. This shell reads each part from a file of its own.
 
 # A container that is stopped during its start exits with 75, unless its run is finished already.
@@ -24,6 +24,7 @@ esac
 
 parts=$(dirname "$0")
 . "$parts/env.sh"
+. "$parts/config.sh"
 . "$parts/secret.sh"
 . "$parts/report_build.sh"
 

@@ -45,7 +45,7 @@ persia config show persia.yml --set train.seed=7          # all keys with defaul
 ```
 
 ```python
-config = persia.load_config("persia.yml", ["train.seed=7"])    # a ConfigError has all mistakes
+config = persia.load_config("persia.yml", ["train.seed=7"])  # a ConfigError has all mistakes
 is_valid, errors = persia.config.validate_config("persia.yml")
 ```
 

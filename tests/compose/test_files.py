@@ -62,13 +62,13 @@ def test_server(services: dict[str, Any]) -> None:
 @pytest.mark.row("S0-17")
 def test_data_compose(services: dict[str, Any]) -> None:
     assert set(services["data_compose"]["depends_on"]) == {"trainer", "middleware", "persia_nats_service"}
-    assert services["data_compose"]["command"] == ["launch_compose.sh", "data_compose.py"]
+    assert services["data_compose"]["command"] == ["launch_compose.sh"]
     assert {"/workspace", "/third_party", "/data"} <= targets(services["data_compose"])
 
 
 @pytest.mark.row("S0-18")
 def test_trainer(services: dict[str, Any]) -> None:
-    assert services["trainer"]["command"] == ["launch_persia.sh", "train.py"]
+    assert services["trainer"]["command"] == ["launch_persia.sh"]
     assert services["trainer"]["environment"]["GPU_NUM"] == "0"
     assert "NCCL_SOCKET_IFNAME" in services["trainer"]["environment"]
 

@@ -6,12 +6,14 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
 
 from compose.conftest import TEST_OVERLAY, Project, Stacks, docker, make_project
+from persia.data import synth
 
 pytestmark = pytest.mark.usefixtures("images")
 
@@ -44,6 +46,32 @@ def test_the_example_trains_once(stacks: Stacks) -> None:
     assert second.returncode == 0, second.stdout + second.stderr
     assert "this run is finished" in second.stdout
     assert finished(project) == summary
+
+
+TABLE = """\
+data: {train: /data/*.parquet, batch_size: 200}
+features:
+  id0: {type: id, dim: 4}
+  id1: {type: id, dim: 4}
+  dense0: {type: dense, standardise: true}
+labels: {label: {}}
+"""
+
+
+def test_a_mounted_table_trains_without_a_script(stacks: Stacks, tmp_path: Path) -> None:
+    data, table = tmp_path / "data", tmp_path / "table"
+    data.mkdir()
+    table.mkdir()
+    synth.write(data / "rows.parquet", 5000, synth.Teacher((40, 30), 1))
+    (table / "persia.yml").write_text(TABLE)
+    chosen = {"PERSIA_CONFIG": "persia.yml", "DATA_DIR": str(data), "SERVER_REPLICA": "2", "MIDDLEWARE_REPLICA": "1"}
+    project = stacks(table, **chosen, COMPOSE_REPLICA="2", TRAINER_REPLICA="2")
+    done = project.train()
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = finished(project)
+    assert summary["world_size"] == 2
+    assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
+    assert "rows are sent" in project.logs("data_compose")
 
 
 @pytest.mark.row("S0-12", "S0-17", "S0-20")

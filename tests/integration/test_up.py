@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,6 +19,9 @@ import pytest
 from stack import missing
 from waiting import is_running, wait_until
 
+from persia import Trainer
+from persia.config import load_config
+from persia.data import synth
 from persia.errors import UsageError
 from persia.launch.up import up as start_up
 
@@ -51,10 +54,10 @@ distributed.report({"rows": rows})
 class Up:
     """A running ``persia up``, and its output."""
 
-    def __init__(self, folder: Path, config: str, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, config: str, options: Sequence[str], env: Mapping[str, str]) -> None:
         (folder / "job.yml").write_text(config)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "persia", "up", "job.yml"],
+            [sys.executable, "-m", "persia", "up", "job.yml", *options],
             cwd=folder,
             env={**os.environ, **env},
             stdout=subprocess.PIPE,
@@ -129,9 +132,10 @@ def up(no_job: None, tmp_path: Path) -> Iterator[StartUp]:
     (tmp_path / "train.py").write_text(TRAIN)
     started: list[Up] = []
 
-    def start(config: str, **env: str) -> Up:
+    def start(config: str, *options: str, **env: str) -> Up:
         path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        started.append(Up(tmp_path, config, {"STEPS": "3", "PERSIA_RPC_TIMEOUT": "15", "PYTHONPATH": path, **env}))
+        environment = {"STEPS": "3", "PERSIA_RPC_TIMEOUT": "15", "PYTHONPATH": path, **env}
+        started.append(Up(tmp_path, config, options, environment))
         return started[-1]
 
     yield start
@@ -310,3 +314,62 @@ def test_a_killed_rank_restarts_with_all_data(up: StartUp, tmp_path: Path) -> No
     assert one.wait() == 0, one.output
     summary = json.loads((tmp_path / "runs" / "style" / "summary.json").read_text())
     assert summary["steps"] == 400, "the data scripts began again, too"
+
+
+TABLE = """\
+data: {train: rows.parquet, batch_size: 100, epochs: %d}
+features:
+  id0: {type: id, dim: 4}
+  id1: {type: id, dim: 4}
+  dense0: {type: dense, standardise: true}
+labels: {label: {}}
+train: {reproducible: true}
+checkpoint: {every: 40}
+"""
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_table_trains_as_in_one_process(up: StartUp, tmp_path: Path) -> None:
+    synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
+    one = up(TABLE % 1, "--servers", "2", "--name", "one")
+    assert one.wait() == 0, one.output
+    job = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
+    config = load_config(tmp_path / "job.yml", [f"run.dir={tmp_path}", "run.name=alone"])
+    with Trainer(config) as trainer:
+        list(trainer.fit())
+    alone = json.loads((tmp_path / "alone" / "summary.json").read_text())
+    assert job["status"] == alone["status"] == "finished"
+    for part in ("valid", "test"):
+        assert job["result"][part]["labels"] == alone[part]["labels"], part
+    assert job["result"]["test"]["labels"]["label"]["auc"] > 0.6
+    with Trainer(config).resume(tmp_path / "runs" / "one") as trained:
+        assert trained.evaluate().labels["label"].as_dict() == alone["test"]["labels"]["label"], "by the run's folder"
+    again = up(TABLE % 1, "--name", "one")
+    assert again.wait() == 2 and "the run of this name is finished" in again.output
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path: Path) -> None:
+    synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
+    sizes = ("--servers", "2", "--ranks", "2", "--data-compose", "2", "--name", "two")
+    one = up((TABLE % 12).replace("checkpoint:", "run: {log_every: 20}\ncheckpoint:"), *sizes)
+    one.says("step 60/")
+    one.child("launch.rank_main", RANK="1").kill()
+    one.says("training resumes after step")
+    one.says("step 120/")
+    one.child("sharded-server.*--replica-index 1").kill()
+    assert one.wait() == 0, one.output
+    summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
+    rows = summary["result"]["rows"]["train"]
+    assert summary["world_size"] == 2
+    assert 0 <= summary["steps"] - 12 * -(-rows // 100) <= 12, "each of two replicas ends an epoch with a small batch"
+    assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
+    assert not re.search("differ from those it received", one.output)
+
+
+def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> None:
+    broken = up((TABLE % 1).replace("type: id, dim: 4", "type: idd, dim: 0"))
+    assert broken.wait() == 2 and "nats" not in broken.output
+    assert "line 3" in broken.output and "found `idd`" in broken.output, broken.output
+    wrong = up("embedding_config: slots.yml\nservers: 2\n", "--servers", "3")
+    assert wrong.wait() == 2 and "--servers: job.yml is no persia.yml" in wrong.output

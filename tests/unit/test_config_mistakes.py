@@ -189,6 +189,10 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
             "1:43: data.split.fractions: found `1.5`, allowed: a number from 0 to 1",
         ),
         (
+            "{train: [a, ~no-such-user/b]}",
+            "1:19: data.train: found `~no-such-user/b`, but there is no such user's folder",
+        ),
+        (
             "{train: a, split: {column: t}}",
             "1:34: data.split.column: found beside `by: hash`; allowed: with `by: time` only",
         ),
@@ -210,7 +214,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, split: {by: time, column: t, valid: 3, test: 2024-05-01}}",
-            "1:63: data.split.test: found '2024-05-01' beside valid: 3.0; want two times of one kind",
+            "1:63: data.split.test: found '2024-05-01' beside valid: 3; want two times of one kind",
         ),
         (
             "{train: a, split: {by: file}}",
@@ -304,6 +308,10 @@ def test_mistakes_of_features_are_in_the_same_error(write: Path, features: str, 
         ("data: *absent\n", "1:7: the alias `*absent` has no anchor `&absent` before it"),
         ("{[a]: 1}\n", "1:2: a key must be a word, found a list"),
         ("a: " + "[" * 40 + "]" * 40, "1:35: nested deeper than 32 levels"),
+        (
+            "run:\n  name: a\u2028b\n",
+            '2:10: the character U+2028 ends a line for some parsers only: remove it, or write "\\u2028"',
+        ),
         ("a: \x00\n", "1:1: not valid YAML: control characters are not allowed"),
     ],
 )
@@ -344,6 +352,8 @@ def test_a_missing_block_is_named_once(write: Path) -> None:
     ]
     found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\nfeature: {user: {type: id, dim: 4}}\n")
     assert found == [f"3:1: feature: unknown key, did you mean `features`?; allowed: {KEYS}"]
+    found = mistakes(write, GOOD.replace("  train:", "  trian:"))
+    assert [line.partition(";")[0] for line in found] == ["2:3: data.trian: unknown key, did you mean `train`?"]
     found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\n")
     assert found == ["1:1: features: missing: name at least one feature, such as `user: {type: id, dim: 16}`"]
 

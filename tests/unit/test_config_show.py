@@ -1,5 +1,6 @@
 """Overrides of ``persia.yml``, and the whole configuration as ``persia config show`` prints it."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import yaml
 from test_config_mistakes import GOOD, mistakes, write  # noqa: F401 - a fixture
 
 import persia
-from persia.config.document import open_document
+from persia.config.document import Document, open_document
 from persia.config.show import show, to_yaml
+from persia.trainer.run_folder import resolved
 
 WHOLE = """data:
   train: [a.csv, "s3://bucket/b.csv"]
@@ -177,6 +179,91 @@ def test_the_whole_text_fits_any_folder_and_any_yaml_parser(write: Path) -> None
     assert content["features"]["odd: name"]["column"] == "a # b"
     assert content["run"]["name"] == "2024"
     assert content["labels"]["clicked"]["equals"] == "1"
+
+
+def test_the_configuration_of_a_run_keeps_features_and_labels_as_they_were_given(write: Path) -> None:  # noqa: F811
+    text = GOOD.replace("dim: 16", "dim: 16, prefix: 1e6").replace("clicked: {}", "clicked: {equals: '1e6'}")
+    write.write_text(text + "checkpoint: {dir: saves}\n")
+    config = persia.load_config(write)
+    Path("run.yml").write_text(resolved(config))
+    again = persia.load_config("run.yml")
+    assert again.described == config.described
+    assert again.checkpoint.dir == str(Path.cwd() / "saves")
+
+
+PIECES = [
+    *(
+        "null",
+        "~",
+        "[]",
+        "{}",
+        "[a, b]",
+        "{a: b}",
+        "1e400",
+        "-1",
+        "0x10",
+        "010",
+        "'x'",
+        '"\\u0000"',
+        "*u",
+        "&u ",
+        "!!int 3",
+    ),
+    *(
+        "|",
+        "> ",
+        "- ",
+        "? ",
+        "yes",
+        "true",
+        ".inf",
+        "é",
+        "\u2028",
+        "\t",
+        "%",
+        "@",
+        "`",
+        "<<: {}",
+        "class: a:B",
+        "name: dlrm",
+    ),
+    *(
+        "type: cross",
+        "features: [user, item]",
+        "\x07",
+        "\ufeff",
+        "[" * 40,
+        "}",
+        "]",
+        ": ",
+        ", ",
+        "#",
+        "'",
+        '"',
+        "~nobody/x",
+    ),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_either_valid_or_refused_with_places(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    valid = 0
+    for _ in range(150):
+        text = rng.choice([GOOD, WHOLE])
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice([*PIECES, ""]) + text[at + rng.choice([0, 0, 1, 5]) :]
+        overrides = [f"{rng.choice(['train.seed', 'features.user', 'a.b', 'model', ''])}={rng.choice(PIECES)}"]
+        document = Document(text, "f", tmp_path, overrides if rng.random() < 0.3 else [])
+        findings = document.findings
+        assert findings.has_errors == (document.config is None), text
+        for line in findings.errors:
+            assert line.startswith(("f:", "--set")), text
+        if document.config is not None:
+            valid += 1
+            assert Document(show(document), "f", tmp_path).config == document.config, text
+    assert 0 < valid < 150
 
 
 def test_the_accumulator_follows_the_batch_size_where_it_is_not_given(write: Path) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,22 @@ def test_batches_come_in_order_and_end(ranks: MakeRanks) -> None:
         assert got == [0, 2, 4, 6, 8, 10]
         thread.join(20)
         assert not thread.is_alive() and not ended
+
+
+def test_replicas_get_the_transform_of_the_ranks(ranks: MakeRanks) -> None:
+    run = ranks(2)
+
+    def sent(first: str, second: str) -> str:
+        run.begin(1)
+        for server, transform in zip(run.servers, (first, second), strict=True):
+            server.inbox.open(run.buffer, transform=transform)
+        with closing(connect(run)) as sender:
+            return sender.transform
+
+    assert sent("", "") == ""
+    assert sent("one", "one") == "one"
+    with pytest.raises(IncompatibleError, match="rank 1 has another transform than rank 0"):
+        sent("one", "two")
 
 
 def test_waiting_for_a_batch_is_logged(

@@ -231,6 +231,37 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
     assert launched()
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, {"launch_persia.sh": " train.py", "launch_compose.sh": " data_compose.py"}),
+        ({"PERSIA_CONFIG": "persia.yml"}, {"launch_persia.sh": "", "launch_compose.sh": ""}),
+        (
+            {"PERSIA_NN_WORKER_ENTRY": "mine.py", "PERSIA_DATALOADER_ENTRY": "mine.py"},
+            {"launch_persia.sh": "", "launch_compose.sh": ""},
+        ),
+    ],
+)
+def test_the_script_without_one_in_the_command(
+    run: Run, packaged: Path, variables: dict[str, str], words: dict[str, str]
+) -> None:
+    """A variable of a script reaches the launcher. With PERSIA_CONFIG no script is needed."""
+    script(packaged / "persia-launcher", 'echo "$*"')
+    for launch, word in words.items():
+        verb = "nn-worker" if launch == "launch_persia.sh" else "data-loader"
+        assert run(launch, **variables).stdout == f"{verb} --{word}\n"
+
+
+def test_persia_yml_takes_the_place_of_the_default_of_the_slots(run: Run) -> None:
+    show = ("sh", "-c", 'echo "${PERSIA_EMBEDDING_CONFIG-none} ${PERSIA_GLOBAL_CONFIG-none}"')
+    slots, general = "/workspace/config/embedding_config.yml", "/workspace/config/global_config.yml"
+    default = {"PERSIA_EMBEDDING_CONFIG": slots, "PERSIA_GLOBAL_CONFIG": general}
+    assert run(*show, **default).stdout == f"{slots} {general}\n"
+    assert run(*show, **default, PERSIA_CONFIG="persia.yml").stdout == "none none\n"
+    chosen = {"PERSIA_EMBEDDING_CONFIG": "mine.yml", "PERSIA_GLOBAL_CONFIG": "mine.yml", "PERSIA_CONFIG": "persia.yml"}
+    assert run(*show, **chosen).stdout == "mine.yml mine.yml\n"  # the launcher refuses the first
+
+
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
     (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')

@@ -2,12 +2,14 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from persia.backend.base import NonFiniteTensor
 from persia.distributed.control_plane import Peers
+from persia.embedding.optim import Optimizer
 from persia.runtime import errors, watchdog
-from persia.runtime.errors import PersiaError, UsageError
+from persia.runtime.errors import ConfigError, PersiaError, UsageError
 
 _KEPT = 4096
 """Characters of an error that the other ranks get."""
@@ -59,6 +61,30 @@ def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> str | None:
         return None
     _, rank, text = min(offenders)
     return f"rank {rank}: {text}"
+
+
+def check_slots(digests: list[str], source: str) -> None:
+    """Check that all ranks have the same slots; ``digests`` has those of all ranks, ``source`` is the name of the file.
+
+    Raises:
+        ConfigError: They differ; the message names a rank.
+    """
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise ConfigError(
+            f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; give every rank the "
+            f"same {Path(source).name}"
+        )
+
+
+def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:
+    """Return the learning rate and schedule of rows, which must be equal on all ranks.
+
+    The rate is None after a load (``restored``), because the other ranks get it later.
+    """
+    if optimizer is None:
+        return {}
+    return {"learning rate": None if restored else float(optimizer.lr), "schedule": optimizer.fingerprint}
 
 
 def check_same(given: list[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from torch import distributed as torch_distributed
 
 from persia.backend import agreement
 from persia.backend.base import Backend, Device, NonFiniteTensor, RowSettings
+from persia.backend.begin import begin_when_stored
 from persia.discovery import services
 from persia.distributed import control_plane, network, run
 from persia.distributed.options import DistributedBaseOption, get_default_distributed_option
@@ -18,7 +19,7 @@ from persia.distributed.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia.embedding.config import Configuration
 from persia.feed import server as feed_server
 from persia.runtime import job, tokens
-from persia.runtime.errors import ConfigError, PersiaError, StaleGenerationError, UnreachableError, UsageError
+from persia.runtime.errors import PersiaError, StaleGenerationError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia_core.data import Batch
@@ -150,7 +151,7 @@ class RemoteBackend(Backend):
         else:
             self.drain_all_ranks()
             if self.rank == 0:
-                self._begin_rows(rows, after_generation, step, seed)
+                begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed))
                 self._restored = True
 
     def drain_all_ranks(self) -> None:
@@ -193,16 +194,10 @@ class RemoteBackend(Backend):
     def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops the rows of an earlier one; the others join."""
         if self._peers is not None:
-            digests = self._peers.all_gather("begin", self.configuration.digest)
-            different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-            if different:
-                raise ConfigError(
-                    f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; give every "
-                    f"rank the same {Path(self.configuration.source).name}"
-                )
+            agreement.check_slots(self._peers.all_gather("begin", self.configuration.digest), self.configuration.source)
         generation = 0
         if self.rank == 0:
-            generation = self._begin_rows(rows, after_generation, step, seed, fresh=True)
+            generation = begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed, fresh=True))
         if self._peers is not None:
             generation = self._peers.all_gather("generation", generation)[0]
             if self.rank != 0:
@@ -231,14 +226,15 @@ class RemoteBackend(Backend):
         """Start a training loop, in a new generation. Every rank calls this, with the same arguments."""
         self.activity += 1
         if self._peers is None:
-            self.engine.renew(reproducible)
+            begin_when_stored(lambda: self.engine.renew(reproducible))
         else:
             wire_dtype = self.configuration.general.wire_dtype
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
             if self._begun and self.engine.generation:
                 self.engine.drain()  # each rank comes with its pushes acknowledged
-            agreement.check_same(self._peers.all_gather("start of a loop", {**own, **self._rate()}))
-            generation = self.engine.renew(reproducible) if self.rank == 0 else 0
+            rate = agreement.rate(self.row_settings.optimizer, restored=self._restored)
+            agreement.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
+            generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
             # A loop that was left early may have taken a batch without training on it.
             given = [generation, self.engine.step, self.trained_step, self._restored]
             generation, taken, trained, self._restored = self._peers.all_gather("generation", given)[0]
@@ -247,16 +243,6 @@ class RemoteBackend(Backend):
                 self.trained_step = trained
             self._peers.loops += 1
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
-
-    def _rate(self) -> dict[str, Any]:
-        """Return the learning rate and schedule, which must be equal on all ranks.
-
-        The rate is None after a load, because the other ranks get it later.
-        """
-        optimizer = self.row_settings.optimizer
-        if optimizer is None:
-            return {}
-        return {"learning rate": None if self._restored else float(optimizer.lr), "schedule": optimizer.fingerprint}
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, complete or not; rank 0 learns when this rank's pushes are applied.

@@ -20,8 +20,9 @@ def config_check(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
+            metavar="[FILE]...",
             help="persia.yml, embedding_config.yml and global_config.yml, recognised by their content. Default: those "
-            "that a job here would read."
+            "that a job here would read.",
         ),
     ] = None,
     general: Annotated[Path | None, typer.Option("--global", help="A global_config.yml.")] = None,

@@ -6,8 +6,19 @@ from typing import Annotated
 import typer
 
 
-def up(config: Annotated[Path, typer.Argument(help="A YAML file that describes the job.")]) -> None:
-    """Run a whole job on this host."""
+def up(
+    config: Annotated[Path, typer.Argument(help="A persia.yml, or a YAML file that describes the job.")],
+    servers: Annotated[int | None, typer.Option(min=1, help="Embedding servers. Default: 1.")] = None,
+    middlewares: Annotated[int | None, typer.Option(min=1, help="Middlewares. Default: 1.")] = None,
+    data_compose: Annotated[int | None, typer.Option(min=1, help="Data-compose replicas. Default: 1.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Trainer ranks. Default: 1.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The run's name; one that was interrupted is resumed. Default: run.name, else the time."),
+    ] = None,
+) -> None:
+    """Run a whole job on this host. The options are for a persia.yml."""
     from persia.launch import up as local
+    from persia.launch.job_config import Sizes
 
-    raise typer.Exit(local.up(config))
+    raise typer.Exit(local.up(config, Sizes(servers, middlewares, data_compose, ranks, name)))

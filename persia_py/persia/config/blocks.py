@@ -36,9 +36,9 @@ class SplitBlock(Block):
     """With ``hash``: a column; rows of one value are in one part, so that no user is in two."""
     column: str | None = None
     """With ``time``: the column of the time."""
-    valid: str | float | None = None
+    valid: str | int | float | None = None
     """With ``time``: the first time of valid."""
-    test: str | float | None = None
+    test: str | int | float | None = None
     """With ``time``: the first time of test."""
     seed: Seed = 0
     """With ``hash``: the seed of the hash."""

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from persia.config.blocks import CRITEO_HEADER, SplitBlock
 from persia.config.findings import Findings, near
 from persia.runtime.files import is_url
-from persia.runtime.yaml_tree import Entries, Node, Place, Scalar, number
+from persia.runtime.yaml_tree import Entries, Items, Node, Place, Scalar, number
 from persia_core.features import Features
 
 _SPLIT_KEYS = {"hash": ("fractions", "group", "seed"), "time": ("column", "valid", "test"), "file": ()}
@@ -181,7 +182,12 @@ class _Checks:
         return bool(split["by"] == "time" and split["valid"] is not None)
 
     def check_run(self) -> None:
-        """Names and places of what is written."""
+        """Names and places of what is read and written."""
+        for path in ("data.train", "data.valid", "data.test", "run.dir", "checkpoint.dir"):
+            node = self._node(path)
+            for one in node.items if isinstance(node, Items) else [node]:
+                if isinstance(one, Scalar) and one.text.startswith("~") and not one.is_null:
+                    self._check_home(one, path)
         run: Mapping[str, Any] = self._values.get("run") or {}
         name = run.get("name")
         if name is not None and (not _RUN_NAME.fullmatch(name) or name == "LATEST"):
@@ -194,6 +200,12 @@ class _Checks:
         upload = checkpoint.get("upload_to")
         if upload is not None and not is_url(upload):
             self._error("checkpoint.upload_to", f"found `{upload}`, allowed: an address such as s3://bucket/prefix")
+
+    def _check_home(self, node: Scalar, path: str) -> None:
+        try:
+            Path(node.text).expanduser()
+        except RuntimeError:
+            self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
 
     def check_columns(self, features: Features | None) -> None:
         """Every column that is read is one of the files, as far as the file says which ones they have."""

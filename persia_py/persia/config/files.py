@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from persia.config.document import open_document
+from persia.config.document import Document
 from persia.runtime.config_files import read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.yaml_tree import Entries, TreeError, parse
@@ -94,8 +94,7 @@ def _compare(ours: tuple[str, str], theirs: tuple[str, str], checked: Checked) -
 
 
 def _check_persia(text: str, name: str, overrides: Sequence[str], checked: Checked) -> None:
-    del text
-    document = open_document(name, overrides)
+    document = Document(text, name, Path(name).absolute().parent, overrides)
     checked.warnings += document.findings.warnings
     document.findings.raise_if_any()
     config = document.config

@@ -22,9 +22,10 @@ def show(document: Document) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """Return a configuration as the text of a ``persia.yml``: all keys, and paths of data that fit any folder.
+    """Return a configuration as the text of a ``persia.yml``: all keys, and absolute paths of data and of checkpoints.
 
-    ``load_config`` of the text gives an equal configuration, except for these paths.
+    ``load_config`` of the text gives an equal configuration, except for these paths: features and labels are written as
+    they were given, since a text such as ``1e6`` is another value as a number.
     """
     values = config.model_dump(by_alias=True)
     described = parse(config.described)
@@ -38,6 +39,9 @@ def to_yaml(config: Config) -> str:
         node = data.get(part)
         if node is not None and not node.is_null:
             data.put(part, _absolute(node, config.folder))
+    saves = tree.at("checkpoint").get("dir")
+    if saves is not None and not saves.is_null:
+        tree.at("checkpoint").put("dir", _absolute(saves, Path.cwd()))
     return Rendered(tree).text
 
 

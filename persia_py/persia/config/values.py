@@ -144,7 +144,10 @@ def allowed(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = Fal
     """Return in words what an annotation allows, for messages and for the reference."""
     annotation, metadata = _unpacked(annotation, metadata)
     if _is_union(annotation):
-        return ", or ".join(allowed(one, metadata, plural=plural) for one in _members(annotation))
+        members = [*_members(annotation)]
+        if float in members and int in members:
+            members.remove(int)  # a whole number is a number
+        return ", or ".join(allowed(one, metadata, plural=plural) for one in members)
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
     if annotation in {int, float}:

@@ -145,6 +145,15 @@ class DataCtx:
         """The generation of the run that the batches are for."""
         return self._entered().generation
 
+    @property
+    def transform(self) -> str:
+        """What makes the batches, as JSON: the ``transform`` of the ranks' ``StreamingDataset``. Empty without one.
+
+        Raises:
+            IncompatibleError: The ranks have different ones.
+        """
+        return self._entered().transform
+
     def _entered(self) -> "Sender | ScriptSender":
         if self._sender is None:
             raise UsageError("DataCtx is used outside its `with` block")

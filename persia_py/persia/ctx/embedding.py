@@ -14,6 +14,7 @@ from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.ctx.checks import LabelCheck, named_error
+from persia.ctx.tensors import given_tensors, with_mask
 from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
@@ -163,11 +164,11 @@ class EmbeddingCtx(BaseCtx):
         training = self._trains_on(batch)
         places = self._arrange(batch, whole=training)
         self._embeddings = [from_dlpack(tensor).requires_grad_(training) for tensor in batch.embeddings()]
-        dense = arranged(_given(batch, batch.dense()), places.dense)
+        dense = arranged(given_tensors(batch, batch.dense()), places.dense)
         inference = self.preprocess_mode is PreprocessMode.INFERENCE
-        labels = None if inference else arranged(_given(batch, batch.labels()), places.labels) or None
+        labels = None if inference else arranged(given_tensors(batch, batch.labels()), places.labels) or None
         embeddings = [
-            rows if mask is None else _with_mask(rows, from_dlpack(mask))
+            rows if mask is None else with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
         self._log_truncated(batch)
@@ -399,16 +400,6 @@ def _local(caller: str, path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise UsageError(f"{caller}: {os.fspath(path)}: want a path of this host; HDFS and object stores are not read")
     return Path(path)
-
-
-def _given(batch: "_forward.TrainingBatch", tensors: list[_forward.Tensor]) -> list[torch.Tensor]:
-    """Return dense inputs or labels. On a device they are copied out of the batch's one buffer, which is large."""
-    shared = [from_dlpack(tensor) for tensor in tensors]
-    return shared if batch.device_id is None else [tensor.clone() for tensor in shared]
-
-
-def _with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:

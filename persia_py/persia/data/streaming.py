@@ -8,6 +8,7 @@ from typing import Any
 
 from persia.data.source import IterableDataset
 from persia.embedding.data import PersiaBatch
+from persia.features import Transform
 from persia.feed.embedded import ScriptFeed
 from persia.feed.inbox import Inbox
 from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
@@ -44,10 +45,13 @@ class StreamingDataset(IterableDataset):
     Args:
         buffer_size: The number of batches of each replica that may wait here; a replica that is ahead waits in
             ``send_data``.
+        transform: Makes the batches from rows: the built-in data-compose of a ``persia.yml`` gets it from here. All
+            ranks give the same.
     """
 
-    def __init__(self, buffer_size: int = 10) -> None:
+    def __init__(self, buffer_size: int = 10, transform: Transform | None = None) -> None:
         super().__init__(buffer_size)
+        self._transform = "" if transform is None else transform.to_json()
         self._stop = threading.Event()
         self._forget(None)
 
@@ -112,7 +116,7 @@ class StreamingDataset(IterableDataset):
         self._drop = sum(self._trained) - rounds * replicas
         self._taken = [rounds] * replicas
         self._rounds = RoundDigests(rounds, digests)
-        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests)
+        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests, transform=self._transform)
 
     def _context(self) -> Any:
         """Return the backend of the current context, and drop the stream of another one."""

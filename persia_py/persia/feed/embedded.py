@@ -139,6 +139,11 @@ class ScriptSender:
         self._replay = feed.connect()
         self._sent = 0
 
+    @property
+    def transform(self) -> str:
+        """What makes the batches, as JSON; empty if the script makes its own."""
+        return self._feed.inbox.transform
+
     def send(self, batch: Batch) -> None:
         """Add a batch to the inbox; wait until there is room.
 

@@ -73,9 +73,14 @@ class _ReplicaQueue:
 
 
 class Inbox:
-    """A queue for each data-compose replica; each holds at most ``buffer`` batches."""
+    """A queue for each data-compose replica; each holds at most ``buffer`` batches.
+
+    Attributes:
+        transform: What makes the batches, as JSON; empty if the data script makes its own. Set by :meth:`open`.
+    """
 
     def __init__(self) -> None:
+        self.transform = ""
         self._changed = threading.Condition()
         self._queues: dict[int, _ReplicaQueue] = {}
         self._replicas: int | None = None
@@ -88,7 +93,13 @@ class Inbox:
     # For the data loader.
 
     def open(
-        self, buffer: int, *, skip: int = 0, replicas: int | None = None, digests: list[Digest] | None = None
+        self,
+        buffer: int,
+        *,
+        skip: int = 0,
+        replicas: int | None = None,
+        digests: list[Digest] | None = None,
+        transform: str = "",
     ) -> None:
         """Let senders connect.
 
@@ -97,8 +108,10 @@ class Inbox:
             skip: The number of batches of each replica that the resumed run has trained on.
             replicas: The number of replicas of the resumed run; None if it does not matter.
             digests: The digest of the skipped batches of each replica; None if they are not known.
+            transform: What makes the batches, as JSON, for the built-in data-compose.
         """
         with self._changed:
+            self.transform = transform
             self._buffer, self._skip, self._digests = buffer, skip, digests or []
             if replicas is not None:
                 self._replicas = replicas

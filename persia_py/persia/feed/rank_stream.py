@@ -83,6 +83,7 @@ class RankStream:
         self.rank = rank
         self.skip: int | None = None
         self.replay = ReplayCheck(state.index, rank, 0, None)
+        self.transform = ""
         self.stopped: str | None = None
         self.address = ""
         self.delivered = False
@@ -241,6 +242,7 @@ class RankStream:
             if self.skip is None:  # a later welcome counts batches that this process has sent
                 digest = welcome.digest if welcome.HasField("digest") else None
                 self.replay = ReplayCheck(state.index, self.rank, welcome.skip, digest)
+                self.transform = welcome.transform
             self.skip, self._buffer = welcome.skip, welcome.buffer
             own = sum(number < welcome.skip for number, _, _ in self._pending)
             self._queued = max(0, welcome.queued - own)

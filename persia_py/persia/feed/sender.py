@@ -7,7 +7,7 @@ from typing import Any
 
 from persia.feed.protocol import MAX_BATCH_BYTES, RunRestarted, Stopped
 from persia.feed.rank_stream import RankStream, SenderState
-from persia.runtime.errors import DataError
+from persia.runtime.errors import DataError, IncompatibleError
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
@@ -59,6 +59,19 @@ class Sender:
     def generation(self) -> int:
         """The generation of the run; 0 if the ranks want no batches."""
         return self._state.generation or 0
+
+    @property
+    def transform(self) -> str:
+        """What makes the batches, as JSON; empty if the script makes its own.
+
+        Raises:
+            IncompatibleError: The ranks have different ones.
+        """
+        first, *others = (stream.transform for stream in self._streams)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise IncompatibleError(f"rank {rank} has another transform than rank 0; give all ranks the same files")
+        return first
 
     @property
     def rank_0(self) -> str:

@@ -156,6 +156,7 @@ class _FeedService(services.TrainerServicer):
                 welcome=pb.FeedWelcome(
                     generation=generation, rank=rank, world_size=world_size,
                     skip=position.received, buffer=position.buffer, queued=position.queued, digest=position.digest,
+                    transform=self._inbox.transform,
                 )
             )  # fmt: skip
             reading = (requests, hello, rank, world_size, replies)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,16 +15,22 @@ SERVER = "persia-embedding-sharded-server"
 MIDDLEWARE = "persia-embedding-sharded-middleware"
 
 
-def run(
-    binary: str, *, port: int, embedding_config: Path | None, global_config: Path | None, index: int, size: int
-) -> NoReturn:
+_VARIABLES = {
+    "--config": "PERSIA_CONFIG",
+    "--embedding-config": "PERSIA_EMBEDDING_CONFIG",
+    "--global-config": "PERSIA_GLOBAL_CONFIG",
+}
+"""The variable of each flag of a configuration file."""
+
+
+def run(binary: str, *, port: int, files: Mapping[str, Path | None], index: int, size: int) -> NoReturn:
     """Replace this process by a server or a middleware.
 
     Args:
         binary: :data:`SERVER` or :data:`MIDDLEWARE`.
         port: The port to listen on, unless ``PERSIA_LISTEN`` is set. Without a token it is on loopback only.
-        embedding_config: The slots; None means ``PERSIA_EMBEDDING_CONFIG``.
-        global_config: The limits; None means ``PERSIA_GLOBAL_CONFIG``.
+        files: The configuration file of each flag: ``--config`` or ``--embedding-config`` has the slots,
+            ``--global-config`` the limits. None means that of the variable.
         index: The index of this replica.
         size: The number of replicas.
 
@@ -35,10 +42,8 @@ def run(
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
     if settings.listen is None:
         command += ["--listen", f"{host}:{port}"]
-    for flag, given, name in (
-        ("--embedding-config", embedding_config, "PERSIA_EMBEDDING_CONFIG"),
-        ("--global-config", global_config, "PERSIA_GLOBAL_CONFIG"),
-    ):
+    for flag, name in _VARIABLES.items():
+        given = files.get(flag)
         if (path := given or variable(name)) is None:
             continue
         if not Path(path).is_file():

@@ -11,6 +11,7 @@ import typer
 
 from persia.launch import binaries
 from persia.launch.user_script import report
+from persia.runtime.config_files import persia_config
 from persia.runtime.errors import PersiaError, UsageError
 
 _NATS_URL = "nats://persia_nats_service:4222"
@@ -31,6 +32,7 @@ _File = Annotated[
 _Arguments = Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the script.")]
 _Index = Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, else 0.")]
 _Size = Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, else 1.")]
+_Config = Annotated[Path | None, typer.Option(help="The job's persia.yml. Default: PERSIA_CONFIG.")]
 _Slots = Annotated[Path | None, typer.Option(help="Default: PERSIA_EMBEDDING_CONFIG.")]
 _General = Annotated[Path | None, typer.Option(help="Default: PERSIA_GLOBAL_CONFIG.")]
 
@@ -45,7 +47,10 @@ def nn_worker(
     node_rank: Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, else 0.")] = None,
     nnodes: Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, else 1.")] = None,
 ) -> None:
-    """Run the ranks of one trainer replica. FILE defaults to PERSIA_NN_WORKER_ENTRY."""
+    """Run the ranks of one trainer replica.
+
+    FILE defaults to PERSIA_NN_WORKER_ENTRY. Without both, the ranks train from PERSIA_CONFIG.
+    """
     from persia.launch import nn_worker
 
     script, given = _script(file, arguments or (), variable="PERSIA_NN_WORKER_ENTRY")
@@ -67,7 +72,10 @@ def data_loader(
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
-    """Run the data script of one data-compose replica. FILE defaults to PERSIA_DATALOADER_ENTRY."""
+    """Run the data script of one data-compose replica.
+
+    FILE defaults to PERSIA_DATALOADER_ENTRY. Without both, the rows of PERSIA_CONFIG are sent.
+    """
     from persia.launch import data_loader
 
     script, given = _script(file, arguments or (), variable="PERSIA_DATALOADER_ENTRY")
@@ -78,32 +86,34 @@ def data_loader(
 @app.command()
 def embedding_worker(
     port: Annotated[int, typer.Option(help="Port to listen on, unless PERSIA_LISTEN is set.")] = 8887,
+    config: _Config = None,
     embedding_config: _Slots = None,
     global_config: _General = None,
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
     """Run a middleware, which splits requests over the servers."""
-    _become(binaries.MIDDLEWARE, port, embedding_config, global_config, replica_index, replica_size)
+    files = {"--config": config, "--embedding-config": embedding_config, "--global-config": global_config}
+    _become(binaries.MIDDLEWARE, port, files, replica_index, replica_size)
 
 
 @app.command()
 def embedding_parameter_server(
     port: Annotated[int, typer.Option(help="Port to listen on, unless PERSIA_LISTEN is set.")] = 8888,
+    config: _Config = None,
     embedding_config: _Slots = None,
     global_config: _General = None,
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
     """Run an embedding server, which holds some of the shards."""
-    _become(binaries.SERVER, port, embedding_config, global_config, replica_index, replica_size)
+    files = {"--config": config, "--embedding-config": embedding_config, "--global-config": global_config}
+    _become(binaries.SERVER, port, files, replica_index, replica_size)
 
 
-def _become(
-    binary: str, port: int, slots: Path | None, general: Path | None, index: int | None, size: int | None
-) -> NoReturn:
+def _become(binary: str, port: int, files: dict[str, Path | None], index: int | None, size: int | None) -> NoReturn:
     index, size = _replica(index, size)
-    binaries.run(binary, port=port, embedding_config=slots, global_config=general, index=index, size=size)
+    binaries.run(binary, port=port, files=files, index=index, size=size)
 
 
 def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]:
@@ -129,8 +139,8 @@ def _number(variable: str, default: int) -> int:
     return int(text)
 
 
-def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tuple[Path, list[str]]:
-    """Return the path of a script and its arguments.
+def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tuple[Path | None, list[str]]:
+    """Return the path of a script and its arguments; None for the built-in one, which reads ``PERSIA_CONFIG``.
 
     Args:
         given: A path, or a path and arguments as in a shell; None means the content of the variable.
@@ -139,10 +149,13 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
 
     Raises:
         UsageError: No script is given, or it does not exist.
+        ConfigError: ``PERSIA_CONFIG`` names no file, or is given beside ``PERSIA_EMBEDDING_CONFIG``.
     """
     text = (given or os.environ.get(variable, "")).strip()
     if not text:
-        raise UsageError(f"no script: give FILE, or set {variable}")
+        if persia_config() is not None:
+            return None, []
+        raise UsageError(f"no script: give FILE, or set {variable}, or PERSIA_CONFIG to the path of a persia.yml")
     if Path(text).is_file():
         return Path(text).resolve(), list(arguments)
     origin = "FILE" if given else variable

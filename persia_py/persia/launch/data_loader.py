@@ -16,11 +16,11 @@ _PERIOD = 2.0
 """Seconds between two questions to NATS for new trainers."""
 
 
-def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int:
+def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int) -> int:
     """Run the script, and restart it for every new generation, until SIGTERM.
 
     Args:
-        script: The data script.
+        script: The data script; None sends the rows of ``PERSIA_CONFIG``.
         arguments: Its arguments.
         index: The index of this replica.
         size: The number of replicas.
@@ -37,7 +37,8 @@ def run(script: Path, arguments: Sequence[str], *, index: int, size: int) -> int
             "start only `python train.py`, or set PERSIA_NATS_URL"
         )
     events = Events()
-    command = [sys.executable, "-m", "persia.launch.data_loader_main", str(script), *arguments]
+    words = [] if script is None else [str(script), *arguments]
+    command = [sys.executable, "-m", "persia.launch.data_loader_main", *words]
     with tempfile.TemporaryDirectory(prefix="persia-data-") as folder, events.signals():
         served = Path(folder) / "rank-0"
         environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size), SERVED: str(served)}

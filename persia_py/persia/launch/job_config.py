@@ -1,17 +1,24 @@
-"""The YAML file of ``persia up``: read and check the description of a job on one host."""
+"""The YAML file of ``persia up``: read and check the description of a job on one host.
+
+It is a ``persia.yml``, or a file with the keys of :class:`JobConfig`.
+"""
 
 import difflib
 import os
+import re
 import shlex
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from persia.launch.yaml_files import load_yaml
-from persia.runtime.errors import ConfigError
+from persia.runtime.errors import ConfigError, UsageError
 
 _AUTO = "auto"
+_NAME = r"^[A-Za-z0-9._-]{1,64}$"
 _MAX_REPLICAS = 64
 _MAX_RESTARTS = 100
 _Count = Annotated[int, Field(ge=1, le=_MAX_REPLICAS)]
@@ -42,8 +49,8 @@ class _Strict(BaseModel):
 class DataCompose(_Strict):
     """The data script, which sends batches."""
 
-    entry: _Entry
-    """The path of the script, with arguments if any."""
+    entry: _Entry | None = None
+    """The path of the script, with arguments if any. None sends the rows of ``config``."""
     replicas: _Count = 1
     """The number of replicas; each sends its part of the data."""
 
@@ -51,8 +58,8 @@ class DataCompose(_Strict):
 class Trainer(_Strict):
     """The training script."""
 
-    entry: _Entry
-    """The path of the script, with arguments if any."""
+    entry: _Entry | None = None
+    """The path of the script, with arguments if any. None trains from ``config``."""
     ranks: _Count = 1
     """The number of ranks."""
 
@@ -60,18 +67,20 @@ class Trainer(_Strict):
 class JobConfig(_Strict):
     """A job on this host. Paths are relative to the folder of the file."""
 
-    job: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "local"
+    job: Annotated[str, Field(pattern=_NAME)] = "local"
     """The job's name. Jobs of different names do not see each other."""
     servers: _Count = 1
     """The number of embedding servers."""
     middlewares: _Count = 1
     """The number of middlewares."""
-    embedding_config: str
-    """The path of ``embedding_config.yml``: the slots."""
+    config: str | None = None
+    """The path of a ``persia.yml``, whose features give the slots."""
+    embedding_config: str | None = None
+    """The path of ``embedding_config.yml``: the slots, without ``config``."""
     global_config: str | None = None
     """The path of ``global_config.yml``: capacity and other limits."""
     data_compose: DataCompose | None = None
-    """None: the trainer makes its own batches."""
+    """None: the trainer makes its own batches. A trainer without an entry has one replica then."""
     trainer: Trainer | None = None
     """None: the servers run until Ctrl-C, for trainers that are started by hand."""
     env: dict[str, _Text] = Field(default_factory=dict)
@@ -84,23 +93,95 @@ class JobConfig(_Strict):
     """How often a part that died is restarted before the job ends."""
 
 
-def read_job_config(path: Path) -> JobConfig:
+@dataclass(frozen=True)
+class Sizes:
+    """The processes of a job of a ``persia.yml``, and its name. None of them means the default.
+
+    Attributes:
+        servers: The number of embedding servers; 1.
+        middlewares: The number of middlewares; 1.
+        data_compose: The number of data-compose replicas; 1.
+        ranks: The number of ranks; 1.
+        name: The run's name; ``run.name``, else the time of the start in UTC. A run of this name that was interrupted
+            is resumed.
+    """
+
+    servers: int | None = None
+    middlewares: int | None = None
+    data_compose: int | None = None
+    ranks: int | None = None
+    name: str | None = None
+
+
+def read_job_config(path: Path, sizes: Sizes | None = None) -> JobConfig:
     """Return the job that a file describes, with absolute paths.
+
+    Args:
+        path: A ``persia.yml``, or a file with the keys of :class:`JobConfig`.
+        sizes: For a ``persia.yml``; None means the defaults.
 
     Raises:
         ConfigError: It lists every mistake: where it is, what was found, what is allowed.
+        UsageError: ``sizes`` are given with a file that has them.
     """
+    sizes = sizes or Sizes()
     try:
         content = load_yaml(path)
+        if isinstance(content, dict) and _PERSIA_YML & content.keys():
+            return _job_of(path, sizes)
     except ConfigError as error:
         error.hint = _next_step(path)
         raise
+    if given := [name for name in ("servers", "middlewares", "data_compose", "ranks", "name") if getattr(sizes, name)]:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{options}: {path} is no persia.yml, it has these numbers itself; change them there")
+    mistakes = _without_slots(content)
     try:
         config = JobConfig.model_validate(content)
     except ValidationError as error:
-        mistakes = [_mistake(detail) for detail in error.errors()]
-        raise _error(path, mistakes) from error
+        mistakes = [*(_mistake(detail) for detail in error.errors()), *mistakes]
+    if mistakes:
+        raise _error(path, mistakes)
+    if config.trainer is not None and config.trainer.entry is None and config.data_compose is None:
+        config = config.model_copy(update={"data_compose": DataCompose()})  # such a trainer gets its batches from it
     return _with_absolute_paths(config, path)
+
+
+def _job_of(path: Path, sizes: Sizes) -> JobConfig:
+    """Return the job that trains from a ``persia.yml``."""
+    from persia.config import load_config
+
+    config = load_config(path)
+    name = sizes.name or config.run.name or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    if not re.fullmatch(_NAME, name):
+        origin = "--name" if sizes.name else "run.name"
+        raise ConfigError(f"{origin}: found `{name}`, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    try:
+        return JobConfig(
+            job=name,
+            servers=sizes.servers or 1,
+            middlewares=sizes.middlewares or 1,
+            config=str(path.resolve()),
+            data_compose=DataCompose(replicas=sizes.data_compose or 1),
+            trainer=Trainer(ranks=sizes.ranks or 1),
+            run_dir=str(Path(config.run.dir).expanduser().absolute() / name),
+        )
+    except ValidationError as error:
+        raise ConfigError("; ".join(_mistake(detail) for detail in error.errors())) from error
+
+
+def _without_slots(content: Any) -> list[str]:
+    """Return what is wrong about ``config`` and the keys that it replaces."""
+    if not isinstance(content, dict):
+        return []
+    whole, slots = (content.get(key) is not None for key in ("config", "embedding_config"))
+    if whole and slots:
+        return ["config and embedding_config: both are given, but slots come from one file; remove one"]
+    if whole:
+        return []
+    parts = {key: content.get(key) for key in ("data_compose", "trainer")}
+    lacking = [f"{key}.entry" for key, part in parts.items() if isinstance(part, dict) and part.get("entry") is None]
+    return [f"{key}: missing" for key in ([] if slots else ["embedding_config"]) + lacking]
 
 
 def makes_token(config: JobConfig) -> bool:
@@ -110,7 +191,8 @@ def makes_token(config: JobConfig) -> bool:
 
 def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
     folder = path.resolve().parent
-    files = {"embedding_config": config.embedding_config, "global_config": config.global_config}
+    keys = ("config", "embedding_config", "global_config")
+    files = {key: getattr(config, key) for key in keys}
     if config.token != _AUTO:
         files["token"] = config.token
     found = {key: _absolute(folder, name) for key, name in files.items() if name is not None}
@@ -121,7 +203,7 @@ def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
     ]
     changes: dict[str, Any] = dict(found)
     for key, part in (("data_compose", config.data_compose), ("trainer", config.trainer)):
-        if part is None:
+        if part is None or part.entry is None:
             continue
         name, *arguments = shlex.split(part.entry)
         script = _absolute(folder, name)
@@ -164,6 +246,9 @@ def _mistake(detail: Any) -> str:
         allowed = allowed.removeprefix(prefix)
     return f"{where}: found `{detail['input']}`, allowed: {allowed}"
 
+
+_PERSIA_YML = {"data", "features", "labels", "model", "train"}
+"""Keys by which a ``persia.yml`` is recognised."""
 
 _MODELS: dict[tuple[str, ...], type[BaseModel]] = {
     (): JobConfig,

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from persia.launch.binaries import MIDDLEWARE, SERVER, resolve_binary_execute_path
 from persia.launch.process import Process
 from persia.runtime import tokens
+from persia.runtime.config_files import CONFIG, EMBEDDING_CONFIG, GLOBAL_CONFIG
 from persia.runtime.errors import UnreachableError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -52,7 +53,7 @@ class LocalJob:
         name: The job's name.
         servers: The number of servers.
         middlewares: The number of middlewares.
-        embedding_config: The slots.
+        embedding_config: The slots; None if ``config`` has them.
         global_config: Capacity and other limits; None means the defaults.
         private_dir: A folder that only its owner can read: sockets, the token, NATS's configuration. The path is short,
             because that of a socket has at most 107 bytes.
@@ -60,18 +61,20 @@ class LocalJob:
         env: Variables added to the environment of every part.
         ports: The first server's and the first middleware's port on loopback; None means Unix sockets.
         metrics: The address at which each server and middleware serves its metrics.
+        config: ``persia.yml``, whose features give the slots, instead of ``embedding_config``.
     """
 
     name: str
     servers: int
     middlewares: int
-    embedding_config: Path
+    embedding_config: Path | None
     global_config: Path | None
     private_dir: Path
     state_dir: Path
     env: Mapping[str, str] = field(default_factory=dict)
     ports: tuple[int, int] | None = None
     metrics: str = f"{LOOPBACK}:0"
+    config: Path | None = None
 
     @property
     def token_file(self) -> Path:
@@ -158,12 +161,11 @@ class LocalJob:
             "PERSIA_NATS_URL": nats_url,
             "PERSIA_JOB": self.name,
             "PERSIA_TOKEN_FILE": str(self.token_file),
-            "PERSIA_EMBEDDING_CONFIG": str(self.embedding_config),
             "PERSIA_CKPT_DIR": str(checkpoints),
             "PERSIA_ADVERTISE": LOOPBACK,
         }
-        if self.global_config is not None:
-            variables["PERSIA_GLOBAL_CONFIG"] = str(self.global_config)
+        files = {CONFIG: self.config, EMBEDDING_CONFIG: self.embedding_config, GLOBAL_CONFIG: self.global_config}
+        variables |= {name: str(path) for name, path in files.items() if path is not None}
         return variables | dict(self.env)
 
     def client_env(self, nats_url: str) -> dict[str, str]:
@@ -176,8 +178,9 @@ class LocalJob:
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "REPLICA_INDEX", "REPLICA_SIZE"),
     *("PERSIA_LISTEN", "PERSIA_METRICS_LISTEN", "PERSIA_DATA_DIR", "GPU_NUM"),
+    *(CONFIG, EMBEDDING_CONFIG, "PERSIA_NN_WORKER_ENTRY", "PERSIA_DATALOADER_ENTRY"),
 }
-"""Variables that describe one process. The parts of this job must not inherit them from the launcher."""
+"""Variables of one process, or of another job. The parts of this job must not inherit them from the launcher."""
 
 
 @contextlib.contextmanager

@@ -26,11 +26,11 @@ _NOTICE = 5.0
 _output = threading.Lock()
 
 
-def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes: int) -> int:
+def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int, nodes: int) -> int:
     """Run the ranks of this replica to their end.
 
     Args:
-        script: The script that each rank runs.
+        script: The script that each rank runs; None trains from ``PERSIA_CONFIG``.
         arguments: Its arguments.
         ranks: The number of ranks of this replica.
         node: The index of this replica.
@@ -57,11 +57,12 @@ def run(script: Path, arguments: Sequence[str], *, ranks: int, node: int, nodes:
         if node == 0:
             _set_aside(folder / job.SUMMARY)
     events = Events()
+    words = [] if script is None else [str(script), *arguments]
     with events.signals():
         started = [
             Process(
                 f"rank {node * ranks + local}",
-                [sys.executable, "-m", "persia.launch.rank_main", str(script), *arguments],
+                [sys.executable, "-m", "persia.launch.rank_main", *words],
                 env={**os.environ, **_rank_variables(local, ranks=ranks, node=node, nodes=nodes)},
                 line=_print_with_prefix(f"[rank {node * ranks + local}]") if ranks > 1 else None,
                 ended=events.ended,

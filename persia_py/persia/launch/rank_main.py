@@ -1,7 +1,7 @@
 """The process of one trainer rank: ``python -m persia.launch.rank_main FILE ARGUMENTS...``.
 
-It runs the script, then ends the run together with the other ranks. SIGTERM before that end exits with 75: restart
-this rank. A context with checkpoints saves the run first.
+It runs the script, or trains from ``PERSIA_CONFIG`` without one, then ends the run together with the other ranks.
+SIGTERM before that end exits with 75: restart this rank. A context with checkpoints saves the run first.
 """
 
 import os
@@ -13,18 +13,20 @@ from types import FrameType
 from persia.launch.supervision import ONE_SIGNAL
 from persia.launch.user_script import guarded, run_script
 from persia.runtime import preemption
+from persia.runtime.config_files import persia_config
+from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
 
 
 def main() -> int:
-    """Run the script in ``sys.argv[1]``, then end the run."""
+    """Run the script in ``sys.argv[1]``, or the built-in one, then end the run."""
     _handle_sigterm()
     return guarded(_train)
 
 
 def _train() -> int:
     try:
-        code = run_script(sys.argv[1], sys.argv[2:])
+        code = run_script(sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else _train_from_config()
         if code == 0:
             from persia.distributed import run
 
@@ -35,6 +37,15 @@ def _train() -> int:
         _report_failure(f"{type(error).__name__}: {error}")
         raise
     return code
+
+
+def _train_from_config() -> int:
+    from persia.trainer import rank
+
+    if (path := persia_config()) is None:
+        raise UsageError("PERSIA_CONFIG is not set, and no script is given")
+    rank.train(path)
+    return 0
 
 
 def _report_failure(reason: str) -> None:

@@ -7,12 +7,13 @@ import time
 from pathlib import Path
 
 from persia.launch import nn_worker
-from persia.launch.job_config import JobConfig, makes_token, read_job_config
+from persia.launch.job_config import JobConfig, Sizes, makes_token, read_job_config
 from persia.launch.local_job import Command, LocalJob, private_folder
 from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job as jobs
+from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
 
 _NATS = "nats"
@@ -24,11 +25,12 @@ _BACK_OFF = 1.0
 """Seconds between the end of a part and its restart."""
 
 
-def up(path: Path) -> int:
+def up(path: Path, sizes: Sizes | None = None) -> int:
     """Run the job that a file describes until its trainer ends, or until a signal.
 
     Args:
-        path: A YAML file with the keys of :class:`persia.launch.job_config.JobConfig`.
+        path: A ``persia.yml``, or a file with the keys of :class:`persia.launch.job_config.JobConfig`.
+        sizes: The processes of a ``persia.yml``; None means the defaults.
 
     Returns:
         The trainer's exit code. After a signal: 0 if the run is finished or the job has no trainer, else that of
@@ -36,11 +38,15 @@ def up(path: Path) -> int:
 
     Raises:
         ConfigError: The file, or one that it names, is wrong.
-        UsageError: A program was not found.
+        UsageError: A program was not found, or the run of a ``persia.yml`` is finished.
     """
-    config = read_job_config(path)
+    config = read_job_config(path, sizes)
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
+        if config.config is not None:
+            error = UsageError(f"{folder}: the run of this name is finished")
+            error.hint = f"give the new run another name: persia up {path} --name NAME"
+            raise error
         nn_worker.report_finished(folder, summary)
         return 0
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
@@ -49,7 +55,8 @@ def up(path: Path) -> int:
             name=config.job,
             servers=config.servers,
             middlewares=config.middlewares,
-            embedding_config=Path(config.embedding_config),
+            config=Path(config.config) if config.config else None,
+            embedding_config=Path(config.embedding_config) if config.embedding_config else None,
             global_config=Path(config.global_config) if config.global_config else None,
             private_dir=private_dir,
             state_dir=folder,
@@ -117,8 +124,8 @@ class _Run:
             options = ["--nproc-per-node", str(self._config.trainer.ranks), "--node-rank", "0", "--nnodes", "1"]
             self._launch("trainer", "nn-worker", self._config.trainer.entry, options)
 
-    def _launch(self, name: str, verb: str, entry: str, options: list[str]) -> None:
-        words = [sys.executable, "-m", "persia.launch.cli", verb, *options, entry]
+    def _launch(self, name: str, verb: str, entry: str | None, options: list[str]) -> None:
+        words = [sys.executable, "-m", "persia.launch.cli", verb, *options, *([entry] if entry else [])]
         self._start(Command(name, words, self._local.client_env(self._url)))
 
     def _start(self, command: Command) -> None:

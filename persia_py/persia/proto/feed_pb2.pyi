@@ -58,7 +58,7 @@ class FeedReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[FeedWelcome, _Mapping]] = ..., taken: _Optional[_Union[FeedTaken, _Mapping]] = ..., stop: _Optional[_Union[FeedStop, _Mapping]] = ...) -> None: ...
 
 class FeedWelcome(_message.Message):
-    __slots__ = ("generation", "rank", "world_size", "skip", "buffer", "queued", "digest")
+    __slots__ = ("generation", "rank", "world_size", "skip", "buffer", "queued", "digest", "transform")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,7 @@ class FeedWelcome(_message.Message):
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TRANSFORM_FIELD_NUMBER: _ClassVar[int]
     generation: int
     rank: int
     world_size: int
@@ -73,7 +74,8 @@ class FeedWelcome(_message.Message):
     buffer: int
     queued: int
     digest: int
-    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., skip: _Optional[int] = ..., buffer: _Optional[int] = ..., queued: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    transform: str
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., skip: _Optional[int] = ..., buffer: _Optional[int] = ..., queued: _Optional[int] = ..., digest: _Optional[int] = ..., transform: _Optional[str] = ...) -> None: ...
 
 class FeedTaken(_message.Message):
     __slots__ = ("seq",)

@@ -24,6 +24,7 @@ _SEPARATED = re.compile(r"(?<=[0-9a-fA-F])_(?=[0-9a-fA-F])")
 _WHOLE = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _RADIX = re.compile(r"\+?0(x[0-9a-fA-F]+|o[0-7]+|b[01]+)")
 _NUMBER = re.compile(r"[+-]?[0-9]*(\.[0-9]*)?([eE][+-]?[0-9]+)?")
+_ODD_BREAK = re.compile("[\x85\u2028\u2029]")
 _SHOWN = 60
 
 
@@ -198,9 +199,16 @@ def parse(text: str, override: str = "") -> Node:
     size = len(text)
     if size > MAX_BYTES or (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
         raise TreeError(start, f"the file has {size} bytes, the limit is {MAX_BYTES}")
+    text = text.removeprefix("\ufeff")
+    if (odd := _ODD_BREAK.search(text)) is not None:
+        lines = text[: odd.start()].split("\n")
+        place = start if override else Place(len(lines), len(lines[-1]) + 1)
+        code = f"{ord(odd.group()):04X}"
+        message = f'the character U+{code} ends a line for some parsers only: remove it, or write "\\u{code}"'
+        raise TreeError(place, message)
     builder = _Builder(override)
     try:
-        for event in yaml.parse(text.removeprefix("\ufeff"), Loader=_LOADER):
+        for event in yaml.parse(text, Loader=_LOADER):
             builder.take(event)
     except yaml.MarkedYAMLError as error:
         place = builder.place(error.problem_mark) if error.problem_mark is not None else start

@@ -144,7 +144,8 @@ def _shown(name: str, values: dict[str, Any]) -> str:
 
 
 def _unusual(summary: dict[str, Any]) -> str:
-    unusual = summary.get("unusual") or {"rows": 0, "counts": {}}
+    if (unusual := summary.get("unusual", {"rows": 0, "counts": {}})) is None:
+        return '<p class="note">Data-compose has counted them; its log has the numbers.</p>'
     rows = [
         [feature, kind, f"{count:,}", f"{count / unusual['rows']:.2%}" if unusual["rows"] else ""]
         for feature, kinds in sorted(unusual["counts"].items())

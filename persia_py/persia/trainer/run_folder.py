@@ -9,9 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from persia.config import Config, load_config
+from persia.config.show import to_yaml
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
 from persia.trainer.optimizers import optimizer_of_rows
@@ -20,7 +19,8 @@ from persia_core import checkpoint as _core
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, the rows of train, the digest of the transform."""
+"""What the configuration does not say: where it came from, the rows of train, the digest of the transform, and of a job
+where its checkpoints are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
@@ -72,13 +72,15 @@ class RunFolder:
 
     def saves(self, config: Config) -> Path:
         """Return the folder of the saves: a folder of the run's name in ``checkpoint.dir``, if that is given."""
+        if (of_job := self.read_json(FACTS).get("checkpoints")) is not None:
+            return Path(of_job)
         given = config.checkpoint.dir
         return self.path / CHECKPOINTS if given is None else Path(given).expanduser().absolute() / self.path.name
 
     @property
     def best(self) -> Path:
         """The folder of the best checkpoint."""
-        return self.path / BEST
+        return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
 
     def make(self, config: Config) -> None:
         """Make the folder with its configuration, and name it in ``LATEST``.
@@ -149,8 +151,7 @@ class RunFolder:
 
 def resolved(config: Config) -> str:
     """Return the whole configuration as YAML, with absolute paths, so that it can be read from another folder."""
-    text: str = yaml.safe_dump(_content(config), sort_keys=False, allow_unicode=True)
-    return "# The configuration of this run, with all defaults. Written by persia.\n" + text
+    return "# The configuration of this run, with all defaults. Written by persia.\n" + to_yaml(config)
 
 
 def _content(config: Config) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
 from persia.trainer.best import prune
 from persia.trainer.evaluation import check_evaluation, evaluate, metric_names
+from persia.trainer.fit_once import fit_once
+from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, with_train
@@ -45,7 +47,7 @@ class Training:
         config: The configuration.
         model: A model in place of that of the configuration.
         source: Files in place of ``data.train``, or a data set; None is ``data.train``, or the stream of a job.
-        resumed: The folder of the run to resume; None begins a new one.
+        resumed: The folder of the run to resume; None begins a new one. A job resumes by itself.
 
     Attributes:
         folder: The run's folder.
@@ -71,10 +73,11 @@ class Training:
         self._writes = get_rank() == 0
         self._parts = Parts(config)
         self._check(config)
-        self.folder = RunFolder.new(config) if resumed is None else resumed
+        self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
+        if isinstance(self.folder, JobFolder) and self.folder.is_interrupted:
+            resumed = self.folder
         if resumed is None:
-            self.folder.check_parent()
-            self._fitted = fitting.fit(config, self._parts)
+            self._fitted = self._fit()
         else:
             check_same(self.folder.config(), config)
             facts = self.folder.read_json(FACTS)
@@ -89,9 +92,16 @@ class Training:
         self._build(model)
         if resumed is None:
             self._begin(given=model is not None)
-        elif self._was_finished():
+        elif not self._in_job and self._was_finished():
             return
         self._open(resumed is not None)
+
+    def _fit(self) -> fitting.Fitted:
+        """Fit the features: in a job one process for all that share its folder."""
+        if self._in_job:
+            return fit_once(self._config, self._parts, self.folder.path / FITS)
+        self.folder.check_parent()
+        return fitting.fit(self._config, self._parts)
 
     def _was_finished(self) -> bool:
         """Whether the run has ended before, and has no step left."""
@@ -131,6 +141,8 @@ class Training:
 
     def _begin(self, *, given: bool) -> None:
         """Make the run's folder."""
+        if not self._writes:
+            return
         config = self._config
         self.folder.make(config)
         fitting.save(self.transform, self.folder.path)
@@ -147,11 +159,15 @@ class Training:
     def _open(self, resumes: bool) -> None:
         """Open the training context, which loads the newest save."""
         config, block = self._config, self._config.checkpoint
+        saves, upload_to = None, block.upload_to  # a job has names for both
+        if not self._in_job:
+            saves = self.folder.saves(config)
+            upload_to = None if upload_to is None else f"{upload_to.rstrip('/')}/{self.folder.path.name}"
         self._checkpoints = Checkpoints(
-            self.folder.saves(config),
+            saves,
             every=block.every,
             keep_last=block.keep,
-            upload_to=None if block.upload_to is None else f"{block.upload_to.rstrip('/')}/{self.folder.path.name}",
+            upload_to=upload_to,
             state={"trainer": self._state, "schedule": self._schedule},
         )
         self._ctx = TrainCtx(
@@ -169,6 +185,8 @@ class Training:
         try:
             self._ctx.__enter__()
             self.is_open, self._last_step = True, self._ctx.step
+            if isinstance(self.folder, JobFolder) and self._writes:
+                self.folder.note_checkpoints()
             if resumes and self._writes:
                 self.folder.write(CONFIG, resolved(config))
                 self._record = self._new_record(self._ctx.step)
@@ -196,6 +214,7 @@ class Training:
             yield from self._make_up()
         if not self._state.stopped:
             yield from self._train()
+            yield from self._evaluate_end()
         self._save_last()
         yield from self._finish()
 
@@ -207,6 +226,14 @@ class Training:
             if (report := self._validate(valid)) is not None:
                 yield report
             self._agree_to_stop()
+
+    def _evaluate_end(self) -> Iterator[EvaluationReport]:
+        """Evaluate after the last step, if the data has ended at another one than was expected."""
+        step, valid = self._ctx.step, self._parts.valid
+        if valid is None or not step or step in {each["step"] for each in self._state.evaluations}:
+            return
+        if (report := self._validate(valid)) is not None:
+            yield report
 
     def _is_due(self, step: int) -> bool:
         return step % self._evaluate_every == 0 or step == self.total_steps
@@ -268,7 +295,7 @@ class Training:
         if self._own is not None:
             return self._own
         if self._in_job:
-            return StreamingDataset()
+            return StreamingDataset(transform=self.transform)
         data, train = self._config.data, self._config.train
         reader = self._parts.train.reader(
             data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
@@ -362,10 +389,12 @@ class Training:
             record.write(tested)
             yield report
         embedding_rows = sum(self._ctx.get_embedding_size())
-        record.write({**self._results(), **tested, "status": FINISHED, "embedding_rows": embedding_rows})
-        pages.write(self.folder, self._config)
+        record.write({**self._results(), **tested, "embedding_rows": embedding_rows})
         if self._in_job:
-            distributed.report({"run": self.folder.path.name, "test": tested.get("test")})
+            distributed.report({name: value for name, value in record.summary.items() if name != "status"})
+        else:
+            record.write({"status": FINISHED})
+        pages.write(self.folder, self._config)
 
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""
@@ -378,7 +407,8 @@ class Training:
             "samples_per_s": speed,
             "training_seconds": round(state.seconds, 3),
             "skipped_steps": self._ctx.skipped_steps,
-            "unusual": {"rows": state.unusual.rows, "counts": state.unusual.counts},
+            # In a job data-compose counts them, and logs them.
+            "unusual": None if self._in_job else {"rows": state.unusual.rows, "counts": state.unusual.counts},
             "valid": used[-1] if used else None,
             "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
         }

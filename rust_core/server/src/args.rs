@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser};
+use persia_types::config::features::FeaturesConfig;
 use persia_types::config::{ConfigErrors, EmbeddingConfig, GlobalConfig, Parsed};
 use persia_types::limits::MAX_SERVERS;
 use persia_wire::auth::Secret;
@@ -21,7 +22,10 @@ pub struct CommonArgs {
     /// NATS, for discovery: nats://HOST:PORT. Without it, discovery is off
     #[arg(long, env = "PERSIA_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
-    /// Slots and tables
+    /// The job's persia.yml: its features give slots and tables
+    #[arg(long, env = "PERSIA_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Slots and tables, without --config
     #[arg(long, env = "PERSIA_EMBEDDING_CONFIG", value_name = "FILE")]
     pub embedding_config: Option<PathBuf>,
     /// The job, its checkpoints and its capacity
@@ -177,6 +181,14 @@ impl CommonArgs {
                 size - 1
             )));
         }
+        if let (Some(config), Some(embedding)) = (&self.config, &self.embedding_config) {
+            return Err(Exit::Usage(format!(
+                "PERSIA_CONFIG or --config is {}, and PERSIA_EMBEDDING_CONFIG or --embedding-config is {}: slots come \
+                 from one file; unset one of the two",
+                config.display(),
+                embedding.display()
+            )));
+        }
         Ok(())
     }
 
@@ -233,19 +245,22 @@ impl CommonArgs {
         read(path, "--global-config or PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
     }
 
-    /// The embedding configuration.
+    /// The embedding configuration: that of the features of `--config`, or `--embedding-config`.
     ///
     /// # Errors
     /// `Usage` without one, or with all mistakes.
     pub fn embedding(&self) -> Result<EmbeddingConfig, Exit> {
-        let Some(path) = &self.embedding_config else {
-            return Err(Exit::Usage(
-                "no embedding configuration: set PERSIA_EMBEDDING_CONFIG or --embedding-config to the job's \
-                 embedding_config.yml"
+        match (&self.config, &self.embedding_config) {
+            (Some(path), _) => read(path, "--config or PERSIA_CONFIG", FeaturesConfig::parse_embedding),
+            (None, Some(path)) => {
+                read(path, "--embedding-config or PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse)
+            }
+            (None, None) => Err(Exit::Usage(
+                "no embedding configuration: set PERSIA_CONFIG or --config to the job's persia.yml, or \
+                 PERSIA_EMBEDDING_CONFIG or --embedding-config to its embedding_config.yml"
                     .into(),
-            ));
-        };
-        read(path, "--embedding-config or PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse)
+            )),
+        }
     }
 
     /// The job's name.

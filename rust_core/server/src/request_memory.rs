@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use persia_types::limits::MAX_IN_FLIGHT_BYTES;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
@@ -16,6 +16,8 @@ const MIB: u32 = 20;
 #[derive(Debug, Clone)]
 pub(crate) struct MemoryBudget {
     free: Arc<Semaphore>,
+    /// Room for one request beyond the budget.
+    extra: Arc<Semaphore>,
     mib: u32,
     /// The way to more memory, for messages.
     advice: &'static str,
@@ -36,7 +38,7 @@ impl MemoryBudget {
 
     /// This many mebibytes.
     pub(crate) fn of(mib: u32, advice: &'static str) -> Self {
-        Self { free: Arc::new(Semaphore::new(mib as usize)), mib, advice }
+        Self { free: Arc::new(Semaphore::new(mib as usize)), extra: Arc::new(Semaphore::new(1)), mib, advice }
     }
 
     /// Wait for the memory of a request, in the order of requests. One that is larger than the budget gets all of it.
@@ -54,11 +56,7 @@ impl MemoryBudget {
             }
         };
         match taken {
-            Ok(Ok(permit)) => {
-                let counted = metrics::RequestMemory::count(u64::from(share) << MIB);
-                Ok(RequestMemory { _permit: permit, _counted: counted })
-            }
-            Ok(Err(closed)) => Err(Status::internal(closed.to_string())),
+            Ok(permit) => counted(permit, bytes),
             Err(_) => Err(Status::unavailable(format!(
                 "no memory for the request before its deadline: other requests hold {} of {} MiB; {}",
                 self.mib as usize - self.free.available_permits(),
@@ -67,10 +65,42 @@ impl MemoryBudget {
             ))),
         }
     }
+
+    /// As [`Self::take`]. One request at a time whose turn has `come` needs no budget: others may hold all of it while
+    /// they wait for this one.
+    ///
+    /// # Errors
+    /// As [`Self::take`].
+    pub(crate) async fn take_at_turn(
+        &self,
+        bytes: u64,
+        deadline: Instant,
+        come: impl Future<Output = ()>,
+    ) -> Result<RequestMemory, Status> {
+        let extra = async {
+            come.await;
+            Arc::clone(&self.extra).acquire_owned().await
+        };
+        tokio::select! {
+            biased;
+            taken = self.take(bytes, deadline) => taken,
+            permit = extra => counted(permit, bytes),
+        }
+    }
+}
+
+fn counted(
+    permit: Result<OwnedSemaphorePermit, AcquireError>,
+    bytes: u64,
+) -> Result<RequestMemory, Status> {
+    let permit = permit.map_err(|closed| Status::internal(closed.to_string()))?;
+    let mib = bytes.div_ceil(1 << MIB);
+    Ok(RequestMemory { _permit: permit, _counted: metrics::RequestMemory::count(mib << MIB) })
 }
 
 #[cfg(test)]
 mod tests {
+    use std::future::pending;
     use std::time::Duration;
 
     use super::*;
@@ -92,5 +122,21 @@ mod tests {
         drop(take(&budget, 9).await.unwrap());
         let _all = take(&budget, 4).await.unwrap();
         drop(budget.take(0, Instant::now()).await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn one_request_whose_turn_has_come_needs_no_budget() {
+        let budget = MemoryBudget::of(4, "wait");
+        let _held = take(&budget, 4).await.unwrap();
+        let at_turn = |come| {
+            let budget = budget.clone();
+            let deadline = Instant::now() + Duration::from_millis(50);
+            async move { budget.take_at_turn(3 << MIB, deadline, async move { if !come { pending().await } }).await }
+        };
+        at_turn(false).await.unwrap_err();
+        let first = at_turn(true).await.unwrap();
+        at_turn(true).await.unwrap_err();
+        drop(first);
+        at_turn(true).await.unwrap();
     }
 }

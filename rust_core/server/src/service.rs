@@ -7,12 +7,13 @@ use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
 use persia_types::{JobId, Mode, TablesError};
 use persia_wire::auth::{Role, require};
+use persia_wire::chunk::ChunkError;
 use persia_wire::error::to_status;
 use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_server::EmbeddingServer;
 use persia_wire::proto::{self, lookup_reply, server_push};
 use persia_wire::send::row_chunks;
-use persia_wire::{PROTOCOL, VERSION, receive};
+use persia_wire::{PROTOCOL, VERSION, convert, receive};
 use tonic::metadata::MetadataMap;
 use tonic::{Extensions, Request, Response, Status, Streaming};
 
@@ -122,15 +123,20 @@ impl EmbeddingService {
         Self { memory: MemoryBudget::of(mib, MEMORY_ADVICE), ..self }
     }
 
-    /// Wait for the memory of a request, before it is received.
+    /// Wait for the memory of a request, before it is received. A training request does not wait when its turn comes,
+    /// because those that hold the memory may wait for it.
     async fn reserve(
         &self,
         node: &Node,
         metadata: &MetadataMap,
         parts: &[Part],
+        training: Option<(Option<proto::Token>, Phase)>,
     ) -> Result<RequestMemory, Status> {
         let deadline = deadline(metadata, node.options().turn_timeout);
-        self.memory.take(parts.iter().map(Part::bytes).sum(), deadline).await
+        let bytes = parts.iter().map(Part::bytes).sum();
+        let Some((token, phase)) = training else { return self.memory.take(bytes, deadline).await };
+        let token = convert::token(token).map_err(ChunkError::from)?;
+        self.memory.take_at_turn(bytes, deadline, node.turn_comes(token, phase)).await
     }
 
     fn node(&self) -> Result<Arc<Node>, Status> {
@@ -146,7 +152,9 @@ impl EmbeddingService {
         let (metadata, _, mut stream) = request.into_parts();
         let head = receive::lookup_head(&mut stream).await?;
         let parts = receive::parts_of_rows(&head.parts)?;
-        let memory = self.reserve(&node, &metadata, &parts).await?;
+        let trains = head.mode == i32::from(proto::Mode::Train);
+        let training = trains.then_some((head.token, Phase::Lookup));
+        let memory = self.reserve(&node, &metadata, &parts, training).await?;
         let lookup = receive::lookup_after(head, parts, &mut stream).await?;
         let turn = match lookup.mode {
             Mode::Train => {
@@ -186,7 +194,7 @@ impl EmbeddingService {
         let (metadata, _, mut stream) = request.into_parts();
         let head = receive::push_head(&mut stream).await?;
         let parts = receive::parts_of_rows(&head.parts)?;
-        let _memory = self.reserve(&node, &metadata, &parts).await?;
+        let _memory = self.reserve(&node, &metadata, &parts, Some((head.token, Phase::Push))).await?;
         let push = receive::push_after(head, parts, &mut stream).await?;
         let turn = node.admit(push.token, Phase::Push).await.map_err(|error| to_status(&error))?;
         let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;

@@ -36,6 +36,11 @@ impl Node {
         self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
 
+    /// Returns when it is the turn of a training request; never if it has no turn.
+    pub async fn turn_comes(&self, token: Token, phase: Phase) {
+        self.sequencer.comes(token, phase).await;
+    }
+
     /// Read rows. A training look-up must be [admitted](Self::admit); others have no turn and are not logged.
     ///
     /// # Errors

@@ -156,6 +156,24 @@ impl RankSequencer {
         }
     }
 
+    /// Returns when it is the turn of a request; never if it has no turn.
+    pub async fn comes(&self, token: Token, phase: Phase) {
+        let position = Position { seq: token.seq, phase, rank: token.rank };
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            let is_turn = |sequence: &Sequence| {
+                sequence.generation == token.generation
+                    && sequence.turn.is_some_and(|(_, turn)| turn == position)
+            };
+            if self.sequence.lock().as_ref().is_some_and(is_turn) {
+                return;
+            }
+            changed.await;
+        }
+    }
+
     fn ask(&self, token: Token, position: Position) -> Result<Answer, TablesError> {
         let mut sequence = self.sequence.lock();
         let Some(sequence) = sequence.as_mut() else { return Ok(Answer::NoTurn) };
@@ -167,8 +185,10 @@ impl RankSequencer {
                 format!("request {token} is of rank {}, the run has {} ranks", token.rank, sequence.ranks);
             return Err(TablesError::BadShape { what });
         }
-        let start = Position { seq: token.seq, phase: Phase::Lookup, rank: 0 };
-        let (first, turn) = *sequence.turn.get_or_insert((token.seq, start));
+        let (first, turn) = *sequence.turn.get_or_insert_with(|| {
+            self.changed.notify_waiters();
+            (token.seq, Position { seq: token.seq, phase: Phase::Lookup, rank: 0 })
+        });
         if position.seq < first {
             let what =
                 format!("{position} in a run whose first step is {first}: all ranks start at the same step");
@@ -343,6 +363,26 @@ mod tests {
         assert!(sequencer.turn(token(0, 1), Phase::Lookup, LONG, "").await.unwrap().is_none());
         drop(sequencer.turn(token(1, 1), Phase::Lookup, LONG, "").await.unwrap().unwrap());
         assert!(sequencer.turn(token(1, 1), Phase::Lookup, LONG, "").await.unwrap().is_some());
+    }
+
+    #[tokio::test]
+    async fn a_turn_is_announced_also_the_first_one() {
+        let sequencer = sequencer(2);
+        let announced = |rank, phase| {
+            let sequencer = Arc::clone(&sequencer);
+            tokio::spawn(async move { sequencer.comes(token(rank, 1), phase).await })
+        };
+        let (first, second, last) =
+            (announced(0, Phase::Lookup), announced(1, Phase::Lookup), announced(1, Phase::Push));
+        tokio::task::yield_now().await;
+        let other = Arc::clone(&sequencer);
+        let waits = tokio::spawn(async move { other.turn(token(1, 1), Phase::Lookup, LONG, "").await });
+        first.await.unwrap();
+        sequencer.turn(token(0, 1), Phase::Lookup, LONG, "").await.unwrap().unwrap().done();
+        second.await.unwrap();
+        waits.await.unwrap().unwrap().unwrap().done();
+        assert!(!last.is_finished());
+        last.abort();
     }
 
     #[tokio::test]

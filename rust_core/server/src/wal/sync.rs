@@ -20,6 +20,8 @@ pub(super) struct SyncState {
 
 #[derive(Default)]
 struct State {
+    /// How many logs there were before this one. A sync that began with an earlier one says nothing about this one.
+    log: u64,
     durable: u64,
     syncing: bool,
     /// When the oldest record was written that the sync in progress includes.
@@ -87,12 +89,14 @@ impl SyncState {
 
     /// Start over with an empty log: records that were not durable are dropped, and a failed disk may have recovered.
     pub(super) fn reset(&self, durable: u64) {
-        *self.state.lock() = State { durable, ..State::default() };
+        let mut state = self.state.lock();
+        *state = State { log: state.log + 1, durable, ..State::default() };
         self.changed.notify_all();
     }
 
     /// Wait until everything up to `position` is durable. One caller calls `sync` for all waiting ones. `sync` returns the
-    /// position that is durable; None if there is no log.
+    /// position that is durable; None if there is no log. If another log begins meanwhile, the records of this one are
+    /// no longer needed.
     ///
     /// # Errors
     /// Why a sync failed, this one or an earlier one.
@@ -101,7 +105,7 @@ impl SyncState {
         position: u64,
         sync: impl FnOnce() -> io::Result<Option<u64>>,
     ) -> io::Result<()> {
-        {
+        let log = {
             let mut state = self.state.lock();
             while state.syncing && state.failed.is_none() && state.durable < position {
                 self.changed.wait(&mut state);
@@ -111,9 +115,13 @@ impl SyncState {
                 return Ok(());
             }
             state.syncing = true;
-        }
+            state.log
+        };
         let result = sync();
         let mut state = self.state.lock();
+        if state.log != log {
+            return Ok(());
+        }
         state.syncing = false;
         match result {
             Ok(durable) => {
@@ -161,5 +169,44 @@ impl Drop for Ticker {
         self.stop = None;
         let ended = self.thread.take().is_none_or(|thread| thread.join().is_ok());
         debug_assert!(ended, "the log's thread does not panic");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sync_of_an_earlier_log_says_nothing_about_this_one() {
+        let synced = SyncState::default();
+        let sync_of_earlier_log = |result: io::Result<Option<u64>>| {
+            let replaced = || {
+                synced.reset(0);
+                synced.written();
+                result
+            };
+            synced.sync_to(100, replaced).unwrap();
+        };
+        sync_of_earlier_log(Ok(Some(100)));
+        assert!(synced.unsynced() > Duration::ZERO, "the record of this log is not durable");
+        let mut asked = false;
+        let sync = || {
+            asked = true;
+            Ok(Some(50))
+        };
+        synced.sync_to(50, sync).unwrap();
+        assert!(asked, "50 of the earlier log's 100 bytes");
+
+        sync_of_earlier_log(Err(io::Error::other("the old disk")));
+        synced.check().unwrap();
+
+        let of_this_log = || synced.state.lock().syncing = true;
+        let replaced = || {
+            synced.reset(0);
+            of_this_log();
+            Ok(Some(100))
+        };
+        synced.sync_to(100, replaced).unwrap();
+        assert!(synced.state.lock().syncing, "it ended the sync of this log");
     }
 }

@@ -136,6 +136,39 @@ fn the_memory_of_requests_in_flight_is_bounded() {
     });
 }
 
+/// In a reproducible run a request that waits for its turn holds its memory, which the one before it may need.
+#[test]
+fn a_request_whose_turn_it_is_does_not_wait_for_memory() {
+    let stack = Stack::start(Plan { request_memory: 3, ..Plan::new(1) });
+    let client = stack.client();
+    client.begin(&Run { world_size: 2, reproducible: true, ..run_of(&stack.plan) }).unwrap();
+    let ids = ShardedIds::group(&(0..100_000).collect::<Vec<Id>>()).unwrap();
+    let open = || {
+        let channel = stack.servers[0].channel(None).unwrap();
+        bounded!(EmbeddingServerClient::with_interceptor(channel, Credentials::new(Role::Trainer, None)))
+    };
+    let lookup = |rank: u32, mode: proto::Mode, seconds: u64| {
+        let head = proto::LookupHead { token: Some(token(rank, 1).into()), mode: mode.into(), ..head(&ids) };
+        let messages = [lookup_request::Part::Head(head)].into_iter();
+        let messages = messages.chain(id_chunks(0, ids.ids()).map(lookup_request::Part::Ids));
+        let messages: Vec<_> = messages.map(|part| proto::LookupRequest { part: Some(part) }).collect();
+        let mut request = tonic::Request::new(tokio_stream::iter(messages));
+        request.set_timeout(Duration::from_secs(seconds));
+        let mut client = open();
+        async move {
+            let mut replies = client.lookup(request).await?.into_inner();
+            while replies.message().await?.is_some() {}
+            Ok::<(), Status>(())
+        }
+    };
+    stack.block_on(async {
+        let later = tokio::spawn(lookup(1, proto::Mode::Train, 60));
+        while lookup(0, proto::Mode::Eval, 1).await.is_ok() {} // until rank 1 holds the memory
+        lookup(0, proto::Mode::Train, 60).await.unwrap();
+        later.await.unwrap().unwrap();
+    });
+}
+
 #[test]
 fn damage_is_found_and_changes_nothing() {
     let (stack, client) = begun(1);

@@ -208,7 +208,8 @@ fn what_cannot_work_says_so_in_one_line() {
     let damaged = setting.path("damaged");
     fs::create_dir(&damaged).unwrap();
     fs::write(PathBuf::from(&damaged).join("generation"), "?").unwrap();
-    let cases: [(&str, &[&str], i32, &str); 13] = [
+    let both = "PERSIA_EMBEDDING_CONFIG or --embedding-config is";
+    let cases: [(&str, &[&str], i32, &str); 15] = [
         (SERVER, &["--replica-index", "2", "--replica-size", "2"], 2, "indexes go from 0 to 1"),
         (SERVER, &["--replica-index", "{{.Task.Slot}}"], 2, "{{.Task.Slot}}"),
         (SERVER, &["--no-such-flag"], 2, "--no-such-flag"),
@@ -222,12 +223,15 @@ fn what_cannot_work_says_so_in_one_line() {
         (SERVER, &["--data-dir", &data], 75, "in use by another server"),
         (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is no generation number"),
         (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
+        (SERVER, &["--config", "persia.yml"], 2, both),
+        (MIDDLEWARE, &["--config", "persia.yml"], 2, both),
     ];
     for (binary, arguments, code, text) in cases {
         let (found, line) = setting.start(binary, arguments).fails();
         assert_eq!(found, code, "{arguments:?}: {line}");
         assert!(line.starts_with("error: ") && line.contains(text), "{arguments:?}: {line}");
-        let known = ["--embedding-config", "--global-config", "--help"]; // those that persia-launcher has too
+        // Those that persia-launcher has too.
+        let known = ["--config", "--embedding-config", "--global-config", "--help"];
         let flags = line
             .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
             .filter(|word| word.starts_with("--"));
@@ -245,6 +249,34 @@ fn what_cannot_work_says_so_in_one_line() {
     let (code, line) =
         Process::start(SERVER, &["--embedding-config", &broken, "--listen", "127.0.0.1:0"]).fails();
     assert!(code == 2 && line.contains("line 2") && line.contains("line 3"), "{line}");
+}
+
+#[test]
+fn the_features_of_persia_yml_are_the_slots() {
+    let setting = Setting::new();
+    let config = setting.path("persia.yml");
+    let start = || {
+        let more = ["--config", &config, "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"];
+        Process::start(SERVER, &more)
+    };
+    let text = "data: {train: rows.parquet}\nfeatures:\n  user: {type: id, dim: 4}\n  item: {type: id, dim: 2}\n  \
+                seen: {type: sequence, dim: 2, last: 3, table: item}\n  age: {type: dense}\nlabels: {clicked: {}}\n";
+    fs::write(&config, text).unwrap();
+    let server = start();
+    server.logged("\"ready\"");
+    let metrics = http(&server.metrics(), "/metrics");
+    let tables: Vec<&str> = metrics.lines().filter(|line| line.starts_with("persia_rows{")).collect();
+    assert_eq!(tables, ["persia_rows{table=\"user\"} 0", "persia_rows{table=\"item\"} 0"]);
+
+    fs::write(&config, text.replace("type: sequence, ", "typ: sequence, ").replace("dim: 4", "dim: 0")).unwrap();
+    let (code, line) = start().fails();
+    assert_eq!(code, 2, "{line}");
+    for found in [
+        "persia.yml: line 3, column 25: features.user.dim: found `0`",
+        "line 5, column 10: features.seen.type: missing, allowed: id, bag",
+    ] {
+        assert!(line.contains(found), "{line}");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 pub(crate) mod check;
 pub(crate) mod lookup;
 pub(crate) mod push;
+mod reserve;
 mod shard_batch;
 pub(crate) mod slot_cache;
 pub(crate) mod tokens;

@@ -1,4 +1,4 @@
-//! [`CheckedPush`]: admits ids and applies gradients.
+//! [`CheckedPush`]: admits ids and applies gradients. `reserve.rs` makes room for their rows first.
 
 use std::convert::Infallible;
 
@@ -9,6 +9,7 @@ use persia_types::{Dtype, Id, Schema, TablesError};
 
 use crate::math::optimizer::{RowRule, Rule, is_within_limit};
 use crate::math::random::{Rounder, RowDraws};
+use crate::request::reserve::part_of;
 use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch};
 use crate::request::slot_cache::{LookupSlots, PartSlots};
 use crate::run::ActiveRun;
@@ -61,58 +62,6 @@ enum Pass {
 }
 
 impl CheckedPush<'_> {
-    /// Find the slots of all ids, and make room for the rows of the others, so that [`Self::apply`] needs no memory.
-    /// Nothing changes. `found` has the slots of the look-up, or is empty.
-    ///
-    /// # Errors
-    /// `OutOfMemory`
-    pub(crate) fn reserve(
-        &self,
-        shards: &[Mutex<Shard>],
-        found: &mut LookupSlots,
-    ) -> Result<(), TablesError> {
-        // A push has the parts of its look-up: either all slots are cached or all are searched.
-        let cached =
-            found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
-        if !cached {
-            self.search(shards, found);
-        }
-        for part in self.tables {
-            let run = self.run.table(part.table);
-            let lookup_part = part_of(found, part).unwrap_or_default();
-            let found = found.part(lookup_part, 0);
-            for (number, shard) in shards.iter().enumerate() {
-                let slots = &found.slots[part.ids.range(number)];
-                if slots.is_empty() {
-                    continue;
-                }
-                let mut shard = shard.lock();
-                let missing = if found.is_stale(number, shard.eviction_generation()) {
-                    slots.len()
-                } else {
-                    slots.iter().filter(|slot| **slot == NO_SLOT).count()
-                };
-                let reserved = shard.reserve_admissions(part.table, missing, run.admission.min_count);
-                reserved.map_err(|error| no_memory(&self.schema.tables[part.table].name, error))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Fill `found` with the slots of all ids.
-    fn search(&self, shards: &[Mutex<Shard>], found: &mut LookupSlots) {
-        found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
-        for (number, part) in self.tables.iter().enumerate() {
-            let (table, ids) = (part.table, part.ids.ids());
-            let oldest = self.run.table(table).layout.oldest_alive(self.step);
-            let mut found = found.part(number, 0);
-            let Ok(()) = for_each_batch(shards, table, part.ids, |batch| {
-                self.level.run(SearchBatch { batch, table, ids, oldest, found: &mut found });
-                Ok::<(), Infallible>(())
-            });
-        }
-    }
-
     /// Apply the push, after [`Self::reserve`].
     ///
     /// # Errors
@@ -197,40 +146,6 @@ struct PartPush<'a> {
     /// gradient, and for f32 weights of a row of 16 bits.
     found: PartSlots<'a>,
     outcome: &'a mut Outcome,
-}
-
-/// The part of the look-up that has the slots of a push's part.
-fn part_of(found: &LookupSlots, part: &TableGradients<'_>) -> Option<usize> {
-    found.part_of(part.table, part.ids.len())
-}
-
-/// Finds the slots of one batch.
-struct SearchBatch<'a, 'b, 'm, 's> {
-    batch: ShardBatch<'b, 's>,
-    table: usize,
-    /// All ids of the table.
-    ids: &'a [Id],
-    oldest: u32,
-    found: &'a mut PartSlots<'m>,
-}
-
-impl SimdLoop for SearchBatch<'_, '_, '_, '_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(self) {
-        let Self { batch, table, ids, oldest, found } = self;
-        found.find::<L>(&batch, table, ids);
-        if oldest == 0 {
-            return;
-        }
-        for (shard, at) in ShardBatch::walk(batch.ranges) {
-            let slot = found.slots[at];
-            if slot != NO_SLOT && !batch.shards[shard].tables[table].is_alive(slot, oldest) {
-                found.slots[at] = NO_SLOT;
-            }
-        }
-    }
 }
 
 impl PartPush<'_> {

@@ -1,4 +1,8 @@
 //! `persia_core.engine`: the engine of a rank, over rows in this process or on embedding servers.
+//!
+//! `generation.rs` changes the generation in which it works.
+
+mod generation;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
@@ -23,13 +27,7 @@ use crate::remote::{Remote, RemoteOptions};
 use crate::training_batch::TrainingBatch;
 use crate::{device, errors, logs, stats, wait};
 
-/// A generation, and the engine that works in it.
-struct Current {
-    generation: u64,
-    /// None if another process began it.
-    run: Option<Run>,
-    engine: RankEngine,
-}
+use self::generation::{Current, not_begun};
 
 /// Embedding rows in this process or on servers, and the look-ups and pushes on them.
 #[pyclass(module = "persia_core.engine", frozen)]
@@ -337,73 +335,4 @@ impl Engine {
     pub(crate) fn tables(&self) -> Arc<dyn Tables> {
         self.backend.tables()
     }
-
-    /// The run, and the step of the last batch taken.
-    pub(crate) fn running(&self, py: Python<'_>) -> PyResult<(Run, u64)> {
-        let current = self.current.lock();
-        let current = current.as_ref().ok_or_else(|| not_begun(py))?;
-        let run = current.run.clone().ok_or_else(|| {
-            let text = format!(
-                "generation {} was begun by rank 0 of the training: call this on rank 0",
-                current.generation
-            );
-            errors::raise(py, "UsageError", text)
-        })?;
-        Ok((run, current.engine.step()))
-    }
-
-    /// Wait for pushes in flight. Raises within a training loop, because the caller changes the generation.
-    pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
-        if self.iterating() {
-            let text = "a data loader is being iterated for training: leave its loop first";
-            return Err(errors::raise(py, "UsageError", text));
-        }
-        let begun = self.current.lock().is_some();
-        if begun { self.drain(py) } else { Ok(()) }
-    }
-
-    fn rank_engine(&self, py: Python<'_>) -> PyResult<RankEngine> {
-        let engine = self.current.lock().as_ref().map(|current| current.engine.clone());
-        engine.ok_or_else(|| not_begun(py))
-    }
-
-    /// Begin `run` in a generation above its own and all known ones. Unless it is fresh, it continues with the rows of the
-    /// engine's generation.
-    fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
-        run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
-        run.continues = if run.fresh { 0 } else { self.generation() };
-        let tables = self.tables();
-        py.detach(|| tables.begin(&run)).map_err(|error| errors::tables(py, &error))?;
-        let generation = run.generation;
-        let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
-        self.adopt(py, generation, Some(run), options)?;
-        Ok(generation)
-    }
-
-    /// Work in `generation` from now on. The threads of the previous engine end without the GIL.
-    fn adopt(
-        &self,
-        py: Python<'_>,
-        generation: u64,
-        run: Option<Run>,
-        options: EngineOptions,
-    ) -> PyResult<()> {
-        let options = EngineOptions {
-            job: self.job.clone(),
-            generation,
-            rank: self.rank,
-            world_size: self.world_size,
-            ..options
-        };
-        let device = self.device.lock().clone();
-        let engine = RankEngine::with_device(self.tables(), self.schema.clone(), options, device);
-        let engine = engine.map_err(|error| errors::engine(py, &error))?;
-        let previous = self.current.lock().replace(Current { generation, run, engine });
-        py.detach(move || drop(previous));
-        Ok(())
-    }
-}
-
-fn not_begun(py: Python<'_>) -> PyErr {
-    errors::raise(py, "UsageError", "no run has begun: enter a context first")
 }

@@ -1,0 +1,109 @@
+"""The data-compose replicas of a job that trains from a ``persia.yml``: read rows, transform them, send the batches.
+
+A replica reads its part of the rows of train. The ranks send it the transform of the run
+(``StreamingDataset(transform=...)``), so that all replicas make the same ids and floats. A batch of
+``data.batch_size`` rows is divided among the ranks.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from persia.config import Config, load_config
+from persia.ctx import DataCtx
+from persia.data.records import RecordReader
+from persia.embedding.data import PersiaBatch
+from persia.features import Samples, Transform, to_batch
+from persia.runtime.errors import DataError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia.trainer.batches import Unusual, weights_of
+from persia.trainer.parts import Parts
+
+_logger = get_logger("data")
+
+
+def send(path: Path) -> None:
+    """Send the rows of train of every epoch to the trainers. Replica ``REPLICA_INDEX`` reads its part of them.
+
+    Args:
+        path: A ``persia.yml``.
+
+    Raises:
+        ConfigError: The file has mistakes.
+        UsageError: A file of data does not exist, or the trainers send no transform.
+        CheckpointError: The transform was fitted for other features.
+        DataError: A row is invalid; the message names file and row.
+    """
+    config = load_config(path)
+    parts = Parts(config)
+    parts.train.check_not_empty()
+    place, data = settings.place, config.data
+    reader = parts.train.reader(
+        data.batch_size,
+        shuffle=data.shuffle,
+        epochs=data.epochs,
+        seed=config.train.seed,
+        window_rows=data.window_rows,
+        shard=(place.replica_index, place.replica_size),
+    )
+    unusual = Unusual()
+    with DataCtx() as ctx:
+        transform = _transform_of(config, ctx)
+        for batch in _batches(config, parts, reader, transform, ctx.world_size, unusual):
+            ctx.send_data(batch)
+    _log(unusual)
+
+
+def _transform_of(config: Config, ctx: DataCtx) -> Transform:
+    if not ctx.transform:
+        raise UsageError(
+            "the trainers send no transform, with which rows of persia.yml become batches: train with "
+            "StreamingDataset(transform=...), or give data-compose a script (PERSIA_DATALOADER_ENTRY)"
+        )
+    return config.compiled.load(ctx.transform)
+
+
+def _batches(
+    config: Config, parts: Parts, reader: RecordReader, transform: Transform, ranks: int, unusual: Unusual
+) -> Iterator[PersiaBatch]:
+    """Yield the batch of each rank in turn, for one batch of the reader after the other."""
+    weight = config.train.weight
+
+    def make(rows: pa.RecordBatch, first_row: int) -> tuple[Samples, npt.NDArray[np.float32] | None]:
+        weights = None if weight is None else weights_of(rows, weight, first_row)
+        return transform(rows, first_row=first_row), weights
+
+    for rows in reader:
+        try:
+            samples, weights = make(rows, 0)
+        except DataError as error:
+            raise parts.train.with_place(error, make) from error
+        unusual.add(len(samples), samples.report.counts)
+        bounds = pieces(len(samples), ranks)
+        if not bounds:
+            _logger.warning("%d rows at an end of the data are not sent: there are %d ranks", len(samples), ranks)
+        for start, stop in bounds:
+            meta = None if weights is None else weights[start:stop].tobytes()
+            yield to_batch(samples.slice(start, stop), meta=meta)
+
+
+def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the first row of each rank's piece of a batch, and the row after its last one.
+
+    Pieces differ by at most one row. There are none if there are fewer rows than ranks, which all take a step.
+    """
+    if rows < ranks:
+        return []
+    bounds = [rank * rows // ranks for rank in range(ranks + 1)]
+    return [*itertools.pairwise(bounds)]
+
+
+def _log(unusual: Unusual) -> None:
+    _logger.info("%d rows are sent", unusual.rows)
+    for feature, kinds in unusual.counts.items():
+        _logger.info("%s: %s", feature, ", ".join(f"{count} {kind}" for kind, count in kinds.items()))

@@ -1,0 +1,73 @@
+"""One fit for all processes of a job that share a folder: the first one fits, the others wait and read its result."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+from persia.config import Config
+from persia.runtime.errors import StorageError
+from persia.runtime.files import make_folders, write_whole
+from persia.runtime.logging import get_logger
+from persia.trainer import fitting
+from persia.trainer.fitting import Fitted
+from persia.trainer.parts import Parts
+
+_logger = get_logger("trainer")
+
+_LOCK = "lock"
+
+
+def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
+    """Return the transform of the rows of train, which is fitted at most once for all processes that share a folder.
+
+    The file of a fit is named by what determines it: the features, the files of train (their names, sizes and times),
+    and their split. So a fit of other rows is never used. Processes that share no folder fit for themselves, with the
+    same result.
+
+    Args:
+        config: The configuration.
+        parts: Its data.
+        folder: Where the result is kept; made if missing.
+
+    Raises:
+        DataError: As :func:`persia.trainer.fitting.fit`.
+        StorageError: The folder cannot be used.
+    """
+    train = parts.train
+    split = None if train.split is None else train.split.identity()
+    times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]  # s3:// has none here
+    determined_by = json.dumps([config.described, train.files.digest, times, train.files.schema.to_string(), split])
+    path = folder / f"{sha256(determined_by.encode()).hexdigest()[:16]}.json"
+    try:
+        make_folders(folder)
+        with _locked(folder / _LOCK):
+            if path.exists():
+                content = json.loads(path.read_text(encoding="utf-8"))
+                return Fitted(config.compiled.load(content["transform"]), content["rows"])
+            fitted = fitting.fit(config, parts)
+            for other in folder.glob("*.json"):
+                other.unlink()
+            kept = {"rows": fitted.rows, "transform": fitted.transform.to_json()}
+            write_whole(path, json.dumps(kept).encode())
+            return fitted
+    except (OSError, ValueError, KeyError) as error:
+        raise StorageError(f"{path}: {error}; remove the file to fit again") from error
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock a file. The kernel releases the lock of a process that ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _logger.info("waiting for another process of the job, which fits the features")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,25 @@
+"""One rank of a job that trains from a ``persia.yml``: what the launcher runs where no script is given."""
+
+from pathlib import Path
+
+from persia.config import load_config
+from persia.runtime.settings import settings
+from persia.trainer.progress import Shown
+from persia.trainer.trainer import Trainer
+
+
+def train(path: Path) -> None:
+    """Train with the other ranks; rank 0 shows the reports.
+
+    Args:
+        path: The ``persia.yml``, which all processes of the job have.
+
+    Raises:
+        PersiaError: As :class:`persia.trainer.Trainer`.
+    """
+    config = load_config(path)
+    stop = config.train.early_stop
+    with Trainer(config) as trainer, Shown("auc" if stop is None else stop.metric) as shown:
+        for report in trainer.fit():
+            if settings.rank == 0:
+                shown.report(report)

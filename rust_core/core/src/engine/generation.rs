@@ -1,0 +1,87 @@
+//! The generation in which an engine works, and the change to another one.
+
+use persia_engine::{Engine as RankEngine, EngineOptions};
+use persia_types::tables::Run;
+use pyo3::prelude::*;
+
+use super::Engine;
+use crate::errors;
+
+/// A generation, and the engine that works in it.
+pub(super) struct Current {
+    pub(super) generation: u64,
+    /// None if another process began it.
+    pub(super) run: Option<Run>,
+    pub(super) engine: RankEngine,
+}
+
+impl Engine {
+    /// The run, and the step of the last batch taken.
+    pub(crate) fn running(&self, py: Python<'_>) -> PyResult<(Run, u64)> {
+        let current = self.current.lock();
+        let current = current.as_ref().ok_or_else(|| not_begun(py))?;
+        let run = current.run.clone().ok_or_else(|| {
+            let text = format!(
+                "generation {} was begun by rank 0 of the training: call this on rank 0",
+                current.generation
+            );
+            errors::raise(py, "UsageError", text)
+        })?;
+        Ok((run, current.engine.step()))
+    }
+
+    /// Wait for pushes in flight. Raises within a training loop, because the caller changes the generation.
+    pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        if self.iterating() {
+            let text = "a data loader is being iterated for training: leave its loop first";
+            return Err(errors::raise(py, "UsageError", text));
+        }
+        let begun = self.current.lock().is_some();
+        if begun { self.drain(py) } else { Ok(()) }
+    }
+
+    pub(super) fn rank_engine(&self, py: Python<'_>) -> PyResult<RankEngine> {
+        let engine = self.current.lock().as_ref().map(|current| current.engine.clone());
+        engine.ok_or_else(|| not_begun(py))
+    }
+
+    /// Begin `run` in a generation above its own and all known ones. Unless it is fresh, it continues with the rows of the
+    /// engine's generation.
+    pub(super) fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
+        run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
+        run.continues = if run.fresh { 0 } else { self.generation() };
+        let tables = self.tables();
+        py.detach(|| tables.begin(&run)).map_err(|error| errors::tables(py, &error))?;
+        let generation = run.generation;
+        let options = EngineOptions { first_seq: step + 1, ..EngineOptions::default() };
+        self.adopt(py, generation, Some(run), options)?;
+        Ok(generation)
+    }
+
+    /// Work in `generation` from now on. The threads of the previous engine end without the GIL.
+    pub(super) fn adopt(
+        &self,
+        py: Python<'_>,
+        generation: u64,
+        run: Option<Run>,
+        options: EngineOptions,
+    ) -> PyResult<()> {
+        let options = EngineOptions {
+            job: self.job.clone(),
+            generation,
+            rank: self.rank,
+            world_size: self.world_size,
+            ..options
+        };
+        let device = self.device.lock().clone();
+        let engine = RankEngine::with_device(self.tables(), self.schema.clone(), options, device);
+        let engine = engine.map_err(|error| errors::engine(py, &error))?;
+        let previous = self.current.lock().replace(Current { generation, run, engine });
+        py.detach(move || drop(previous));
+        Ok(())
+    }
+}
+
+pub(super) fn not_begun(py: Python<'_>) -> PyErr {
+    errors::raise(py, "UsageError", "no run has begun: enter a context first")
+}
