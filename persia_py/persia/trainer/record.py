@@ -64,8 +64,21 @@ class Record:
         self.summary["updated"] = _now()
         self._folder.write_json(SUMMARY, self.summary)
 
-    def close(self) -> None:
-        """End the event files."""
+    def end(self, error: BaseException | None, results: dict[str, Any]) -> None:
+        """Record how the run ended, unless it is finished.
+
+        Args:
+            error: What ended it, if anything: ``interrupted`` by a signal or by its script, else ``failed``.
+            results: More of the summary.
+        """
+        self._close()
+        if self.summary["status"] == FINISHED:
+            return
+        stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+        why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
+        self.write({**results, "status": INTERRUPTED if stopped else FAILED, **why})
+
+    def _close(self) -> None:
         if self._board is not None:
             self._board.close()
             self._board = None

@@ -26,9 +26,9 @@ from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, with_train
-from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_tensorboard
+from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, json_text, resolved
 from persia.trainer.state import TrainerState
 from persia_core import checkpoint as _core
 
@@ -72,7 +72,10 @@ class Training:
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
         self._parts = Parts(config)
-        self._check(config)
+        if config.run.tensorboard:
+            check_tensorboard()
+        check_evaluation(config, has_valid=self._parts.valid is not None)
+        self._parts.check_not_empty()
         self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
         if isinstance(self.folder, JobFolder) and self.folder.is_interrupted:
             resumed = self.folder
@@ -110,20 +113,6 @@ class Training:
         self.is_finished = summary.get("status") == FINISHED and (bool(summary.get("early_stopped")) or not left)
         return self.is_finished
 
-    def _check(self, config: Config) -> None:
-        """Check what has to be right before anything is read as a whole.
-
-        Raises:
-            ConfigError: Keys do not fit together.
-            DataError: A part has no rows.
-        """
-        if config.run.tensorboard:
-            check_tensorboard()
-        check_evaluation(config, has_valid=self._parts.valid is not None)
-        for part in (self._parts.train, self._parts.valid, self._parts.test):
-            if part is not None:
-                part.check_not_empty()
-
     def _build(self, model: torch.nn.Module | None) -> None:
         """Make the model and the optimizers, from the seed."""
         train = self._config.train
@@ -143,18 +132,15 @@ class Training:
         """Make the run's folder."""
         if not self._writes:
             return
-        config = self._config
-        self.folder.make(config)
-        fitting.save(self.transform, self.folder.path)
         facts = {
-            "folder": str(config.folder),
+            "folder": str(self._config.folder),
             "model_given_by_script": given,
             "rows": self._fitted.rows,
             "steps_per_epoch": self._steps_per_epoch,
             "transform": self.transform.digest,
             "train_files": self._parts.train.files.paths,
         }
-        self.folder.write_json(FACTS, facts)
+        self.folder.make(self._config, {fitting.FILE: self.transform.to_json(), FACTS: json_text(facts)})
 
     def _open(self, resumes: bool) -> None:
         """Open the training context, which loads the newest save."""
@@ -192,7 +178,8 @@ class Training:
                 self._record = self._new_record(self._ctx.step)
             self._prune_best()
         except BaseException as error:
-            self._end_record(error)
+            if self._record is not None and not self.is_open:
+                self._record.end(error, {})
             self.close(error)
             raise
 
@@ -215,7 +202,7 @@ class Training:
         if not self._state.stopped:
             yield from self._train()
             yield from self._evaluate_end()
-        self._save_last()
+        self.save()
         yield from self._finish()
 
     def _make_up(self) -> Iterator[EvaluationReport]:
@@ -241,7 +228,8 @@ class Training:
     def _train(self) -> Iterator[StepReport | EvaluationReport]:
         train, log_every = self._config.train, self._config.run.log_every
         dataset = self._dataset()
-        loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=self._staleness())
+        staleness = None if train.reproducible or settings.reproducible else train.staleness
+        loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=staleness)
         limits = Limits()
         losses, samples = MeanLoss(), 0
         for batch in loader:
@@ -302,10 +290,6 @@ class Training:
         )
         return TrainingBatches(self._parts.train, reader, self.transform, train.weight)
 
-    def _staleness(self) -> int | None:
-        reproducible = self._config.train.reproducible or settings.reproducible
-        return None if reproducible else self._config.train.staleness
-
     @property
     def _evaluate_every(self) -> int:
         given = self._config.train.evaluate_every
@@ -359,16 +343,10 @@ class Training:
             prune(self.folder.best, best.step, self._checkpoints.written)
 
     def save(self) -> Path:
-        """Save the run now, and return the checkpoint."""
+        """Save the run now, on all ranks, and return the checkpoint; on ranks above 0 the folder of the run."""
         self._ctx.save_run()
-        return self._check_saved()
-
-    def _save_last(self) -> None:
-        self._ctx.save_run()
-        if self._writes:
-            self._check_saved()
-
-    def _check_saved(self) -> Path:
+        if not self._writes:
+            return self.folder.path
         path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
         if self._checkpoints.written != self._ctx.step:
             raise StorageError(f"{path}: the checkpoint could not be written; see the log for the reason")
@@ -398,19 +376,12 @@ class Training:
 
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""
-        state, best = self._state, self._state.best
-        used = [each for each in state.evaluations if best is None or each["step"] == best.step]
-        speed = round(state.samples / state.seconds) if state.seconds else None
         return {
             "step": self._last_step,
-            "early_stopped": state.stopped,
-            "samples_per_s": speed,
-            "training_seconds": round(state.seconds, 3),
             "skipped_steps": self._ctx.skipped_steps,
+            **self._state.results(),
             # In a job data-compose counts them, and logs them.
-            "unusual": None if self._in_job else {"rows": state.unusual.rows, "counts": state.unusual.counts},
-            "valid": used[-1] if used else None,
-            "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
+            **({"unusual": None} if self._in_job else {}),
         }
 
     def close(self, error: BaseException | None) -> None:
@@ -419,19 +390,9 @@ class Training:
             return
         self.is_open = False
         try:
-            with contextlib.suppress(PersiaError):
-                self._end_record(error)
+            if self._record is not None:
+                with contextlib.suppress(PersiaError):
+                    self._record.end(error, self._results())
         finally:
             kind = None if error is None else type(error)
             self._ctx.__exit__(kind, error, None if error is None else error.__traceback__)
-
-    def _end_record(self, error: BaseException | None) -> None:
-        record = self._record
-        if record is None:
-            return
-        record.close()
-        if record.summary["status"] == FINISHED:
-            return
-        stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
-        why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
-        record.write({**self._results(), "status": INTERRUPTED if stopped else FAILED, **why})
