@@ -1,98 +1,285 @@
-"""Rows and MB per CPU-second of feature transforms: a Criteo-like table, beside pyarrow's own work on the same columns.
+"""B10: rows per CPU-second of reading and transforming files, beside pyarrow, torch's DataLoader, and training (B5).
 
-The table is in memory: 13 numbers, 26 columns of hexadecimal strings, a label. ``ratio`` is to the case `cast`:
-pyarrow fills nulls, casts numbers, and encodes strings as a dictionary.
+A Criteo-like table (a label, 13 numbers, 26 columns of hexadecimal strings) as Parquet, CSV, and Criteo's TSV. The
+systems read the same file in turns:
+
+* ``scan``: pyarrow.dataset alone, the limit
+* ``persia``: RecordReader, transform, batches of 4,096, ready for training
+* ``batches``: torch's DataLoader over an IterableDataset that makes whole batches with pyarrow and numpy
+* ``rows``: the same, but the DataLoader collates single rows, as with a data set by index
+
+``memory`` reads a file of 20 times the window in which rows are shuffled; each peak is that of a process of its own.
 """
 
 import argparse
+import itertools
 import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import figures
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from persia.features import Features, to_batch
+from persia.data.records import Files, RecordReader, open_files
+from persia.features import Features, Transform, to_batch
 
-DENSE, SPARSE = 13, 26
+DENSE, SPARSE, BATCH = 13, 26, 4_096
+NUMBERS = [f"I{index + 1}" for index in range(DENSE)]
+STRINGS = [f"C{index + 1}" for index in range(SPARSE)]
+TYPES = {"label": pa.int8(), **dict.fromkeys(NUMBERS, pa.int64()), **dict.fromkeys(STRINGS, pa.string())}
+FORMATS = ("parquet", "csv", "tsv")
+
+Read = Callable[[], int]
+"""Reads everything and returns the number of rows."""
 
 
 def criteo_like(rows: int, seed: int) -> pa.Table:
     """Return a table with the columns of Criteo: power-law ids, 5 % nulls."""
     random = np.random.default_rng(seed)
     columns: dict[str, pa.Array] = {"label": pa.array(random.integers(0, 2, rows), pa.int8())}
-    for index in range(DENSE):
+    for name in NUMBERS:
         values = random.lognormal(3, 2, rows).astype(np.int64)
-        columns[f"I{index + 1}"] = pa.array(values, mask=random.random(rows) < 0.05)
-    for index in range(SPARSE):
+        columns[name] = pa.array(values, mask=random.random(rows) < 0.05)
+    for name in STRINGS:
         ids = np.minimum(random.zipf(1.2, rows), 1_000_000).astype(np.uint32) * np.uint32(2_654_435_761)
-        columns[f"C{index + 1}"] = pa.array([f"{value:08x}" for value in ids], mask=random.random(rows) < 0.05)
+        columns[name] = pa.array([f"{value:08x}" for value in ids], mask=random.random(rows) < 0.05)
     return pa.table(columns)
 
 
-def declared(dense: bool, sparse: bool) -> Features:
-    """Return the features over columns of the table."""
-    lines = ["features:", "  one: {type: id, column: C1, dim: 16}"]
-    if sparse:
-        lines += [f"  C{index + 1}: {{type: id, dim: 16}}" for index in range(SPARSE)]
-    if dense:
-        lines += [f"  I{index + 1}: {{type: dense, log1p: true, standardise: true}}" for index in range(DENSE)]
+def declared() -> Features:
+    """Return the features over the columns of the table."""
+    lines = ["features:", *(f"  {name}: {{type: id, dim: 16}}" for name in STRINGS)]
+    lines += [f"  {name}: {{type: dense, log1p: true, standardise: true}}" for name in NUMBERS]
     return Features.parse("\n".join([*lines, "labels:", "  label:"]), "bench")
 
 
-def measured(work: Callable[[], object], seconds: float) -> float:
-    """Return the CPU seconds of one call: the least of those within about ``seconds``."""
-    best, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.process_time()
-        work()
-        best = min(best, time.process_time() - start)
-        if time.perf_counter() > end:
-            return best
+def write(table: pa.Table, path: Path, times: int = 1) -> Path:
+    """Write a table, several times over, as a file of the format that its ending names; TSV has no header."""
+    if path.suffix == ".parquet":
+        with pq.ParquetWriter(path, table.schema) as writer:
+            for _ in range(times):
+                writer.write_table(table)
+        return path
+    tsv = path.suffix == ".tsv"
+    options = pyarrow.csv.WriteOptions(include_header=not tsv, delimiter="\t" if tsv else ",", quoting_style="none")
+    with pyarrow.csv.CSVWriter(path, table.schema, write_options=options) as writer:
+        for _ in range(times):
+            writer.write_table(table)
+    return path
+
+
+def opened(path: Path) -> Files:
+    """Return the file as Persia opens it."""
+    text = path.suffix != ".parquet"
+    return open_files(str(path), types=TYPES if text else None, header=[*TYPES] if path.suffix == ".tsv" else None)
+
+
+def batches(path: Path, rows: int = 1 << 16) -> Iterator[pa.RecordBatch]:
+    """Yield what pyarrow reads, with the same types."""
+    source: Any = "parquet"
+    if path.suffix != ".parquet":
+        tsv = path.suffix == ".tsv"
+        source = pyarrow.dataset.CsvFileFormat(
+            parse_options=pyarrow.csv.ParseOptions(delimiter="\t" if tsv else ","),
+            read_options=pyarrow.csv.ReadOptions(column_names=[*TYPES] if tsv else None),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=TYPES, null_values=[""], strings_can_be_null=True),
+        )
+    yield from pyarrow.dataset.dataset(str(path), format=source).to_batches(batch_size=rows)
+
+
+def scan(path: Path) -> int:
+    """Read with pyarrow alone."""
+    return sum(batch.num_rows for batch in batches(path))
+
+
+def persia(path: Path, transform: Transform, *, shuffle: bool = False, window: int = 1 << 18) -> int:
+    """Read, transform and make batches for training."""
+    rows = 0
+    for records in RecordReader(opened(path), BATCH, shuffle=shuffle, window_rows=window):
+        rows += to_batch(transform(records)).batch_size
+    return rows
+
+
+class Tensors(IterableDataset[Any]):
+    """What a script without Persia does: whole batches by pyarrow and numpy, or their rows one by one."""
+
+    def __init__(self, path: Path, *, single: bool) -> None:
+        self.path, self.single = path, single
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield ``(dense, ids, label)``."""
+        for batch in batches(self.path, BATCH):
+            dense = np.stack([pc.fill_null(batch[name], 0).to_numpy().astype(np.float32) for name in NUMBERS], axis=1)
+            ids = np.stack([self.numbers(batch[name]) for name in STRINGS], axis=1)
+            made = (
+                torch.from_numpy(np.log1p(dense)),
+                torch.from_numpy(ids),
+                torch.from_numpy(batch["label"].to_numpy().astype(np.float32)),
+            )
+            yield from zip(*made, strict=True) if self.single else [made]
+
+    @staticmethod
+    def numbers(column: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the hexadecimal strings as numbers, each different one converted once; null is 0."""
+        coded = pc.fill_null(column, "0").dictionary_encode()
+        unique = np.array([int(text, 16) for text in coded.dictionary.to_pylist()], np.int64)
+        found: np.ndarray[Any, np.dtype[np.int64]] = unique[coded.indices.to_numpy()]
+        return found
+
+
+def collated(path: Path, *, single: bool) -> int:
+    """Read with torch's DataLoader, in this process."""
+    loader: Any = DataLoader(Tensors(path, single=single), batch_size=BATCH if single else None)
+    return sum(len(dense) for dense, _, _ in loader)
+
+
+def rates(systems: dict[str, Read], seconds: float) -> dict[str, list[float]]:
+    """Return rows per CPU-second, of all threads, of each system, measured in turns at least three times."""
+    found: dict[str, list[float]] = {name: [] for name in systems}
+    end = time.perf_counter() + seconds
+    for turn in itertools.count():
+        for name, read in systems.items():
+            start = time.process_time()
+            rows = read()
+            found[name].append(figures.ratio(rows, time.process_time() - start))
+        if turn >= 2 and time.perf_counter() > end:
+            return found
+    raise AssertionError
+
+
+def record(case: str, unit: str, value: float, peer: float, target: float, spread: float, ratio: float) -> None:
+    """Print one figure."""
+    rounded = {"value": round(value), "peer": round(peer), "ratio": round(ratio, 3)}
+    figures.write({"id": "B10", "case": case, "unit": unit, **rounded, "target": target, "spread": round(spread, 3)})
+
+
+def in_memory(table: pa.Table, transform: Transform, seconds: float) -> None:
+    """Compare the transform with what pyarrow needs to cast numbers and to encode strings as a dictionary."""
+
+    def cast() -> int:
+        for name in NUMBERS:
+            pc.fill_null(table[name], 0).cast(pa.float32())
+        for name in STRINGS:
+            table[name].dictionary_encode()
+        return len(table)
+
+    found = rates({"persia": lambda: len(transform(table)), "cast": cast}, seconds)
+    value, peer = (statistics.median(found[name]) for name in ("persia", "cast"))
+    spread = figures.spread(found["persia"])
+    record("in memory: transform against cast", "rows/CPU-s", value, peer, 1, spread, figures.ratio(value, peer))
+
+
+def files(table: pa.Table, transform: Transform, folder: Path, seconds: float) -> None:
+    """Compare the systems on each format."""
+    targets = {"scan": 0.5, "batches": 1.0, "rows": 1.0}
+    for file_format in FORMATS:
+        path = write(table, folder / f"clicks.{file_format}")
+        systems: dict[str, Read] = {
+            "persia": partial(persia, path, transform),
+            "scan": partial(scan, path),
+            "batches": partial(collated, path, single=False),
+            "rows": partial(collated, path, single=True),
+        }
+        found = rates(systems, seconds)
+        middle = {name: statistics.median(each) for name, each in found.items()}
+        megabytes = middle["persia"] * path.stat().st_size / len(table) / 1e6
+        for peer, target in targets.items():
+            unit = f"rows/CPU-s ({megabytes:.0f} MB/CPU-s)"
+            ratio = figures.ratio(middle["persia"], middle[peer])
+            spread = figures.spread(found["persia"])
+            record(f"{file_format}: persia against {peer}", unit, middle["persia"], middle[peer], target, spread, ratio)
+
+
+def against_training(path: Path, transform: Transform, seconds: float) -> None:
+    """Compare the wall time with that of B5's training on batches in memory: 26 slots of dim 16."""
+    import training  # it needs the example's requirements
+
+    case = training.criteo_case(16)
+    with tempfile.TemporaryDirectory(prefix="persia-") as folder:
+        training.config(Path(folder), case)
+        torch.set_num_threads(1)
+        steps = training.persia_steps(case)
+        trained, _ = training.rate(steps, case.labels.shape[1], seconds)
+        steps.close()  # type: ignore[attr-defined]  # it is a generator
+    readings: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(readings) < 3:
+        start = time.perf_counter()
+        rows = persia(path, transform)
+        readings.append(rows / (time.perf_counter() - start))
+    value = statistics.median(readings)
+    spread = figures.spread(readings)
+    record("parquet: persia against training (B5)", "rows/s", value, trained, 3, spread, figures.ratio(value, trained))
+
+
+def memory(table: pa.Table, folder: Path) -> None:
+    """Compare the peak of a file of 20 windows with that of one of 4 windows."""
+    window = len(table)
+    for file_format in FORMATS:
+        peaks = []
+        for times in (4, 20):
+            path = write(table, folder / f"large.{file_format}", times)
+            command = [sys.executable, __file__, "--memory-of", str(path), "--rows", str(window)]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            peaks.append(float(done.stdout))
+            path.unlink()
+        case = f"{file_format}: peak memory, 20 windows of {table.nbytes / 1e6:.0f} MB against 4"
+        record(case, "MB", peaks[1], peaks[0], 0.8, 0, figures.ratio(peaks[0], peaks[1]))
+
+
+def peak(path: Path, window: int) -> float:
+    """Read and shuffle a file, and return by how many MB the peak of this process was above its memory before."""
+    transform = declared().fit(next(batches(path)))
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now what is used
+    before = resident("VmRSS")
+    persia(path, transform, shuffle=True, window=window)
+    return (resident("VmHWM") - before) / 1000
+
+
+def resident(field: str) -> float:
+    """Return a field of this process's status, in kB."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"{field}:"))) * 1.024
 
 
 def main() -> None:
     """Print one JSON line for each case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=65_536)
-    parser.add_argument("--seconds", type=float, default=2.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1 << 18, help="of the file, and of a window")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each format")
+    parser.add_argument("--only", choices=("files", "training", "memory"))
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    os.environ["LOG_LEVEL"] = "WARNING"
+    if arguments.memory_of is not None:
+        print(json.dumps(peak(arguments.memory_of, arguments.rows)))
+        return
     table = criteo_like(arguments.rows, seed=7)
-    features = declared(dense=True, sparse=True)
-    transform = features.fit(table)
-    ids, floats = declared(False, True).fit(table), declared(True, False).fit(table)
-    samples = transform(table)
-    strings = [f"C{index + 1}" for index in range(SPARSE)]
-    coded = pa.table(
-        {name: table[name].dictionary_encode() if name in strings else table[name] for name in table.column_names}
-    )
-
-    def cast() -> None:
-        for name in table.column_names:
-            column = table[name]
-            _ = column.dictionary_encode() if name in strings else pc.fill_null(column, 0).cast(pa.float32())
-
-    cases: dict[str, Callable[[], object]] = {
-        "cast": cast,
-        "fit": lambda: features.fit(table),
-        "transform": lambda: transform(table),
-        "transform, dictionary-encoded": lambda: transform(coded),
-        "transform, ids only": lambda: ids(table),
-        "transform, numbers only": lambda: floats(table),
-        "take": lambda: samples.take(np.random.default_rng(0).permutation(len(samples))),
-        "batch of 4,096": lambda: to_batch(samples.slice(0, 4_096)),
-    }
-    reference = 0.0
-    for name, work in cases.items():
-        seconds = measured(work, arguments.seconds)
-        rows = 4_096 if "4,096" in name else arguments.rows
-        reference = reference or rows / seconds
-        figures = {
-            "rows/CPU-s": round(rows / seconds),
-            "MB/CPU-s": round(rows / len(samples) * table.nbytes / seconds / 1e6),
-        }
-        print(json.dumps({"case": name, **figures, "ratio": round(rows / seconds / reference, 2)}))
+    transform = declared().fit(table)
+    with tempfile.TemporaryDirectory(prefix="persia-") as name:
+        folder = Path(name)
+        if arguments.only in (None, "files"):
+            in_memory(table, transform, arguments.seconds / 4)
+            files(table, transform, folder, arguments.seconds)
+        if arguments.only in (None, "training"):
+            against_training(write(table, folder / "clicks.parquet"), transform, arguments.seconds / 4)
+        if arguments.only in (None, "memory"):
+            memory(table, folder)
 
 
 if __name__ == "__main__":

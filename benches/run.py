@@ -37,6 +37,7 @@ PARTS = {
     "loopback": ("B4", "servers"),
     "training": ("B5",),
     "startup": ("B9",),
+    "data": ("B10",),
 }
 """What each part measures."""
 
@@ -137,6 +138,13 @@ def startup(quick: bool, containers: bool) -> Iterator[Record]:
         yield from lines([*script, "--cases", case], "B9")
 
 
+def data(quick: bool) -> Iterator[Record]:
+    """B10: reading and transforming files."""
+    script = [sys.executable, str(BENCHES / "data.py"), *(["--rows", "65536", "--seconds", "5"] if quick else [])]
+    for case in ("files", "training", "memory"):
+        yield from lines([*script, "--only", case], "B10")
+
+
 def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
     """Turn the rates of one case into ratios; one that was not measured gives none."""
     rates = {(m["system"], m["optimizer"]): m for m in measured}
@@ -207,7 +215,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         choices=PARTS,
-        help="the store (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), starting (B9)",
+        help="the store (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), start-up (B9),"
+        " files (B10)",
     )
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
@@ -226,6 +235,7 @@ def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
         "loopback": loopback_step(arguments.quick),
         "training": training(arguments.quick),
         "startup": startup(arguments.quick, arguments.containers),
+        "data": data(arguments.quick),
     }
     return {name: part for name, part in every.items() if arguments.only in (None, name)}
 

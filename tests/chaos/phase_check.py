@@ -48,8 +48,8 @@ def _step(save: Path) -> int:
 def _missing(job: PhaseJob, data: Data, saves: list[Path]) -> Iterator[str]:
     """Say what a finished run must have left, and has not."""
     last = job.plan["steps"]
-    if not any(_step(save) == last for save in saves) and not job.gave_up_a_save and not job.lost("checkpoints"):
-        yield f"no checkpoint of step {last}, and no word of that"
+    if not any(_step(save) == last for save in saves) and not job.lost("checkpoints"):
+        yield f"the trainers ended with 0 without a checkpoint of step {last}"
     if not any(entry["step"] == last for entry in job.lines("reads.jsonl")):
         yield f"the rows after step {last} were never read"
     summary = job.summary

@@ -1,6 +1,7 @@
 """A case from its start to its judgement."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from phase_check import compared, problems
 from phase_faults import disk_of
 from phase_job import PhaseJob, StoppedError
 from stack import Stack
+
+from persia.runtime.exit_codes import ExitCode
 
 END_S = 150.0
 """Seconds from the fault to the end of the run. A run that takes longer hangs."""
@@ -52,10 +55,11 @@ class Result:
 
 
 MAY_STOP = {
-    "full run": "the run's name or summary cannot be written: the trainers end with 2 and name the file",
-    "full log": "a server cannot write the generation of a loop that begins: the trainers end with 1 and name the file",
+    "full run": r"PERSIA_RUN_DIR: \S+/summary\.json: No space left|\S+/RUN: No space left",
+    "full checkpoints": r"not finished: its last checkpoint, of step \d+, cannot be written: .*No space left",
 }
-"""Faults after which the run may stop, with the reason. Started again by hand, it has to come to the exact end."""
+"""Faults after which the run may stop with exit code 1, with what it has to say: its name, its summary, or its last
+checkpoint cannot be written. Started again by hand, it has to come to the exact end."""
 
 
 def run(case: Case, new_stack: NewStack) -> Result:
@@ -71,6 +75,9 @@ def run(case: Case, new_stack: NewStack) -> Result:
         except StoppedError as error:
             outcome, problem = "stopped", f"{error}\n{job.logs()}"
             if case.fault in MAY_STOP:
+                said = " ".join(error.said)
+                if error.code != ExitCode.FAILED or not re.search(MAY_STOP[case.fault], said):
+                    raise
                 job.start_again()
                 job.wait("the end of the run that was started again", lambda: job.finished, END_S)
         if outcome == "exact" or case.fault in MAY_STOP:

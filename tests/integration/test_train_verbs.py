@@ -13,10 +13,11 @@ import pytest
 from conftest import ROOT
 from waiting import wait_until
 
+from persia.errors import StorageError
+
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from trainer_files import write_clicks, write_config
 
-VERBS = [sys.executable, "-m", "persia"]
 RUN: dict[str, Any] = {
     "data": {"batch_size": 64, "epochs": 3},
     "train": {"early_stop": {"patience": 99}, "evaluate_every": 50, "lr_schedule": "linear"},
@@ -24,15 +25,26 @@ RUN: dict[str, Any] = {
 }
 
 
-def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+def start(folder: Path, *arguments: str, largest_file: int | None = None) -> "subprocess.Popen[str]":
+    """Start a verb. Writes beyond ``largest_file`` fail, as on a full disk."""
     environment = {**os.environ, "COLUMNS": "120"}
+    code = "import resource, runpy, signal, sys; "
+    if largest_file is not None:
+        code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({largest_file}, {largest_file})); "
+    code += "sys.argv[0] = 'persia'; runpy.run_module('persia', run_name='__main__')"
     return subprocess.Popen(
-        [*VERBS, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
-def done(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
-    with start(folder, *arguments) as process:
+def done(folder: Path, *arguments: str, code: int = 0, largest_file: int | None = None) -> tuple[str, str]:
+    with start(folder, *arguments, largest_file=largest_file) as process:
         out, errors = process.communicate(timeout=120)
     assert process.returncode == code, errors
     assert "Traceback" not in errors, errors
@@ -78,6 +90,21 @@ def test_a_run_that_is_killed_and_interrupted_equals_one_that_is_not(tmp_path: P
     out, _ = done(tmp_path, "predict", "runs/LATEST", "clicks.parquet", "-o", "scores.parquet", "--keep", "id0")
     assert "9,000 rows, score" in out
     assert pyarrow.parquet.read_table(tmp_path / "scores.parquet").column_names == ["id0", "score"]
+    predict = ("predict", "runs/two", "clicks.parquet", "-o", "full.parquet")
+    _, errors = done(tmp_path, *predict, largest_file=4096, code=StorageError.exit_code)
+    assert "full.parquet: File too large" in errors
+    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
+
+
+def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet")
+    config = str(write_config(tmp_path, data={"split": {"fractions": [1, 0, 0]}}))
+    _, errors = done(tmp_path, "train", config, largest_file=8192, code=StorageError.exit_code)
+    assert "step-16: the checkpoint could not be written" in errors
+    found = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
+    assert found["status"] == "failed" and "StorageError" in found["error"]
+    assert not [*(tmp_path / "runs" / "one").rglob("MANIFEST.json")]
+    done(tmp_path, "train", config, "--resume", "runs/one")
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,13 @@ def test_usage_errors_exit_with_2(arguments: list[str]) -> None:
     assert run(*arguments).returncode == 2
 
 
-def test_help_lists_the_verbs_and_does_not_import_torch() -> None:
+def test_help_lists_the_verbs_and_imports_little() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "persia", "--help"], capture_output=True, text=True, check=True
     )
     assert all(f"  {verb} " in done.stdout for verb in ("up", "status", "config", "ckpt"))
-    assert "persia.cli.main" in done.stderr and "torch" not in done.stderr
+    assert "persia.cli.main" in done.stderr
+    assert not [name for name in ("torch", "numpy", "pydantic", "pyarrow") if name in done.stderr]
 
 
 @pytest.mark.parametrize(

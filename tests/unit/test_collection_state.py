@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import Configure, TinyModel
-from test_collection import Whole, arrays, collection, rows
+from test_collection import TABLES, Whole, arrays, collection, rows
 from test_training import SLOTS, loss_fn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
+from persia.backend.local import LocalBackend
 from persia.ctx import eval_ctx
 from persia.embedding.optim import SGD
 from persia.errors import CheckpointError
+from persia.nn import EmbeddingCollection
 from persia.nn.reference import RowsVersion
+from persia.nn.session import Session
 
 KEY = "tables._extra_state"
 
@@ -176,3 +179,47 @@ def test_a_wrapped_model_is_checked_too(how: str, tmp_path: Path) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert len(rows(whole.tables)) == 2
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_skipped_step_leaves_the_rows_only_where_no_other_rank_pushes(
+    monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    whole = make()
+    train(whole)
+    state = whole.state_dict()
+    features, dense, label = arrays(7)
+    loss = loss_fn(whole(features, dense), label) * float("nan")
+    with monkeypatch.context() as patch:
+        if others:
+            patch.setattr("persia.nn.session.run.peers", object)
+        loss.backward()
+    assert whole.tables.skipped == 1
+    if others:  # which may have pushed theirs in this step
+        with pytest.raises(CheckpointError, match="other rows"):
+            whole.load_state_dict(state)
+    else:
+        whole.load_state_dict(state)
+
+
+def test_whether_rows_on_servers_are_those_of_a_state_dict_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a process that evaluates rows that another one trains."""
+    whole = make()
+    train(whole)
+    state = whole.state_dict()
+    here = Session._open_backend
+    monkeypatch.setattr(Session, "_open_backend", lambda _, configuration, device: LocalBackend(configuration, device))
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://nowhere:4222")
+    evaluates = Whole(TinyModel(), EmbeddingCollection(TABLES, None))
+    trains = Whole(TinyModel(), collection(SGD(1.0)))
+    monkeypatch.delenv("PERSIA_NATS_URL")
+    monkeypatch.setattr(Session, "_open_backend", here)
+    evaluates.load_state_dict(state)
+    (message,) = (record.message for record in caplog.records if "is not known here" in record.message)
+    assert "saved after step 3" in message
+    with pytest.raises(CheckpointError, match="other rows"):
+        trains.load_state_dict(state)
+    trains.tables.close()
+    evaluates.tables.close()

@@ -228,3 +228,41 @@ def test_a_save_that_was_written_keeps_no_copy_of_the_model(
         with pytest.raises(UsageError) if fails else contextlib.nullcontext():
             save.write()
         assert not save._files
+
+
+@pytest.mark.parametrize("fails", [4, 8, None])
+def test_a_run_whose_last_save_is_missing_is_not_finished(
+    configure: Configure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: int | None,
+) -> None:
+    """It is tried again at the end of the context; a run that is restarted trains what is missing again."""
+    expected = whole(configure, tmp_path / "undisturbed")
+    write, tries = Save._write, itertools.count(1)
+
+    def refuse(self: Save) -> None:
+        if "step 25" in self.what and (fails is None or next(tries) <= fails):
+            raise StorageError("no space left on the device")
+        write(self)
+
+    configure(SLOTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(Save, "_write", refuse)
+        patch.setattr("persia.loop.autosave.RETRY_S", (0.0, 0.0, 0.0))
+        saved = fails == 4
+        told = r"the run is not finished: its last checkpoint, of step 25, cannot be written: no space left.*step 20"
+        with (
+            contextlib.nullcontext() if saved else pytest.raises(StorageError, match=told) as caught,
+            make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx,
+        ):
+            train(ctx, DataLoader(Batches(STEPS), reproducible=True))
+        assert "given up, training continues" in caplog.text
+        if not saved:
+            assert caught is not None and "continues after its newest checkpoint" in caught.value.hint
+    assert names(tmp_path / "run")[-1] == ("step-25" if saved else "step-20")
+    with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
+        assert len(train(ctx, DataLoader(Batches(STEPS), reproducible=True))) == (0 if saved else 5)
+        assert everything(ctx) == expected
+    assert names(tmp_path / "run")[-1] == "step-25"

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from persia.data.records import PARTS, HashSplit, RecordReader, TimeSplit, open_files
 from persia.data.records.split import hash_values
 from persia.errors import DataError, UsageError
+from persia.features import hash_text
 
 ROWS = 1000
 
@@ -177,6 +179,32 @@ def test_partitions_of_folders_are_columns(tmp_path: Path) -> None:
     assert days == {1: 10, 2: 10}
 
 
+def test_each_text_file_has_its_own_header(tmp_path: Path) -> None:
+    """Columns are known by name in every file, not by the order of the first one."""
+    (tmp_path / "a.csv").write_text("user,item\nu1,i1\n")
+    (tmp_path / "b.csv").write_text("item,more,user\ni2,,u2\n")
+    batches = RecordReader(open_files(str(tmp_path), columns=["user", "item"]), 10)
+    assert [row for batch in batches for row in batch.to_pylist()] == [
+        {"user": "u1", "item": "i1"},
+        {"user": "u2", "item": "i2"},
+    ]
+    (tmp_path / "b.csv").write_text("user,film\nu2,i2\n")
+    with pytest.raises(DataError, match="b.csv: no column 'item'; it has film, user"):
+        rows_of(RecordReader(open_files(str(tmp_path)), 10))
+
+
+def test_a_text_file_is_not_read_far_ahead(tmp_path: Path) -> None:
+    """Not even where the consumer is slow."""
+    path = tmp_path / "a.csv"
+    path.write_text("row\n" + "1234567890123456789\n" * 5_000_000)  # 100 MB
+    files = open_files(str(path))
+    before, most = pa.total_allocated_bytes(), 0
+    for _ in files.read(files.units[0]):
+        time.sleep(0.03)
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert 0 < most < 50_000_000
+
+
 def test_wrong_files_are_named(folder: Path) -> None:
     with pytest.raises(UsageError, match="nothing.parquet: no such file"):
         open_files(str(folder / "nothing.parquet"))
@@ -201,8 +229,8 @@ def test_wrong_files_are_named(folder: Path) -> None:
 
 def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("row\n" + "".join(f"{number}\n" for number in range(50_000)) + "many\n")
-    with pytest.raises(DataError, match=r"a.csv: .*Row #50002.*'many'"):
+    path.write_text("row\n" + "".join(f"{number}\n" for number in range(500_000)) + "many\n")  # several blocks
+    with pytest.raises(DataError, match=r"a.csv: .*Row #500002.*'many'"):
         rows_of(RecordReader(open_files(str(path), types={"row": pa.int64()}), 1000))
 
 
@@ -217,10 +245,12 @@ def test_wrong_arguments_are_listed_at_once(folder: Path) -> None:
 
 
 def test_splits_are_pinned() -> None:
-    """A split stays what it was in an older version. Text is hashed by BLAKE2b (`b2sum -l 64`)."""
+    """A split stays what it was in an older version. Text has the ids of `persia.features`."""
     assert hash_values(pa.array([1, -1])).tolist() == [1, 2**64 - 1]
-    a, b = (int.from_bytes(bytes.fromhex(text), "little") for text in ("40f89e395b66422f", "8472c2e34d854f75"))
-    assert hash_values(pa.array(["a", "b", "a"])).tolist() == [a, b, a]
+    a = 11714444025550555977
+    assert hash_values(pa.array(["a", "b", "a"])).tolist() == [a, hash_text("b"), a]
+    assert hash_values(pa.array(["a"]).dictionary_encode()).tolist() == [a] == [hash_text("a")]
+    assert hash_values(pa.array([1.5])).tolist() == [hash_text("1.5")]
     batch = pa.record_batch({"x": np.arange(12)})
     assert HashSplit().parts(batch, 0, 0).tolist() == [1, *[0] * 11]
     assert HashSplit(seed=1).parts(batch, 1, 100).tolist() == [0, 0, 1, *[0] * 9]

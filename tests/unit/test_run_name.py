@@ -1,12 +1,15 @@
 """The name of a run survives the loss of the file that holds it."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from persia.distributed import run
+from persia.errors import StorageError
 from persia.runtime import job
+from persia.runtime.exit_codes import ExitCode
 
 FIRST, SECOND = "census-20260101-000000", "census-20260102-000000"
 
@@ -87,3 +90,18 @@ def test_the_name_and_the_folders_that_hold_it_are_durable(root: Path, monkeypat
     job.run_name()
     assert {folder, folder.parent, folder.parent.parent, root.parent} <= set(synced)
     assert any(path.name == ".RUN.tmp" for path in synced), "the content"
+
+
+@pytest.mark.parametrize("what", ["name", "summary"])
+def test_a_full_disk_is_no_mistake_of_the_configuration(root: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    del root
+
+    def full(path: Path, content: bytes) -> None:
+        del path, content
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("persia.runtime.files.write_whole", full)
+    with pytest.raises(StorageError, match=r"(RUN|summary\.json): No space left on device") as caught:
+        job.run_name() if what == "name" else run.finish()
+    assert "space" in caught.value.hint and "config check" not in caught.value.hint
+    assert caught.value.exit_code == ExitCode.FAILED

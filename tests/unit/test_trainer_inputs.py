@@ -24,7 +24,7 @@ def replaced(name: str, values: Any) -> Change:
 
 def one_wrong(name: str, row: int, value: Any) -> Change:
     def values(table: pa.Table) -> list[Any]:
-        found = table[name].to_pylist()
+        found: list[Any] = table[name].to_pylist()
         found[row] = value
         return found
 
@@ -102,8 +102,8 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
     table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
     for value, shown in ((-1.0, "-1.0"), (float("nan"), "nan"), (None, "None")):
-        weights = [1.0] * len(table)
-        weights[1111] = value  # type: ignore[call-overload]
+        weights: list[float | None] = [1.0] * len(table)
+        weights[1111] = value
         pa.parquet.write_table(table.append_column("w", pa.array(weights)), tmp_path / "clicks.parquet")
         config = config_of(tmp_path, train={"weight": "w"}, run={"name": f"w{shown.strip('-.')}"})
         with Trainer(config) as trainer, pytest.raises(DataError, match=rf"(?s)row 1111: found {shown}"):

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack
 from persia.ctx import EmbeddingCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad
 from persia.errors import CheckpointError, DataError, FeatureTypeError, UsageError
 from persia.nn import EmbeddingCollection, TableConfig
@@ -295,5 +295,43 @@ def test_a_table_that_the_checkpoint_does_not_have_is_named(
 ) -> None:
     path, _, _ = of_collection
     EmbeddingCollection([*TABLES, TableConfig("new", 4, ["c"])], Adagrad(0.1)).load(path)
-    (warning,) = warnings(caplog, "has no table")
+    (warning,) = warnings(caplog, "")  # the feature of that table is not a second one
     assert "has no table new, which starts without rows; the checkpoint has a, b" in warning
+
+
+def test_a_feature_that_the_model_was_trained_without_is_named(
+    of_collection: tuple[Path, dict[str, torch.Tensor], TinyModel], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, _, _ = of_collection
+    EmbeddingCollection([TABLES[0], TableConfig("b", 4, ["b", "c"])], Adagrad(0.1)).load(path)
+    (warning,) = warnings(caplog, "")
+    assert "its model was trained without the feature c, which reads rows of the table b" in warning
+
+
+@pytest.mark.parametrize("reads", ["nothing", "model.pt", "the file"])
+def test_rows_without_their_model_are_a_warning(
+    of_collection: tuple[Path, dict[str, torch.Tensor], TinyModel], caplog: pytest.LogCaptureFixture, reads: str
+) -> None:
+    path, _, _ = of_collection
+    tables = EmbeddingCollection(TABLES, None).eval()
+    loaded = tables.load(path)
+    if reads == "model.pt":
+        loaded.state("model.pt")
+    if reads == "the file":  # into a module that has the collection
+        tables.load_state_dict({"_extra_state": tables.get_extra_state()})
+    for _ in range(2):
+        tables({"a": [1, 2], "b": [3, 4]})
+    found = warnings(caplog, "without the model that was trained with them")
+    assert len(found) == (reads == "nothing")
+    assert reads != "nothing" or "loaded.state('model.pt')" in found[0]
+
+
+def test_ids_that_are_strings_name_the_transform() -> None:
+    for strings in (["x", "y"], np.array(["x", "y"]), np.array(["x", "y"], object)):
+        with pytest.raises(FeatureTypeError, match=r"persia\.features: a feature of type id in persia\.yml"):
+            IDTypeFeatureWithSingleID("a", strings)  # type: ignore[arg-type]
+    with pytest.raises(FeatureTypeError, match="hash_text"):
+        IDTypeFeature("a", ["x", "y"])  # type: ignore[list-item]
+    with pytest.raises(FeatureTypeError) as caught:
+        IDTypeFeatureWithSingleID("a", np.array([1.0, 2.0]))
+    assert "persia.features" not in str(caught.value)

@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_training import SLOTS, loss_fn, make, train
 
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader
-from persia.errors import UsageError
+from persia.errors import DataError, UsageError
 from persia.logger import get_default_logger
 
 
@@ -171,3 +172,71 @@ def test_backwards_of_a_collection_are_counted(log: list[str]) -> None:
     del forgotten
     gc.collect()
     assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 1 of 1 training forwards got a backward"]
+
+
+def test_batches_that_a_collection_refuses_are_no_forwards(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persia.nn.session.Session._is_sound", lambda _: True)
+    tables = collection()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tables._session), "_loop", lambda _: Refusing())
+        for number in range(10):
+            with pytest.raises(DataError, match="too many ids"):
+                tables(arrays(number)[0])
+    tables.close()
+    assert not of(log, "WARNING") and not of(log, "closed")
+
+
+class Refusing:
+    """A pipeline that refuses every batch."""
+
+    def feed(self, batch: object) -> bool:
+        return True
+
+    def next(self, timeout_s: float) -> None:
+        raise DataError("too many ids")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_backward_before_ours_is_the_named_cause(configure: Configure, retain: bool) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        for batch in DataLoader(Batches(3)):
+            output, labels = ctx.forward(batch)
+            loss = loss_fn(output, labels[0])
+            loss.backward(retain_graph=retain)
+            if retain:  # a loss of two parts may be meant
+                ctx.backward(loss)
+                continue
+            with pytest.raises(UsageError, match=r"loss.backward\(\) was called on this loss before.*remove loss"):
+                ctx.backward(loss)
+            break
+
+
+@pytest.mark.parametrize("dump", ["dump_checkpoint", "dump_embedding"])
+def test_a_checkpoint_of_a_loop_without_a_backward_is_a_warning(
+    configure: Configure, tmp_path: Path, log: list[str], dump: str
+) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        getattr(ctx, dump)(tmp_path / "before")
+        run(ctx, no_backward, 2)
+        getattr(ctx, dump)(tmp_path / "nothing")
+        assert len(of(log, "WARNING the checkpoint has nothing of the 2 batches so far")) == 1
+        train(ctx, DataLoader(Batches(2)))
+        getattr(ctx, dump)(tmp_path / "something")
+    assert len(of(log, "the checkpoint has nothing")) == 1
+
+
+def test_a_checkpoint_of_a_collection_without_a_backward_is_a_warning(tmp_path: Path, log: list[str]) -> None:
+    tables = collection()
+    tables.save(tmp_path / "before")
+    tables(arrays(0)[0])
+    tables.save(tmp_path / "nothing")
+    assert len(of(log, "WARNING the checkpoint has nothing of the 1 training forwards so far")) == 1
+    tables(arrays(1)[0])["a"].sum().backward()
+    tables.save(tmp_path / "something")
+    assert len(of(log, "the checkpoint has nothing")) == 1
+    tables.close()

@@ -90,11 +90,16 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
     assert ("trained 4" in done.stdout) == (what == "go on")
 
 
-@pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(600)"])
+@pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(600)", "again(reason)"])
 def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
-    """Standard error is replaced by the script, other ranks are unreachable, or the report to them never ends."""
+    """Standard error is replaced by the script, other ranks are unreachable, or the report to them never ends.
+
+    Or it is told of its own report by another rank, meanwhile.
+    """
     script = f"""
+import faulthandler
 import sys
+import threading
 import time
 
 from persia.runtime import watchdog
@@ -108,6 +113,19 @@ class Tee:
         pass
 
 
+def again(reason):
+    dump = faulthandler.dump_traceback
+
+    def dump_meanwhile(*args, **kwargs):
+        faulthandler.dump_traceback = dump
+        other = threading.Thread(target=watchdog.end, args=(reason, lambda reason: None))
+        other.start()
+        other.join(60)
+        dump(*args, **kwargs)
+
+    faulthandler.dump_traceback = dump_meanwhile
+
+
 def tell(reason):
     {tell}
 
@@ -119,5 +137,6 @@ watchdog.end("rank 0 makes no progress", tell)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
     assert done.returncode == 70, done.stderr
     if "sleep" not in tell:
-        assert "error: rank 0 makes no progress" in done.stderr and "threads of rank 0:" in done.stderr
+        assert done.stderr.count("error: rank 0 makes no progress") == 1, done.stderr
+        assert done.stderr.count("threads of rank 0:") == 1
     assert ("do not know: ValueError: no such rank" in done.stderr) == ("raise" in tell)

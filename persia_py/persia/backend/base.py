@@ -131,14 +131,14 @@ class Backend(ABC):
         *,
         optimizer: Optimizer | None = None,
         config: EmbeddingConfig | None = None,
-        resume: tuple[int, int, int] | None = None,
+        resume: tuple[int, int, int | None] | None = None,
     ) -> None:
         """Start a new generation of the run.
 
         Args:
             optimizer: None keeps the current one.
             config: None keeps the current one.
-            resume: Generation, step and seed of the checkpoint whose rows were just loaded.
+            resume: Generation, step and seed of the checkpoint whose rows were just loaded; imported rows have no seed.
 
         Raises:
             UsageError: Called inside a loop over a data loader, or the existing rows do not fit the optimizer. Nothing
@@ -146,7 +146,7 @@ class Backend(ABC):
         """
         self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
-    def apply(self, rows: RowSettings, resume: tuple[int, int, int] | None = None) -> None:
+    def apply(self, rows: RowSettings, resume: tuple[int, int, int | None] | None = None) -> None:
         """As :meth:`begin`, with exactly these settings. A checkpoint that is being written is completed first."""
         self.join_checkpoint_thread()  # servers cancel the files of an earlier generation
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)

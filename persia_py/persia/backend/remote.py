@@ -11,6 +11,7 @@ from torch import distributed as torch_distributed
 
 from persia.backend import agreement
 from persia.backend.base import Backend, Device, NonFiniteTensor, RowSettings
+from persia.backend.begin import begin_when_stored
 from persia.discovery import services
 from persia.distributed import control_plane, network, run
 from persia.distributed.options import DistributedBaseOption, get_default_distributed_option
@@ -150,7 +151,7 @@ class RemoteBackend(Backend):
         else:
             self.drain_all_ranks()
             if self.rank == 0:
-                self._begin_rows(rows, after_generation, step, seed)
+                begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed))
                 self._restored = True
 
     def drain_all_ranks(self) -> None:
@@ -196,7 +197,7 @@ class RemoteBackend(Backend):
             agreement.check_slots(self._peers.all_gather("begin", self.configuration.digest), self.configuration.source)
         generation = 0
         if self.rank == 0:
-            generation = self._begin_rows(rows, after_generation, step, seed, fresh=True)
+            generation = begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed, fresh=True))
         if self._peers is not None:
             generation = self._peers.all_gather("generation", generation)[0]
             if self.rank != 0:
@@ -225,7 +226,7 @@ class RemoteBackend(Backend):
         """Start a training loop, in a new generation. Every rank calls this, with the same arguments."""
         self.activity += 1
         if self._peers is None:
-            self.engine.renew(reproducible)
+            begin_when_stored(lambda: self.engine.renew(reproducible))
         else:
             wire_dtype = self.configuration.general.wire_dtype
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
@@ -233,7 +234,7 @@ class RemoteBackend(Backend):
                 self.engine.drain()  # each rank comes with its pushes acknowledged
             rate = agreement.rate(self.row_settings.optimizer, restored=self._restored)
             agreement.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
-            generation = self.engine.renew(reproducible) if self.rank == 0 else 0
+            generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
             # A loop that was left early may have taken a batch without training on it.
             given = [generation, self.engine.step, self.trained_step, self._restored]
             generation, taken, trained, self._restored = self._peers.all_gather("generation", given)[0]

@@ -40,7 +40,8 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
         loaded = snapshot.Load(newest)
     except CheckpointError as error:
         loaded = _previous(folder, error, allowed=checkpoints.allow_previous)
-    checkpoints.check_has_state(loaded)
+    if not loaded.imported:
+        checkpoints.check_has_state(loaded)
     state.restore(loaded)
     _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
     return True

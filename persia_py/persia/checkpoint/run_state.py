@@ -1,6 +1,7 @@
 """The state of a training run in a checkpoint, apart from rows: model, optimizers, random state, data position."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,11 +12,16 @@ from persia.checkpoint import rng_state, snapshot
 from persia.distributed.options import unwrap_model
 from persia.embedding import inputs
 from persia.embedding.optim import Optimizer
+from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
 
+_logger = get_logger("checkpoint")
+
 LOSS_SCALE = "loss_scale.pt"
 """The file of a checkpoint that holds the scale of the loss."""
+PASSES = "passes"
+"""The name of the number of finished passes over the data, in a rank's state."""
 PASSED = "passed"
 """The name of what a rank's state has of the batches that were trained on."""
 
@@ -45,6 +51,11 @@ class RunState:
         embedding_optimizer: Updates the rows, until another one is applied.
         loss_scale: The loss scale; None without mixed precision.
         user: The state that the script adds.
+
+    Attributes:
+        passes: The passes over the data that are finished; None if the run was resumed from a checkpoint of an older
+            version.
+        passes_loaded: Those of the checkpoint that was loaded.
     """
 
     def __init__(
@@ -62,6 +73,9 @@ class RunState:
         self._embedding_optimizer = embedding_optimizer
         self._loss_scale = loss_scale
         self._user = user
+        self.passes: int | None = 0
+        self.passes_loaded: int | None = 0
+        self._end: tuple[dict[str, Any] | None, dict[str, Any] | None, int | None] | None = None  # of the last pass
         self._cursor: dict[str, Any] | None = None
         self._replay_digests: dict[str, Any] | None = None
         self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
@@ -74,7 +88,32 @@ class RunState:
 
     def record(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
         """Record the position after the last batch that was trained on, and what is known of those before."""
+        self._end = None
         self._cursor, self._replay_digests = cursor, replay_digests
+
+    def pass_ended(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
+        """Record that a pass is finished, and the position of the next one."""
+        end = (self._cursor, self._replay_digests, self.passes)
+        self.record(cursor, replay_digests)
+        self._end = end
+        if self.passes is not None:
+            self.passes += 1
+
+    @contextlib.contextmanager
+    def at_end_of_pass(self) -> Iterator[None]:
+        """Between two loops, save the position at the end of the last one in the block, where automatic saves are.
+
+        A script that is resumed there repeats what follows the loop, and trains as often as if it was not interrupted.
+        """
+        if self._end is None:
+            yield
+            return
+        now = (self._cursor, self._replay_digests, self.passes)
+        self._cursor, self._replay_digests, self.passes = self._end
+        try:
+            yield
+        finally:
+            self._cursor, self._replay_digests, self.passes = now
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the position and the digests of a loaded checkpoint; None for a loop that continues."""
@@ -83,7 +122,7 @@ class RunState:
 
     def rank_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
-        return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests}
+        return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests, PASSES: self.passes}
 
     def begin_save(
         self,
@@ -124,6 +163,9 @@ class RunState:
         Raises:
             CheckpointError: The checkpoint does not fit.
         """
+        if loaded.imported:
+            self._restore_imported(loaded)
+            return
         model = self._model()
         dense = None if model is None else loaded.state(dense_name, map_location)
         optimizer = loaded.state(optimizer_name, map_location)
@@ -144,9 +186,17 @@ class RunState:
         self._load_scale(scale)
         rng_state.restore_random_state(rank, self.optimizer)
         self._ranks = ranks
-        self._set_loaded(loaded.cursor, rank.get(PASSED))
+        self._set_loaded(loaded.cursor, rank.get(PASSED), rank.get(PASSES))
         if self._user is not None:
             self._user.resume(loaded.step, user)
+
+    def _restore_imported(self, loaded: snapshot.Load) -> None:
+        """Start from rows that were imported; the model and all the rest are as the script made them."""
+        restore_rows(self.backend, loaded)
+        self._set_loaded(None, None, 0)
+        if self._user is not None:
+            self._user.resume(loaded.step, None)
+        _logger.info("%s: imported rows, with which the model starts untrained", loaded.path)
 
     def share_loaded(self) -> None:
         """Send the other ranks the state that rank 0 has loaded, at the start of a loop; every rank calls this."""
@@ -160,6 +210,7 @@ class RunState:
                 "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
                 "embedding_lr": self.optimizer.lr,
                 "cursor": self._cursor if self._loaded else None,  # a live position is this rank's alone
+                "passes": [self.passes, self.passes_loaded],
                 "more": None if self._user is None else self._user.state_dict(),
                 "saved": 0 if self._user is None else self._user.saved,
                 "random": self._ranks,
@@ -179,11 +230,16 @@ class RunState:
         if self._user is not None and state["more"] is not None:
             self._user.resume(state["saved"], state["more"])
         random = state["random"].get(rng_state.rank_state(settings.rank))
-        self._set_loaded(state["cursor"], None if random is None else random.get(PASSED))
+        self._set_loaded(state["cursor"], None if random is None else random.get(PASSED), None)
+        self.passes, self.passes_loaded = state["passes"]
         if random is not None:
             rng_state.restore_random_state(random, self.optimizer)
 
-    def _set_loaded(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
+    def _set_loaded(
+        self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None, passes: int | None
+    ) -> None:
+        self._end = None
+        self.passes = self.passes_loaded = passes
         self._cursor, self._replay_digests, self._loaded = cursor, replay_digests, True
 
     def _load_scale(self, state: dict[str, Any] | None) -> None:

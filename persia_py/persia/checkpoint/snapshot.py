@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from persia.checkpoint.foreign import open_checkpoint
 from persia.embedding import inputs
 from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
@@ -35,6 +36,8 @@ _logger = get_logger("checkpoint")
 
 COLLECTION_MODEL = "model.pt"
 """The model in a checkpoint of ``EmbeddingCollection.save(directory, model=...)``."""
+DENSE_MODEL = "dense.pt"
+"""The model in a checkpoint of a context."""
 
 
 class Save:
@@ -197,9 +200,12 @@ class Load:
         path: The directory.
         names: Its files.
         generation: The generation of the run at the cut.
-        seed: The run's seed.
+        seed: The run's seed; None if it was imported, so that it has no run.
+        imported: It has rows that ``persia ckpt import`` has written, and nothing else.
+        tables: The names of its tables.
         step: The step of the cut.
         cursor: The position of the data loader.
+        read: The files whose state was read by :meth:`state`.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
@@ -207,13 +213,18 @@ class Load:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
-        self._opened = _core.Checkpoint(os.fspath(directory))
+        self._opened = open_checkpoint(directory)
         self._opened.verify()
+        head = json.loads(self._opened.manifest)["head"]
+        self.imported = head["build"].get("origin") == "import"
+        self.tables = [table["name"] for table in head["run"]["schema"]["tables"]]
+        self._has_state = head["run"]["optimizer"] is not None
         self.names: list[str] = [file["name"] for file in self._opened.files]
         self.generation: int = self._opened.generation
-        self.seed: int = self._opened.seed
+        self.seed: int | None = None if self.imported else self._opened.seed
         self.step: int = self._opened.step
         self.cursor: dict[str, Any] | None = json.loads(self._opened.cursor)
+        self.read: set[str] = set()
 
     def state(self, name: str, map_location: str | torch.device | None = None) -> dict[str, Any]:
         """Return what :meth:`Save.add_state` saved as ``name``, by default on the CPU.
@@ -224,24 +235,31 @@ class Load:
         if name not in self.names:
             others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "only rows"
             raise CheckpointError(f"{self.path}: the checkpoint has no {name}; apart from rows it has: {others}")
+        self.read.add(name)
         return _read_state(Path(self._opened.path_of(name)), map_location)
+
+    @property
+    def models(self) -> set[str]:
+        """The files with a model that was trained with these rows."""
+        return {DENSE_MODEL, COLLECTION_MODEL} & {*self.names}
 
     def model_name(self, name: str) -> str:
         """Return the model's file: ``name``, or that of a collection if the default one does not exist."""
-        from_collection = name == "dense.pt" and name not in self.names and COLLECTION_MODEL in self.names
+        from_collection = name == DENSE_MODEL and name not in self.names and COLLECTION_MODEL in self.names
         return COLLECTION_MODEL if from_collection else name
 
     def restore(self, engine: Engine) -> None:
         """Replace the engine's rows by the checkpoint's; warn of tables that it does not have."""
-        saved = {table["name"] for table in json.loads(self._opened.manifest)["head"]["run"]["schema"]["tables"]}
-        absent = [table for table in engine.stats()["rows"] if table not in saved]
+        absent = [table for table in engine.stats()["rows"] if table not in self.tables]
         self._opened.restore(engine)
+        if not self._has_state:
+            _logger.info("%s: its rows have no optimizer state, which starts as that of new rows", self.path)
         if absent:
             _logger.warning(
                 "%s has no table %s, which starts without rows; the checkpoint has %s",
                 self.path,
                 ", ".join(absent),
-                ", ".join(sorted(saved)),
+                ", ".join(sorted(self.tables)),
             )
 
 

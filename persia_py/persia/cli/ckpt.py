@@ -1,12 +1,13 @@
-"""``persia ckpt``: list, show, verify and copy checkpoints. No server is needed."""
+"""``persia ckpt``: list, show, verify, copy, export and import checkpoints. No server is needed."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from persia.runtime.errors import UsageError
 
-app = typer.Typer(no_args_is_help=True, help="List, show, verify and copy checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="List, show, verify, copy, export and import checkpoints.")
 
 
 @app.command("list")
@@ -14,6 +15,7 @@ def ckpt_list(
     parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
     """List the checkpoints in a folder or an object store. In a folder, broken ones are listed with the reason."""
+    from persia.checkpoint.foreign import check_not_persiaml
     from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
     from persia_core import checkpoint
@@ -29,6 +31,7 @@ def ckpt_list(
         return
     found = checkpoint.listing(parent)
     if not found:
+        check_not_persiaml(parent)
         typer.echo(f"{parent}: no checkpoints")
     for entry in found:
         if entry["problem"] is None:
@@ -43,17 +46,17 @@ def ckpt_list(
 @app.command("show")
 def ckpt_show(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
     """Print the manifest of a checkpoint, which is JSON."""
-    from persia_core import checkpoint
+    from persia.checkpoint.foreign import open_checkpoint
 
-    typer.echo(checkpoint.Checkpoint(_folder(directory)).manifest)
+    typer.echo(open_checkpoint(_folder(directory)).manifest)
 
 
 @app.command("verify")
 def ckpt_verify(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
     """Check the size and the hash of every file of a checkpoint."""
-    from persia_core import checkpoint
+    from persia.checkpoint.foreign import open_checkpoint
 
-    opened = checkpoint.Checkpoint(_folder(directory))
+    opened = open_checkpoint(_folder(directory))
     opened.verify()
     size = sum(file["bytes"] for file in opened.files)
     typer.echo(f"ok: {directory}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
@@ -81,3 +84,56 @@ def ckpt_copy(
         raise UsageError(f"copy {source} {destination}: want one folder and one URL such as s3://bucket/run/step-100")
     copy(source, destination)
     typer.echo(f"ok: copied {source} to {destination}")
+
+
+@app.command("rows")
+def ckpt_rows(
+    directory: Annotated[str, typer.Argument(help="A checkpoint.")],
+    table: Annotated[str | None, typer.Option(help="The table. Without it, the tables are listed.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The Parquet file to write.")] = None,
+    state: Annotated[bool, typer.Option(help="Write the optimizer state and the step of the last push too.")] = False,
+    force: Annotated[bool, typer.Option(help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write the rows of a table to a Parquet file: ids, and weights as lists of float32."""
+    from persia.checkpoint.foreign import open_checkpoint
+    from persia.checkpoint.rows_export import export_rows, saved_tables
+
+    folder = _folder(directory)
+    tables = saved_tables(open_checkpoint(folder))
+    if table is None and out is not None:
+        raise UsageError(f"-o {out}: of which table? Give --table; it has {', '.join(each.name for each in tables)}")
+    if table is None:
+        for each in tables:
+            of = f"  features {', '.join(each.slots)}" if each.slots else ""
+            typer.echo(f"{each.name}  {each.rows:,} rows  dim {each.dim}  optimizer {each.optimizer or 'none'}{of}")
+        return
+    if out is None:
+        raise UsageError(f"--table {table}: give the file to write, such as -o {table}.parquet")
+    saved = export_rows(folder, table, out, state=state, force=force)
+    typer.echo(f"ok: {out}: {saved.rows:,} rows of table {saved.name}, dim {saved.dim}")
+    if state and not saved.optimizer:
+        typer.echo("note: the rows have no optimizer state")
+    if saved.hashed:
+        typer.echo(f"note: ids are buckets of the hash stack of {', '.join(saved.hashed)}, not ids of the data")
+
+
+@app.command("import")
+def ckpt_import(
+    rows: Annotated[list[Path], typer.Argument(help="Parquet files, one for each table.")],
+    table: Annotated[list[str], typer.Option(help="The table of each file, in the order of the files.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The folder of the new checkpoint.")],
+    id_column: Annotated[str, typer.Option(help="The column of ids: integers or strings.")] = "id",
+    weights_column: Annotated[str, typer.Option(help="The column of vectors: lists of floats.")] = "weights",
+    prefix: Annotated[str, typer.Option(help="The `prefix` of the feature in persia.yml.")] = "",
+    lower: Annotated[bool, typer.Option(help="The feature has `lower: true` in persia.yml.")] = False,
+    force: Annotated[bool, typer.Option(help="Replace a checkpoint in the folder.")] = False,
+) -> None:
+    """Make a checkpoint of vectors in Parquet files, from which training can start."""
+    from persia.checkpoint.rows_import import Columns, import_rows
+
+    if len(rows) != len(table):
+        raise UsageError(f"{len(rows)} files and {len(table)} --table: give each file its table, in the same order")
+    columns = Columns(id_column, weights_column, prefix, lower)
+    made = import_rows(list(zip(rows, table, strict=True)), _folder(out), columns, force=force)
+    for name, count in made.items():
+        typer.echo(f"ok: {out}: {count:,} rows of table {name}, without optimizer state")

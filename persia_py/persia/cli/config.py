@@ -1,65 +1,82 @@
-"""``persia config``: check configuration files."""
+"""``persia config``: check configuration files, and show a whole configuration."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from persia.runtime.errors import ConfigError, UsageError
+from persia.runtime.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Check configuration files.")
+app = typer.Typer(no_args_is_help=True, help="Check configuration files, show a whole configuration.")
 
-
-@app.callback()
-def _config() -> None:
-    pass
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.seed=7; repeatable.")
+]
+"""The option ``--set`` of every verb that reads a ``persia.yml``."""
 
 
 @app.command("check")
 def config_check(
-    embedding: Annotated[
-        Path | None, typer.Argument(help="Default: PERSIA_EMBEDDING_CONFIG, else config/embedding_config.yml.")
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE]...",
+            help="persia.yml, embedding_config.yml and global_config.yml, recognised by their content. Default: those "
+            "that a job here would read.",
+        ),
     ] = None,
-    general: Annotated[
-        Path | None, typer.Argument(help="Default: PERSIA_GLOBAL_CONFIG, else config/global_config.yml.")
-    ] = None,
-    option: Annotated[Path | None, typer.Option("--global", help="The second file, as an option.")] = None,
+    general: Annotated[Path | None, typer.Option("--global", help="A global_config.yml.")] = None,
+    overrides: Overrides = None,
 ) -> None:
-    """Check both configuration files, and list every mistake with its place."""
-    from persia.runtime.config_files import find_config, read_config
-    from persia_core import config
+    """Check files, and list every mistake with its place. Slots of several files are compared."""
+    from persia.config.files import LIMITS, check_files
 
-    if general is not None and option is not None:
-        raise UsageError(f"two global configurations, {general} and {option}: give one")
-    general = general or option
-    embedding = embedding or find_config("PERSIA_EMBEDDING_CONFIG", "embedding_config.yml")
-    general = general or find_config("PERSIA_GLOBAL_CONFIG", "global_config.yml")
-    if embedding is None:
-        missing = ConfigError("no embedding_config.yml, neither in PERSIA_EMBEDDING_CONFIG nor in config/")
+    given = [*(files or _found()), *([general] if general is not None else [])]
+    checked = check_files(given, overrides or (), {} if general is None else {general: LIMITS})
+    for warning in checked.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if checked.mistakes:
+        raise ConfigError("\n".join(checked.mistakes))
+    for line in checked.summary:
+        typer.echo(f"ok: {line}")
+
+
+def _found() -> list[Path]:
+    """Return the files that a job in this folder would read."""
+    from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, find_persia_yml
+
+    found = [
+        find_persia_yml(),
+        find_config(EMBEDDING_CONFIG, "embedding_config.yml"),
+        find_config(GLOBAL_CONFIG, "global_config.yml"),
+    ]
+    if found[:2] == [None, None]:
+        missing = ConfigError(
+            "no persia.yml, neither in PERSIA_CONFIG nor here, and no embedding_config.yml, neither in "
+            "PERSIA_EMBEDDING_CONFIG nor in config/"
+        )
         missing.hint = "give its path: persia config check FILE"
         raise missing
-    mistakes: list[str] = []
-    warnings: list[str] = []
-    summary: list[str] = []
-    try:
-        slots = config.parse_embedding_config(*read_config(embedding))
-        warnings += slots.warnings
-        summary.append(f"{embedding}: {len(slots.slots)} slots in {len(slots.tables)} tables")
-        for (table, _), settings in zip(slots.tables, slots.settings, strict=True):
-            if settings:
-                summary.append(f"  {table}: {', '.join(settings)}")
-    except ConfigError as error:
-        mistakes.append(str(error))
-    if general is not None:
-        try:
-            values = config.parse_global_config(*read_config(general))
-            warnings += values.warnings
-            summary.append(f"{general}: capacity {values.capacity:,} rows")
-        except ConfigError as error:
-            mistakes.append(str(error))
-    for warning in warnings:
+    return [path for path in found if path is not None]
+
+
+@app.command("show")
+def config_show(
+    file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, else persia.yml.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print a whole persia.yml with its defaults, and where each value came from."""
+    from persia.config.document import open_document
+    from persia.config.show import show
+    from persia.runtime.config_files import find_persia_yml
+
+    path = file or find_persia_yml()
+    if path is None:
+        missing = ConfigError("no persia.yml, neither in PERSIA_CONFIG nor in this folder")
+        missing.hint = "give its path: persia config show FILE, or make one: persia data inspect FILE"
+        raise missing
+    document = open_document(path, overrides or ())
+    document.findings.raise_if_any()
+    for warning in document.findings.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    for line in summary:
-        typer.echo(f"ok: {line}")
+    typer.echo(show(document), nl=False)

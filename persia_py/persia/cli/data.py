@@ -1,16 +1,54 @@
-"""``persia data``: generate synthetic data."""
+"""``persia data``: inspect tables, and generate synthetic data."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Generate synthetic data.")
+app = typer.Typer(no_args_is_help=True, help="Inspect tables, and generate synthetic data.")
 
 
 @app.callback()
 def _group() -> None:
-    """Generate synthetic data."""
+    """Inspect tables, and generate synthetic data."""
+
+
+@app.command("inspect")
+def data_inspect(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Files, folders, globs or s3:// addresses.")],
+    label: Annotated[str | None, typer.Option(help="The label: COL, COL=VALUE or 'COL>NUMBER'.")] = None,
+    test: Annotated[list[str] | None, typer.Option(help="A file of test rows; may be repeated.")] = None,
+    preset: Annotated[str | None, typer.Option(help="The format of text files: criteo.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the proposed persia.yml here.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Read at most this many rows.")] = 5_000_000,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of -o.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the columns of a table, and propose a persia.yml for it with reasons."""
+    from persia.data.inspect import inspect
+    from persia.runtime.errors import StorageError, UsageError
+    from persia.runtime.files import write_whole
+
+    if output is not None and output.exists() and not force:
+        error = UsageError(f"{output} exists")
+        error.hint = "give another file, or overwrite it: --force"
+        raise error
+    folder = Path.cwd() if output is None else output.absolute().parent
+    found = inspect(files, label=label, test=test or (), preset=preset, rows=rows, folder=folder)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        found.show()
+    if output is not None:
+        try:
+            write_whole(output, found.yaml.encode())
+        except OSError as error:
+            raise StorageError(f"{output}: {error.strerror or error}") from error
+        typer.echo(f"wrote {output}; next: persia train {output}", err=as_json)
+    elif not as_json:
+        typer.echo(f"\n{found.yaml}\nnext: write it with -o persia.yml, then: persia train persia.yml")
 
 
 @app.command("synth")

@@ -6,10 +6,7 @@ from typing import Annotated
 
 import typer
 
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, such as train.seed=7. Repeatable."),
-]
+from persia.cli.config import Overrides
 
 
 def train(
@@ -17,7 +14,7 @@ def train(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="With --resume: the run; by default the newest one.")
     ] = None,
-    set_: Set = None,
+    set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run after its newest checkpoint.")] = False,
     baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also train this model on the same rows: lightgbm.")
@@ -49,6 +46,8 @@ def train(
                 shown.report(report)
         if folder is None:
             return
+        if shown.reports == 0:
+            typer.echo("the run is finished; to train on, give more epochs: --set data.epochs=N")
         if compare is not None:
             compare(config, folder)
         show_results(folder.read_json(SUMMARY))

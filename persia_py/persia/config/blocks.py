@@ -6,10 +6,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from typing_extensions import Self
 
+from persia.runtime.settings import MAX_STALENESS
 from persia_core.features import Features
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Paths = str | list[str]
+ColumnType = Literal["int64", "float64", "string", "bool", "timestamp", "date"]
+
+CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
+"""The columns of ``preset: criteo``."""
 
 
 class Block(BaseModel):
@@ -30,11 +36,11 @@ class SplitBlock(Block):
     """With ``hash``: a column; rows of one value are in one part, so that no user is in two."""
     column: str | None = None
     """With ``time``: the column of the time."""
-    valid: str | float | None = None
+    valid: str | int | float | None = None
     """With ``time``: the first time of valid."""
-    test: str | float | None = None
+    test: str | int | float | None = None
     """With ``time``: the first time of test."""
-    seed: int = 0
+    seed: Seed = 0
     """With ``hash``: the seed of the hash."""
 
 
@@ -51,11 +57,12 @@ class DataBlock(Block):
     """None: from the name of the first file."""
     preset: Literal["criteo"] | None = None
     """``criteo``: tab-separated files without a header, with the columns label, I1 to I13, C1 to C26."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """The types of columns of text files: int64, float64, string, bool, timestamp, date. Others are strings."""
+    columns: dict[str, ColumnType] = Field(default_factory=dict)
+    """The types of columns of text files. Columns that are not named are strings."""
     header: list[str] | None = None
     """The names of the columns of text files whose first line has none."""
     split: SplitBlock = SplitBlock()
+    """How ``train`` is divided."""
     shuffle: bool = True
     """Shuffle the rows of train, another order in each epoch."""
     window_rows: Annotated[int, Field(ge=1)] = 1 << 18
@@ -100,6 +107,7 @@ class EarlyStopBlock(Block):
     """Stop when a metric of the valid part no longer improves, and keep the model of the best one."""
 
     metric: Literal["auc", "log_loss", "ne", "gauc", "loss"] = "auc"
+    """What is judged: a metric of the first label, or ``loss``, the loss of all labels together."""
     patience: Annotated[int, Field(ge=1)] = 3
     """Evaluations without an improvement before training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -110,24 +118,27 @@ class TrainBlock(Block):
     """How the model is trained."""
 
     embedding_optimizer: OptimizerBlock = OptimizerBlock(name="adagrad")
+    """The optimizer of rows."""
     dense_optimizer: OptimizerBlock = OptimizerBlock(name="adam")
+    """The optimizer of the model's weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The course of both learning rates over all epochs, after ``warmup``."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """Steps in which both learning rates rise from 0."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """The largest norm of the gradient of the model's weights; embeddings are not clipped."""
-    staleness: Annotated[int, Field(ge=1)] = 4
+    staleness: Annotated[int, Field(ge=1, le=MAX_STALENESS)] = 4
     """At most staleness - 1 pushes are in flight when a look-up is served."""
     reproducible: bool = False
     """Equal runs give equal bits; the staleness is 1."""
-    seed: int = 0
+    seed: Seed = 0
     """The seed of the model, of the rows and of the order of the data."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Threads of torch for the dense model."""
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
     """Steps between evaluations of the valid part. None: ten times in a run, at least once an epoch."""
     early_stop: EarlyStopBlock | None = None
+    """When to stop early. None: after all epochs."""
     metrics: list[Literal["auc", "log_loss", "ne", "calibration", "gauc"]] = Field(
         default_factory=lambda: ["auc", "log_loss", "ne", "calibration"]  # type: ignore[arg-type]
     )
@@ -168,18 +179,28 @@ class Config(Block):
     """A whole ``persia.yml``."""
 
     data: DataBlock
+    """Where rows come from."""
     features: dict[str, Any]
     """See docs/transforms.md."""
     labels: dict[str, Any]
     """See docs/transforms.md."""
     model: ModelBlock = ModelBlock(name="dcnv2")
+    """The model."""
     train: TrainBlock = TrainBlock()
+    """How the model is trained."""
     checkpoint: CheckpointBlock = CheckpointBlock()
+    """What is saved while training."""
     run: RunBlock = RunBlock()
+    """The folder of a run, and what is shown."""
 
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()
     _described: str = PrivateAttr()
+
+    @property
+    def is_located(self) -> bool:
+        """Whether it was read from a file, and not made by a program."""
+        return self.__pydantic_private__ is not None and "_folder" in self.__pydantic_private__
 
     @property
     def folder(self) -> Path:
@@ -195,6 +216,12 @@ class Config(Block):
     def described(self) -> str:
         """The blocks ``features`` and ``labels`` as YAML, after overrides."""
         return self._described
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all keys have equal values."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # type: ignore[assignment]  # keys hold lists
 
     def located(self, folder: Path, compiled: Features, described: str) -> Self:
         """Return this configuration with what :func:`load_config` knows beside the keys."""

@@ -1,35 +1,173 @@
 """Read ``persia.yml``: the file, overrides, and where each value came from."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from persia.config import overrides as changes
 from persia.config.blocks import Config
+from persia.config.checks import check
+from persia.config.findings import Findings
+from persia.config.optimizers import initial_accumulator_value
+from persia.config.reader import FREE, Reader
+from persia.config.render import Rendered
 from persia.runtime.config_files import read_config
+from persia.runtime.errors import ConfigError
+from persia.runtime.logging import get_logger
+from persia.runtime.yaml_tree import NOWHERE, Entries, Node, Place, Scalar, TreeError, node_of, parse, value_of
 from persia_core.features import Features
 
+_logger = get_logger("config")
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+
+class Document:
+    """A ``persia.yml`` with overrides, read and checked.
+
+    Attributes:
+        name: The name of the file in messages.
+        findings: All mistakes and warnings.
+        tree: All keys in the order of the reference, with defaults; what each came from is the place of its node.
+        config: The configuration; None if there are mistakes.
+    """
+
+    def __init__(self, source: str | Node, name: str, folder: Path, overrides: Sequence[str] = ()) -> None:
+        """Read it.
+
+        Args:
+            source: The text of the file, or a tree that a program made.
+            name: The name of the file.
+            folder: Its folder.
+            overrides: The texts after ``--set``.
+        """
+        self.name, self._folder = name, folder
+        self.findings = Findings(name)
+        self.tree = Entries(NOWHERE, [])
+        self.config: Config | None = None
+        try:
+            root = parse(source) if isinstance(source, str) else source
+        except TreeError as error:
+            self.findings.error(error.place, "", str(error))
+            return
+        if not isinstance(root, Entries):
+            message = f"found {root.found()}, allowed: a mapping (`key: value` lines)"
+            self.findings.error(root.place, "", message)
+            return
+        written = root.first
+        if overrides:
+            root = Entries(root.place, [*root.entries])
+            changes.apply(root, overrides, self.findings)
+        is_written = all(root.first.get(key) is written.get(key) for key in FREE)
+        self._read(root, source if isinstance(source, str) and is_written else None)
+
+    def _read(self, root: Entries, text: str | None) -> None:
+        """Read all blocks of the tree; features and labels from the text, if it still has them."""
+        reader = Reader(self.findings, self._folder)
+        values = reader.read(root)
+        features = self._features(root, text, reader.guessed)
+        if features is not None:
+            for warning in features.warnings:
+                self.findings.note(warning)
+        self.tree = reader.tree
+        check(root, values, features, self.findings)
+        if self.findings.has_errors or features is None:
+            return
+        _resolve(values, self.tree)
+        described = Entries(NOWHERE, [(key, node) for key, node in self.tree.entries if key.text in FREE])
+        for key, node in described.entries:
+            values[key.text] = value_of(node)
+        self.config = Config.model_validate(values).located(self._folder, features, Rendered(described).text)
+
+    def _features(self, root: Entries, text: str | None, guessed: Set[str]) -> Features | None:
+        """Return the features and labels, or report their mistakes at the places of the file."""
+        rendered = None
+        if text is None:
+            free = [(key, node) for key, node in root.entries if key.text in FREE]
+            others = [(key, Scalar(key.place, "x")) for key, _ in root.entries if key.text not in FREE]
+            rendered = Rendered(Entries(NOWHERE, [*free, *others]))
+            text = rendered.text
+        try:
+            return Features.parse(text, self.name)
+        except ConfigError as error:
+            for line, column, path, message in error.findings:
+                place = Place(line, column) if rendered is None else rendered.origin(line, column)
+                if path in guessed and root.get(path) is None:
+                    continue  # reported as the unknown key that is meant to be this one
+                if path.partition(".")[0] in FREE or not path:  # without a path: YAML that only Rust refuses
+                    self.findings.error(place, path, message)
+        return None
+
+
+def _resolve(values: dict[str, Any], tree: Entries) -> None:
+    """Set the values that follow from others, where the file does not give them."""
+    train: dict[str, Any] = values["train"]
+    rows: dict[str, Any] = train["embedding_optimizer"]
+    shown = tree.at("train", "embedding_optimizer")
+    if rows["name"] == "adagrad" and rows["initial_accumulator_value"] is None:
+        rows["initial_accumulator_value"] = initial_accumulator_value(values["data"]["batch_size"])
+        shown.put("initial_accumulator_value", node_of(rows["initial_accumulator_value"]))
+    if train["reproducible"]:
+        train["staleness"] = 1
+        tree.at("train").put("staleness", node_of(1))
+
+
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] | None = None
+) -> Config:
     """Read a ``persia.yml``.
 
     Args:
         path: The file.
         overrides: Changes such as ``train.seed=7``; the value is YAML.
+        folder: To what paths of data, and modules of the user's own, are relative; None means the file's folder.
 
     Raises:
-        ConfigError: The file cannot be read, or has mistakes; the message has all of them.
+        ConfigError: The file cannot be read, or has mistakes; the message has all of them, each with file, line and
+            column, and ``findings`` has (line, column, key, message). What an override gave has line 0.
     """
-    path = Path(path)
-    text, name = read_config(path)
-    content = yaml.safe_load(text)
-    for override in overrides:
-        key, _, value = override.partition("=")
-        *parents, last = key.split(".")
-        block = content
-        for parent in parents:
-            block = block.setdefault(parent, {})
-        block[last] = yaml.safe_load(value)
-    described = yaml.safe_dump({key: content[key] for key in ("features", "labels")}, sort_keys=False)
-    return Config.model_validate(content).located(path.absolute().parent, Features.parse(described, name), described)
+    document = open_document(path, overrides, folder=folder)
+    document.findings.raise_if_any()
+    for warning in document.findings.warnings:
+        _logger.warning("%s", warning)
+    assert document.config is not None  # noqa: S101 - there was no mistake
+    return document.config
+
+
+def open_document(
+    path: str | os.PathLike[str], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] | None = None
+) -> Document:
+    """Read a ``persia.yml`` without raising its mistakes. The arguments are those of :func:`load_config`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    try:
+        text, name = read_config(Path(path))
+    except ConfigError as error:
+        error.hint = "make one from your data: persia data inspect FILE"
+        raise
+    return Document(text, name, Path(path).absolute().parent if folder is None else Path(folder).absolute(), overrides)
+
+
+def validate_config(config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[bool, list[str]]:
+    """Check a configuration, and return whether it is valid, and its mistakes.
+
+    Args:
+        config: A configuration, the content of a ``persia.yml`` as a dictionary, or the path of one.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    if isinstance(config, str | os.PathLike):
+        document = open_document(config)
+    else:
+        folder = Path.cwd()
+        if isinstance(config, Config):
+            folder = config.folder if config.is_located else folder
+            config = config.model_dump(by_alias=True, exclude_unset=True)
+        try:
+            root = node_of(config)
+        except TreeError as error:
+            return False, [str(error)]
+        document = Document(root, "the configuration", folder)
+    return not document.findings.has_errors, document.findings.errors

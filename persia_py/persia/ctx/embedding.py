@@ -24,6 +24,7 @@ from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
 from persia_core import forward as _forward
+from persia_core.config import EmbeddingConfig as Slots
 from persia_core.data import Batch
 
 _logger = get_logger("ctx")
@@ -39,6 +40,9 @@ class EmbeddingCtx(BaseCtx):
         embedding_config: The configuration of new rows; None keeps that of the outer context, else the default.
         *args: For :class:`BaseCtx`.
         **kwargs: For :class:`BaseCtx`.
+
+    Raises:
+        UsageError: ``embedding_config`` is something else, such as slots.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class EmbeddingCtx(BaseCtx):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        _check_rows(embedding_config, type(self).__name__)
         self.preprocess_mode = preprocess_mode
         self.model = model
         self.embedding_config = embedding_config
@@ -83,7 +88,12 @@ class EmbeddingCtx(BaseCtx):
             self._backend.apply(self._outer)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
-        """Use ``embedding_config`` for rows made from now on."""
+        """Use ``embedding_config`` for rows made from now on.
+
+        Raises:
+            UsageError: It is something else, such as slots.
+        """
+        _check_rows(embedding_config, "configure_embedding_parameter_servers")
         self._backend.begin(config=embedding_config)
 
     @property
@@ -395,3 +405,19 @@ def _local(caller: str, path: str | os.PathLike[str]) -> Path:
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
     """Return a context for evaluation; its exit restores the mode of the model."""
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)
+
+
+def _check_rows(given: object, where: str) -> None:
+    """Refuse slots, whose class has the same name, and anything else that does not say how rows begin."""
+    if given is None or isinstance(given, EmbeddingConfig):
+        return
+    if isinstance(given, Slots):
+        error = UsageError(
+            f"{where}(embedding_config=...): got slots, such as features.embedding_config() returns; want "
+            "persia.embedding.EmbeddingConfig, which says how rows begin"
+        )
+        error.hint = "take the slots from the features: PERSIA_CONFIG=persia.yml in the environment"
+        raise error
+    raise UsageError(
+        f"{where}(embedding_config=...): want persia.embedding.EmbeddingConfig, got {type(given).__name__}"
+    )

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Optimizer
 from persia.loop.autosave import Autosave
 from persia.loop.backward import Backward
+from persia.loop.epochs import Epochs
 from persia.loop.hooks import Hooks
 from persia.loop.inputs import InputAgreement
 from persia.loop.loss_scale import LossScale
@@ -117,7 +120,7 @@ class TrainCtx(EmbeddingCtx):
         self._state: RunState | None = None
         self._autosave: Autosave | None = None
         self._loop: TrainingLoop | None = None  # the most recent loop
-        self._resumed = False
+        self._epochs: Epochs | None = None
         self._preemption = contextlib.ExitStack()
 
     def _open_backend(self) -> Backend:
@@ -154,11 +157,12 @@ class TrainCtx(EmbeddingCtx):
             self._backward.loss_scale,
             self._checkpoints,
         )
+        self._epochs = Epochs(self._state)
         if self._checkpoints is not None:
             self._checkpoints.begin()
             self._autosave = Autosave(self._checkpoints, self._state)
             if self._backend.is_rank_0:
-                self._resumed = resume(self._checkpoints, self._state)
+                self._epochs.resumed = resume(self._checkpoints, self._state)
             self._preemption.enter_context(preemption.saving_run())
 
     def _on_exit(self) -> None:
@@ -180,26 +184,49 @@ class TrainCtx(EmbeddingCtx):
             super()._release(error)
         finally:
             loop, self._loop, self._autosave, self._state = self._loop, None, None, None
+            self._epochs = None
             if loop is not None:
                 loop.release()
             self._preemption.close()
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
         """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
-        if self._resumed and self._loop is not None:
-            self._resumed = False  # one warning
-            _logger.warning(
-                "a second training loop of a resumed run begins: a checkpoint has the position in one pass over the "
-                "data, not the number of passes. A script that repeats passes, as in `for epoch in range(N)`, trains "
-                "too many steps after a resume: put all epochs into one data set, as docs/checkpoints.md shows"
-            )
-        hooks: list[Any] = [Watchdog(run.hung), self._trained_batches]
+        epochs = self._open_epochs
+        epochs.begin_loop(self._loop)
+        hooks: list[Any] = [Watchdog(run.hung), self._trained_batches, epochs]
         if self._checkpoints is not None:
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
         if not self._backend.is_alone:
             hooks.append(InputAgreement(self._backend.inputs, lambda: self.model))
         self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
         return self._loop
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Iterate the numbers of the epochs that are not finished; the body has one training loop.
+
+        ::
+
+            for epoch in ctx.epochs(10):
+                for batch in loader:
+                    ...
+
+        A run that starts yields 0 to ``count - 1``. One that was resumed begins with the interrupted epoch, whose
+        training loop continues after the last batch of the checkpoint. If that was the last batch of the epoch, the
+        loop has no batch, and what follows it in the body is run again. Every rank calls this.
+
+        Args:
+            count: The number of epochs of the whole run.
+
+        Raises:
+            UsageError: ``count`` is negative or differs between ranks, or epochs are iterated already.
+        """
+        return self._open_epochs.begin(count)
+
+    @property
+    def _open_epochs(self) -> Epochs:
+        if self._epochs is None:
+            raise UsageError(f"{type(self).__name__} is used outside its `with` block")
+        return self._epochs
 
     @property
     def _run_state(self) -> RunState:
@@ -269,6 +296,10 @@ class TrainCtx(EmbeddingCtx):
             self._backend.trained_step = batch.step
         return loss.detach()
 
+    def _begin_save(self, directory: Path) -> snapshot.Save:
+        self._trained_batches.warn_untrained_save()
+        return super()._begin_save(directory)
+
     def wait_servers_ready(self) -> None:
         """Wait until the embedding servers are ready. In the embedded mode, return at once."""
         self._backend.wait_ready()
@@ -308,6 +339,7 @@ class TrainCtx(EmbeddingCtx):
         """
         if not self._backend.is_rank_0:
             return
+        self._trained_batches.warn_untrained_save()
         self._backend.finish_checkpoint()
         self._backend.drain_all_ranks_between_loops()
         names = (dense_model_filename, opt_filename, jit_dense_model_filename if with_jit_model else None)

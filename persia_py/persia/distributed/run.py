@@ -13,7 +13,7 @@ from torch import distributed as torch_distributed
 
 from persia.distributed.control_plane import Peers
 from persia.runtime import files, job
-from persia.runtime.errors import ConfigError, PersiaError, RunLostError, UsageError
+from persia.runtime.errors import PersiaError, RunLostError, StorageError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
@@ -149,6 +149,7 @@ def finish() -> None:
         PersiaError: The pushes of an EmbeddingCollection cannot be applied.
         RunLostError: A rank is lost, or training in this process has failed, even if the script continued. No summary
             is written.
+        StorageError: The summary cannot be written.
         UsageError: There are other ranks, and the script ended without a ``TrainCtx`` or an EmbeddingCollection.
     """
     if _process.failed:
@@ -190,7 +191,11 @@ def _write_summary(folder: Path) -> None:
         files.write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
         _mark_finished()
     except OSError as error:
-        raise ConfigError(f"PERSIA_RUN_DIR: {path}: {error.strerror}; the run's summary cannot be written") from error
+        failed = StorageError(
+            f"PERSIA_RUN_DIR: {path}: {error.strerror}; training is complete, but the run's summary cannot be written"
+        )
+        failed.hint = "free space there, or correct its owner; then start the trainers again, which writes the summary"
+        raise failed from error
 
 
 def _mark_finished() -> None:

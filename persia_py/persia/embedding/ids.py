@@ -108,10 +108,23 @@ def _integers(feature: str, value: object, what: str) -> npt.NDArray[np.integer]
     if array is None or array.ndim != 1 or not (array.dtype.kind in "iu" or array.size == 0):
         raise FeatureTypeError(
             f"feature {feature!r}, {what}: want a 1-d array or list of whole numbers, such as uint64 or int64; "
-            f"got {kind_of(value)}"
+            f"got {kind_of(value)}{_TEXT if isinstance(value, str | bytes) or _is_text(array) else ''}"
         )
     integers: npt.NDArray[np.integer] = array if array.dtype.kind in "iu" else array.astype(np.uint64)  # type: ignore[assignment]
     return integers
+
+
+_TEXT = (
+    ". Make ids of strings by persia.features: a feature of type id in persia.yml, whose transform takes the column, "
+    "or np.array([hash_text(text) for text in column], np.uint64)"
+)
+
+
+def _is_text(array: npt.NDArray[np.generic] | None) -> bool:
+    """Whether the values are strings."""
+    if array is None or not array.size:
+        return False
+    return array.dtype.kind in "UST" or (array.dtype.kind == "O" and isinstance(array.flat[0], str | bytes))
 
 
 def _array(value: object) -> npt.NDArray[np.generic] | None:

@@ -19,7 +19,12 @@ The types of features and their rules are in ``docs/transforms.md``.
 from pathlib import Path
 
 from persia.embedding.data import PersiaBatch
-from persia.runtime.config_files import read_config
+from persia.features.slots import differences
+from persia.runtime.config_files import CONFIG, EMBEDDING_CONFIG, find_config, read_config
+from persia.runtime.errors import ConfigError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import variable
+from persia_core.config import parse_embedding_config
 from persia_core.features import Features, Fitter, Report, Samples, Transform, hash_cross, hash_text
 
 __all__ = [
@@ -34,14 +39,41 @@ __all__ = [
     "to_batch",
 ]
 
+_logger = get_logger("features")
+
 
 def read_features(path: Path | str) -> Features:
     """Read the features and labels of a ``persia.yml``.
 
+    The slots of a context come from ``PERSIA_CONFIG``, which is this file, or from an ``embedding_config.yml``. If it
+    is the latter, a warning lists in what its slots differ from the features.
+
     Raises:
         ConfigError: The file cannot be read, or has mistakes; the message and ``findings`` have all of them.
     """
-    return Features.parse(*read_config(Path(path)))
+    given = read_config(Path(path))
+    features = Features.parse(*given)
+    _warn_of_other_slots(given)
+    return features
+
+
+def _warn_of_other_slots(given: tuple[str, str]) -> None:
+    """Log in what the slots of the context that a script makes next differ from the features."""
+    if variable(CONFIG) is not None:
+        return
+    try:
+        path = find_config(EMBEDDING_CONFIG, "embedding_config.yml")
+        slots = None if path is None else read_config(path)
+        if slots is None:
+            return
+        parse_embedding_config(*slots)
+    except ConfigError:
+        return  # the context that needs the file raises it
+    if found := differences(given, slots):
+        lines = "".join(f"\n  {each}" for each in found)
+        _logger.warning(
+            "the slots of %s differ; PERSIA_CONFIG=%s takes them from the features:%s", path, given[1], lines
+        )
 
 
 def to_batch(samples: Samples, *, requires_grad: bool = True, meta: bytes | None = None) -> PersiaBatch:

@@ -11,7 +11,7 @@ from persia.checkpoint.run_state import RunState
 from persia.loop.hooks import Loop
 from persia.runtime import preemption
 from persia.runtime.contexts import ends_well
-from persia.runtime.errors import PersiaError, UsageError
+from persia.runtime.errors import PersiaError, StorageError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
 from persia_core import checkpoint as _core
@@ -44,6 +44,7 @@ class Autosave:
         self._loop: Loop | None = None
         self._tries = 0
         self._retry_at: float | None = None  # the time of the next retry after a failed save; on rank 0
+        self._given_up = ""  # why the last save is missing; on rank 0
 
     @property
     def identity(self) -> str:
@@ -102,7 +103,7 @@ class Autosave:
         """
         self._checkpoints.saved = step
         backend = self._backend
-        with backend.quiesce():
+        with backend.quiesce(), self._state.at_end_of_pass():
             failed, written = backend.all_gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
             if not backend.is_rank_0:
                 self._checkpoints.failed = failed
@@ -144,7 +145,7 @@ class Autosave:
         except PersiaError as error:  # a middleware may have died during the save
             self._retry(step, error)
             return
-        self._tries = 0
+        self._tries, self._given_up = 0, ""
         self._checkpoints.written = step
         _logger.info(
             "checkpoint %s written in %.1f s, training paused for %.2f s, %d older removed",
@@ -187,6 +188,7 @@ class Autosave:
         if self._tries == len(RETRY_S):
             self._tries = 0
             self._checkpoints.failed += 1
+            self._given_up = str(error)
             _logger.error("checkpoint of step %d given up, training continues: %s", step, error)
             return
         wait = RETRY_S[self._tries]
@@ -207,19 +209,22 @@ class Autosave:
     def exit_if_requested(self, left_by: BaseException | None) -> None:
         """At the end of a context: save the run and leave, if this process was asked to stop.
 
-        If the block ended normally, all ranks stop when one was asked to.
+        If the block ended normally, all ranks stop when one was asked to. If the last save was given up, it is tried
+        again: a run whose last save is missing is not finished.
 
         Args:
             left_by: The exception that leaves the context, if any.
 
         Raises:
             SystemExit: The context has reached its end, and this process was asked to stop.
+            StorageError: The last save cannot be written.
         """
         ended = left_by is None or (isinstance(left_by, SystemExit) and ends_well(left_by))
-        asked = preemption.stop_asked()
+        asked, missing = preemption.stop_asked(), False
         if ended:
             try:
-                asked = any(self._backend.all_gather("end of training", asked))
+                given = self._backend.all_gather("end of training", [asked, self._last_is_missing()])
+                asked, missing = (any(votes) for votes in zip(*given, strict=True))
             except SystemExit:
                 asked = True
         if asked and (ended or (isinstance(left_by, SystemExit) and left_by.code in _LEAVES)):
@@ -227,6 +232,37 @@ class Autosave:
                 self._save_to_leave()
             if ended:
                 raise SystemExit(preemption.exit_code())
+        elif missing:
+            self._save_again()
+
+    def _last_is_missing(self) -> bool:
+        """On rank 0: whether the last save was given up, or is to be retried."""
+        if not self._backend.is_rank_0:
+            return False
+        self._backend.join_checkpoint_thread()
+        return self._checkpoints.saved != self._checkpoints.written
+
+    def _save_again(self) -> None:
+        """Save the run whose last save is missing; every rank calls this.
+
+        Raises:
+            StorageError: It cannot be written either.
+        """
+        step = self._backend.trained_step
+        self._tries = 0
+        self.save(step)
+        self.save_last()
+        missing = self._last_is_missing()
+        mine = [self._checkpoints.written, self._given_up, str(self._checkpoints.name())] if missing else None
+        problem = self._backend.all_gather("last checkpoint", mine)[0]
+        if problem is not None:
+            written, why, folder = problem
+            error = StorageError(
+                f"the run is not finished: its last checkpoint, of step {step}, cannot be written: {why}; the newest "
+                f"in {folder} is {f'of step {written}' if written else 'of an earlier start, if there is one'}"
+            )
+            error.hint = "free space there, then start the run again: it continues after its newest checkpoint"
+            raise error
 
     def _save_to_leave(self) -> None:
         """Save the run if anything was trained, and if all ranks arrive here after the same step."""

@@ -6,7 +6,7 @@ from torch.utils.dlpack import from_dlpack
 from persia.backend.base import Backend, NonFiniteTensor
 from persia.embedding.optim import Optimizer
 from persia.loop.loss_scale import LossScale
-from persia.runtime.errors import NonFiniteError
+from persia.runtime.errors import NonFiniteError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core import backward as _core
 from persia_core.forward import TrainingBatch
@@ -138,7 +138,7 @@ class Backward:
         backend: Backend,
     ) -> None:
         with backend.collective():
-            loss.backward()  # type: ignore[no-untyped-call]
+            _back_propagate(loss)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -168,6 +168,23 @@ class Backward:
             raise NonFiniteError(
                 f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {nonfinite}"
             )
+
+
+def _back_propagate(loss: torch.Tensor) -> None:
+    """Back-propagate a loss.
+
+    Raises:
+        UsageError: That was done before.
+    """
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if isinstance(error, PersiaError) or "backward through the graph a second time" not in str(error):
+            raise
+        raise UsageError(
+            "ctx.backward(loss): loss.backward() was called on this loss before. ctx.backward(loss) back-propagates, "
+            "updates the rows and makes the step of the dense optimizer: remove loss.backward() and optimizer.step()"
+        ) from error
 
 
 def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:

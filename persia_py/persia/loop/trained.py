@@ -89,6 +89,15 @@ class TrainedBatches:
         elif forwards and settings.rank == 0:
             _logger.info("%s", text)
 
+    def warn_untrained_save(self) -> None:
+        """Warn that a checkpoint is about to have no training in it, where forwards had no backward."""
+        if self._forwards and not self._backwards:
+            _logger.warning(
+                "the checkpoint has nothing of the %d batches so far, because none was trained on: %s",
+                self._forwards,
+                _INSTEAD,
+            )
+
     def check(self) -> None:
         """Check that something was trained, at the end of a context.
 

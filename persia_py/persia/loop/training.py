@@ -48,6 +48,9 @@ class TrainingLoop:
         source: The data.
         hooks: Equal on all ranks.
         options: The options of look-ups, equal on all ranks.
+
+    Attributes:
+        completed: It has ended at the end of the data, on this rank or on another.
     """
 
     def __init__(self, backend: Backend, state: RunState, source: Source, hooks: Hooks, options: LoopOptions) -> None:
@@ -58,6 +61,7 @@ class TrainingLoop:
         self._options = options
         self._open: FedBatch | None = None  # from when a batch is taken until it is trained on
         self._ended = False
+        self.completed = False
         self._abandoned = False  # it has ended with its context
         self._ended_at = 0
         self._pipeline: Pipeline
@@ -186,7 +190,8 @@ class TrainingLoop:
             self._source.pass_ended()
         else:
             self._source.pass_cut_short()
-        self._state.record(self._source.cursor, self._source.replay_digests())
+        self.completed = True
+        self._state.pass_ended(self._source.cursor, self._source.replay_digests())
         self._end(together=True, completed=completed)
 
     def close(self) -> None:

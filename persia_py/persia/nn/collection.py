@@ -228,7 +228,8 @@ class EmbeddingCollection(torch.nn.Module):
                 differ, or this optimizer rejects its learning rate.
             UsageError: A forward waits for its backward.
         """
-        loaded = self._session.load(directory, [*self._pooling])
+        tables = {feature: table.name for table in self.tables for feature in table.feature_names}
+        loaded = self._session.load(directory, {feature: tables[feature] for feature in self._pooling})
         self._reorder(saved_inputs(loaded))
         return loaded
 

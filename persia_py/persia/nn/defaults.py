@@ -61,6 +61,8 @@ def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
     Raises:
         CheckpointError: The saved range is invalid.
     """
+    if loaded.imported:
+        return default_embedding_config()
     saved = loaded.state(STATE).get("new_rows") if STATE in loaded.names else None
     try:
         return EmbeddingConfig(saved) if saved else get_default_embedding_config()

@@ -38,6 +38,15 @@ class Forwards:
         """Record that a forward can get no backward any more."""
         self._dropped += 1
 
+    def warn_untrained_save(self) -> None:
+        """Warn that a checkpoint is about to have no training in it, where forwards had no backward."""
+        if self._forwards and not self.backwards:
+            _logger.warning(
+                "the checkpoint has nothing of the %d training forwards so far, because none got a backward: call "
+                "backward() on a loss that depends on what they returned, undetached",
+                self._forwards,
+            )
+
     def log(self, when: str) -> None:
         """Log how many forwards got a backward; it is a warning if there were only forwards."""
         if self._forwards and not self.backwards:

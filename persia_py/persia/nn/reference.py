@@ -22,11 +22,15 @@ class RowsVersion:
 
     Args:
         known: False where the rows are those that another process has trained on servers: they have no name here.
+
+    Attributes:
+        checked: A state dict with a reference to these rows was loaded.
     """
 
     def __init__(self, *, known: bool = True) -> None:
         self._known = known
         self._names = {_UNTRAINED}
+        self.checked = False
 
     def changed(self) -> None:
         """Record that the rows have changed."""
@@ -41,6 +45,7 @@ class RowsVersion:
     def set(self, names: Iterable[str]) -> None:
         """Take the names of the rows, which each rank may have named, from a checkpoint or the other ranks."""
         self._names = {*names}
+        self.checked = False
 
     def names(self) -> list[str]:
         """Return all names of the rows."""
@@ -79,6 +84,7 @@ class RowsVersion:
                 f"of one training; here are those after step {step}, or of another training. Rows are not part of a "
                 f"state dict, so its model would get vectors that it was not trained with; {_HOW}"
             )
+        self.checked = True
 
 
 _HOW = (

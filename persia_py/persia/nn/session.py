@@ -20,12 +20,10 @@ from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
 from persia.nn.defaults import STATE as _STATE
 from persia.nn.defaults import default_embedding_config, range_of, saved_default
 from persia.nn.forwards import Forwards
+from persia.nn.loaded import check_features, saved_state, warn_unread_model
 from persia.nn.reference import RowsVersion
-from persia.nn.tables import check_features
 from persia.runtime import contexts
 from persia.runtime.errors import (
-    CheckpointError,
-    ConfigError,
     DataError,
     NonFiniteError,
     PersiaError,
@@ -67,6 +65,11 @@ class PendingBackward:
     def discard(self) -> None:
         """Give up the right to push; after a push this does nothing."""
         self._batch.discard()
+
+    def lose(self) -> None:
+        """Give up the right to push because another forward was refused; that is no mistake of the script."""
+        self._pushed = True
+        self.discard()
 
     def __del__(self) -> None:
         self.discard()
@@ -129,11 +132,11 @@ class Session:
         self._waiting: weakref.WeakSet[PendingBackward] = weakref.WeakSet()
         self.forwards = Forwards()
         self.rows = RowsVersion(known=optimizer is not None or settings.nats_url is None)
+        self._loaded_from: snapshot.Load | None = None
         self.skipped = 0
         self._pipeline: Pipeline | None = None
         self._refused = False  # the pipeline has ended with a batch that was not looked up
         self._lost = ""
-        self._loaded = False
         self._backend = self._open_backend(Configuration.of(slots, "the tables of EmbeddingCollection"), device)
         self.evaluation = Evaluation(self._backend, "collection.load(DIRECTORY)")
         self._finalizer = weakref.finalize(self, _end, self._backend, self.forwards, self.evaluation)
@@ -175,11 +178,12 @@ class Session:
     def evaluate(self, batch: Batch) -> TrainingBatch:
         """Look a batch up without changing anything, after every push so far."""
         self._check_open()
-        if self._optimizer is None and not self._loaded and isinstance(self._backend, LocalBackend):
+        if self._optimizer is None and self._loaded_from is None and isinstance(self._backend, LocalBackend):
             raise UsageError(
                 "this EmbeddingCollection evaluates only (optimizer=None) and has no rows: load a checkpoint first, "
                 "collection.load(DIRECTORY)"
             )
+        warn_unread_model(self._loaded_from, self.rows)
         looked = self._backend.lookup(batch)
         self.evaluation.add(batch, looked)
         return looked
@@ -189,6 +193,7 @@ class Session:
         self._check_open()
         self._training_optimizer("a forward in training")
         self.evaluation.end()
+        warn_unread_model(self._loaded_from, self.rows)
         if len(self._waiting) >= self._staleness:
             never = "" if self.forwards.backwards else ", and none so far got a backward"
             raise UsageError(
@@ -197,7 +202,6 @@ class Session:
                 "returned, undetached, or drop what they returned (a kept loss keeps it: keep loss.item()); evaluate "
                 "in eval() or under torch.no_grad()"
             )
-        self.forwards.forward()
         try:
             pipeline = self._loop()
             self.engine.drain()
@@ -207,6 +211,7 @@ class Session:
             raise
         if looked is None:
             raise UsageError("EmbeddingCollection: its training loop was closed by another thread")
+        self.forwards.forward()
         step = PendingBackward(self, looked)
         self._waiting.add(step)
         return step
@@ -248,6 +253,7 @@ class Session:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
         optimizer = self._training_optimizer("save")
+        self.forwards.warn_untrained_save()
         self.evaluation.end()
         with self._backend.together("save, which every rank calls"):
             self.engine.drain()
@@ -261,8 +267,11 @@ class Session:
                     for name, state in states.items():
                         save.add_state(name, state)
 
-    def load(self, directory: str | os.PathLike[str], features: Sequence[str]) -> snapshot.Load:
-        """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows."""
+    def load(self, directory: str | os.PathLike[str], features: Mapping[str, str]) -> snapshot.Load:
+        """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows.
+
+        ``features`` have the name of their table.
+        """
         self._check_open()
         self._backend.check_loads("EmbeddingCollection.load")
         self.evaluation.rows_change()
@@ -273,7 +282,7 @@ class Session:
                     "drop what they returned"
                 )
             loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
-            lr, rows = self._saved_state(loaded)
+            lr, rows = saved_state(loaded, self._optimizer)
             check_features(loaded, features)
             settings_of_rows = self._backend.row_settings
             if self._is_default:
@@ -288,30 +297,11 @@ class Session:
                 self._backend.apply(settings_of_rows, (loaded.generation, loaded.step, loaded.seed))
         self._backend.row_settings = settings_of_rows
         self._backend.trained_step = loaded.step
-        self._loaded = True
         self.rows.set(rows)
+        self._loaded_from = loaded
         if lr is not None and self._optimizer is not None:
             self._optimizer.update_lr(lr)
         return loaded
-
-    def _saved_state(self, loaded: snapshot.Load) -> tuple[float | None, list[str]]:
-        """Return the learning rate of a checkpoint and the names of its rows; nothing if a context has saved it.
-
-        The rate is None where nothing is trained.
-        """
-        if _STATE not in loaded.names:
-            return None, []
-        state = loaded.state(_STATE)
-        if self._optimizer is None:
-            return None, state.get("rows", [])
-        lr = state.get("lr")
-        if not isinstance(lr, float):
-            raise CheckpointError(f"{loaded.path}: {_STATE}: lr={lr!r}: want a number")
-        try:
-            self._optimizer.check_lr(lr)
-        except ConfigError as error:
-            raise CheckpointError(f"{loaded.path}: {_STATE}: {error}") from error
-        return lr, state.get("rows", [])
 
     def _loop(self) -> Pipeline:
         if self._pipeline is None:
@@ -319,7 +309,7 @@ class Session:
             self._backend.broadcast(dict)
         elif self._refused:
             for step in list(self._waiting):
-                step.discard()  # the engine of this forward ends here
+                step.lose()  # the engine of this forward ends here
             self._waiting.clear()
             self._pipeline.close()
             self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._backend.gradient_scale)

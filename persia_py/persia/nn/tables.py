@@ -3,12 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from persia.checkpoint import snapshot
-from persia.checkpoint.run_state import saved_inputs
-from persia.runtime.errors import CheckpointError, ConfigError
-from persia.runtime.logging import get_logger
-
-_logger = get_logger("collection")
+from persia.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -58,18 +53,3 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
             seen[feature] = table.name
     if wrong:
         raise ConfigError("EmbeddingCollection: " + "; ".join(wrong))
-
-
-def check_features(loaded: snapshot.Load, features: Sequence[str]) -> None:
-    """Check that a collection with ``features`` has all those of a checkpoint."""
-    names = saved_inputs(loaded)
-    if names is None:
-        return
-    if not {*names.id_features} <= {*features}:
-        raise CheckpointError(
-            f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
-            f"EmbeddingCollection are {', '.join(features)}; give its tables the same feature_names"
-        )
-    new = [feature for feature in features if feature not in names.id_features]
-    if new:
-        _logger.warning("%s: it has no feature %s; rows of their own tables are new", loaded.path, ", ".join(new))

@@ -65,3 +65,18 @@ def read_config(path: Path) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def find_persia_yml() -> Path | None:
+    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, else the one in the working directory.
+
+    Raises:
+        ConfigError: The variable names a file that does not exist.
+    """
+    given = settings.variable(CONFIG)
+    if given is None:
+        path = Path("persia.yml")
+        return path if path.is_file() else None
+    if not Path(given).is_file():
+        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+    return Path(given)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from persia.runtime import files
-from persia.runtime.errors import ConfigError
+from persia.runtime.errors import ConfigError, StorageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
@@ -66,7 +66,8 @@ def run_name(find: Callable[[], str | None] | None = None) -> str:
             :func:`interrupted_run`.
 
     Raises:
-        ConfigError: The file ``RUN`` in the run's folder cannot be read or written.
+        ConfigError: The file ``RUN`` in the run's folder has no name of a run.
+        StorageError: It cannot be read or written.
         PersiaError: As raised by ``find``.
     """
     path = run_dir() / RUN
@@ -95,7 +96,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; it names the current run") from error
+        raise StorageError(f"{path}: {error.strerror}; it names the current run") from error
 
 
 def is_run_of(name: str, job: str) -> bool:

@@ -28,6 +28,8 @@ class _State:
     last = 0.0
     waits = 0
     collectives = 0
+    ending = threading.Lock()
+    """Held from the first :func:`end` on."""
 
 
 _state = _State()
@@ -73,10 +75,14 @@ def stalled(timeout_s: float) -> float | None:
 def end(reason: str, report: Callable[[str], None]) -> None:
     """Print the stacks of all threads, and end this process from outside its main thread, even if a part of this fails.
 
+    A second call, in another thread, returns at once: the report of this rank comes back to it from the others.
+
     Args:
         reason: Why.
         report: Sends the reason to the other ranks.
     """
+    if not _state.ending.acquire(blocking=False):
+        return
     limit = threading.Timer(_LAST_S, os._exit, [int(ExitCode.HUNG)])
     limit.daemon = True
     limit.start()

@@ -9,11 +9,15 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
 from persia.config import Config, load_config
 from persia.ctx import DataCtx
 from persia.data.records import RecordReader
 from persia.embedding.data import PersiaBatch
-from persia.features import Transform, to_batch
+from persia.features import Samples, Transform, to_batch
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -69,12 +73,16 @@ def _batches(
 ) -> Iterator[PersiaBatch]:
     """Yield the batch of each rank in turn, for one batch of the reader after the other."""
     weight = config.train.weight
+
+    def make(rows: pa.RecordBatch, first_row: int) -> tuple[Samples, npt.NDArray[np.float32] | None]:
+        weights = None if weight is None else weights_of(rows, weight, first_row)
+        return transform(rows, first_row=first_row), weights
+
     for rows in reader:
         try:
-            samples = transform(rows)
-            weights = None if weight is None else weights_of(rows, weight)
+            samples, weights = make(rows, 0)
         except DataError as error:
-            raise parts.train.with_place(error, transform) from error
+            raise parts.train.with_place(error, make) from error
         unusual.add(len(samples), samples.report.counts)
         bounds = pieces(len(samples), ranks)
         if not bounds:

@@ -1,8 +1,11 @@
-"""What limits the speed of training: the shares of the time that the loop computes, and waits."""
+"""What a loop measures between two reports: its mean loss, and the shares of the time that it computes and waits."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 STAGES = ("data", "lookup", "push")
 
@@ -61,3 +64,23 @@ class Limits:
         self._before = now
         self._dense = self._waited = 0.0
         return whole, shares
+
+
+class MeanLoss:
+    """The mean of finite losses, summed on their device."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | float = 0.0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of a step."""
+        finite = torch.isfinite(loss)
+        self._sum = self._sum + torch.where(finite, loss, 0.0).double()
+        self._count = self._count + finite.double()
+
+    def take(self) -> float:
+        """Return the mean, and begin anew; NaN without a finite loss."""
+        total, count = float(self._sum), float(self._count)
+        self._sum = self._count = 0.0
+        return total / count if count else math.nan

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from persia.config import Config
 from persia.config.blocks import DataBlock, Paths
-from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files
+from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files, presets
+from persia.data.records.files import FORMATS
 from persia.runtime.errors import ConfigError, DataError
 from persia.runtime.files import is_url
 
@@ -26,9 +27,6 @@ TYPES: Mapping[str, pa.DataType] = MappingProxyType(
     }
 )
 """The types of ``data.columns``."""
-
-CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""The columns of Criteo's files: a label, 13 numbers, 26 categories."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,8 @@ class Parts:
         self._config = config
         data, split = config.data, config.data.split
         self._split = _split_of(data)
-        columns = config.compiled.columns()
-        if self._split is not None:
-            columns = [*columns, *self._split.columns]
-        self._columns = [*columns, *_more_columns(config)]
-        files = self.open(data.train)
+        self._columns = labelled_columns(config)
+        files = open_like(config, data.train, [*self._columns, *([] if self._split is None else self._split.columns)])
         self.train = Part(files, self._split, "train")
         divided = split.by != "file"
         self.valid = self._part("valid", data.valid, divided and _takes_rows(self._split, "valid"))
@@ -144,18 +139,30 @@ class Parts:
 
     def _part(self, name: str, own: Paths | None, divided: bool) -> Part | None:
         if own is not None:
-            return Part(self.open(own), None, name)
+            return Part(open_like(self._config, own, self._columns), None, name)
         return Part(self.train.files, self._split, name) if divided else None
-
-    def open(self, paths: Paths) -> Files:
-        """Open files that are read as those of the configuration, with all their columns that it names."""
-        return open_like(self._config, paths, self._columns)
 
     def count_train(self) -> int:
         """Return the number of rows of train, reading as few columns as possible."""
         needed = [] if self._split is None else self._split.columns
         columns = needed or self._columns[:1]
         return Part(open_like(self._config, self._config.data.train, columns), self._split, "train").count()
+
+
+def open_given(config: Config, paths: Paths, columns: list[str] | None) -> Files:
+    """Open files that a user gives beside those of the configuration: they may be of another format.
+
+    Args:
+        config: The configuration; it has the types of columns of text files.
+        paths: Files, folders, globs or ``s3://`` addresses; relative paths are relative to the working directory.
+        columns: What is read; None means all columns.
+    """
+    whole = from_working_directory(paths)
+    is_known = any(path.endswith(ending) for path in whole for endings in FORMATS.values() for ending in endings)
+    if is_known and config.data.format is not None:
+        data = config.data.model_copy(update={"format": None})
+        config = config.model_copy(update={"data": data}).located(config.folder, config.compiled, config.described)
+    return open_like(config, whole, columns)
 
 
 def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
@@ -172,11 +179,11 @@ def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
     types = {name: TYPES[kind] for name, kind in data.columns.items() if kind in TYPES}
     if unknown := {name: kind for name, kind in data.columns.items() if kind not in TYPES}:
         raise ConfigError(f"data.columns: {unknown}: want one of {', '.join(TYPES)}")
-    file_format, header = data.format, data.header
-    if data.preset == "criteo":
-        file_format, header = "tsv", [*CRITEO_HEADER]
-        types = {name: pa.int64() for name in CRITEO_HEADER if name[0] != "C"} | types
-    return open_files(whole, file_format=file_format, columns=columns, types=types, header=header)
+    given_format: dict[str, Any] = {"file_format": data.format, "types": types, "header": data.header}
+    if data.preset is not None:
+        preset = presets.options(data.preset)
+        given_format = {**preset, "types": {**preset["types"], **types}}
+    return open_files(whole, columns=columns, **given_format)
 
 
 def from_working_directory(paths: Paths) -> list[str]:
@@ -185,9 +192,17 @@ def from_working_directory(paths: Paths) -> list[str]:
     return [path if is_url(path) else str(Path(path).expanduser().absolute()) for path in given]
 
 
-def row_columns(config: Config) -> list[str]:
-    """Return the columns beside features and labels that an evaluation can use: the weight and the group of a row."""
-    return _more_columns(config)
+def with_train(config: Config, paths: Paths | None) -> Config:
+    """Return a configuration with these files, relative to the working directory, as ``data.train``; None keeps it."""
+    if paths is None:
+        return config
+    data = config.data.model_copy(update={"train": from_working_directory(paths)})
+    return config.model_copy(update={"data": data}).located(config.folder, config.compiled, config.described)
+
+
+def labelled_columns(config: Config) -> list[str]:
+    """Return the columns of labelled rows: of features and labels, and the weight and the group of a row."""
+    return [*config.compiled.columns(), *_more_columns(config)]
 
 
 def _more_columns(config: Config) -> list[str]:

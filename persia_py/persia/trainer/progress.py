@@ -18,11 +18,15 @@ class Shown:
     Args:
         metric: The metric of the valid part that is shown.
         console: Where; None is standard output.
+
+    Attributes:
+        reports: The number of reports that were shown.
     """
 
     def __init__(self, metric: str = "auc", console: Console | None = None) -> None:
         self._console = console or Console()
         self._metric = metric
+        self.reports = 0
         self._live: Progress | None = None
         if self._console.is_terminal:
             columns = (
@@ -51,6 +55,7 @@ class Shown:
 
     def report(self, report: StepReport | EvaluationReport) -> None:
         """Show a report."""
+        self.reports += 1
         if self._live is None:
             self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
         elif isinstance(report, StepReport):

@@ -3,10 +3,11 @@
 import json
 import os
 from datetime import datetime, timezone
+from importlib.util import find_spec
 from typing import Any
 
 import persia
-from persia.runtime.errors import StorageError
+from persia.runtime.errors import ConfigError, StorageError
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import METRICS, SUMMARY, RunFolder
 
@@ -70,18 +71,24 @@ class Record:
             self._board = None
 
 
+def check_tensorboard() -> None:
+    """Check that event files can be written.
+
+    Raises:
+        ConfigError: The package ``tensorboard`` is not installed.
+    """
+    if find_spec("tensorboard") is None:
+        error = ConfigError("run.tensorboard: the package tensorboard is not installed")
+        error.hint = "pip install tensorboard, or --set run.tensorboard=false"
+        raise error
+
+
 class _Board:
     """Event files for TensorBoard."""
 
     def __init__(self, folder: RunFolder, resumed_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            from persia.runtime.errors import ConfigError
+        from torch.utils.tensorboard import SummaryWriter
 
-            missing = ConfigError("run.tensorboard: the package tensorboard is not installed")
-            missing.hint = "pip install tensorboard, or --set run.tensorboard=false"
-            raise missing from error
         purge = None if resumed_step is None else resumed_step + 1
         make: Any = SummaryWriter
         self._writer = make(os.fspath(folder.path / "tensorboard"), purge_step=purge)

@@ -9,9 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from persia.config import Config, load_config
+from persia.config.show import to_yaml
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
 from persia.trainer.optimizers import optimizer_of_rows
@@ -140,9 +139,7 @@ class RunFolder:
 
     def config(self) -> Config:
         """Return the configuration of the run; modules of the user are found where they were in training."""
-        config = load_config(self.path / CONFIG)
-        folder = self.read_json(FACTS).get("folder")
-        return config if folder is None else config.located(Path(folder), config.compiled, config.described)
+        return load_config(self.path / CONFIG, folder=self.read_json(FACTS).get("folder"))
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -154,8 +151,7 @@ class RunFolder:
 
 def resolved(config: Config) -> str:
     """Return the whole configuration as YAML, with absolute paths, so that it can be read from another folder."""
-    text: str = yaml.safe_dump(_content(config), sort_keys=False, allow_unicode=True)
-    return "# The configuration of this run, with all defaults. Written by persia.\n" + text
+    return "# The configuration of this run, with all defaults. Written by persia.\n" + to_yaml(config)
 
 
 def _content(config: Config) -> dict[str, Any]:

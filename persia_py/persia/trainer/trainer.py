@@ -26,9 +26,9 @@ from persia.trainer import fitting, models
 from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, from_working_directory, open_like, row_columns
+from persia.trainer.parts import Part, Parts, labelled_columns, open_given
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import Found, RunFolder, find_checkpoint, find_run
+from persia.trainer.run_folder import FACTS, Found, RunFolder, find_checkpoint, find_run
 from persia.trainer.training import Training
 
 Report = StepReport | EvaluationReport
@@ -149,7 +149,7 @@ class Trainer:
         with self._evaluating() as (ctx, objective, transform, _):
             needed = self.config.compiled.columns(labels=False)
             wanted = None if columns is None else [*dict.fromkeys([*columns, *needed])]
-            part = Part(open_like(self.config, from_working_directory(source), wanted), None, "test")
+            part = Part(open_given(self.config, source, wanted), None, "test")
             rows = read_rows(part, transform, self.config.data.batch_size, labels=False, strict=strict)
             labels = [name for name, _, _ in objective.labels]
             for each, outputs in outputs_of(ctx, objective, rows):
@@ -221,8 +221,7 @@ class Trainer:
 
     def _labelled(self, source: Paths | None) -> Part:
         if source is not None:
-            columns = [*self.config.compiled.columns(), *row_columns(self.config)]
-            return Part(open_like(self.config, from_working_directory(source), columns), None, "test")
+            return Part(open_given(self.config, source, labelled_columns(self.config)), None, "test")
         parts = Parts(self.config)
         part = parts.test or parts.valid
         if part is None:
@@ -262,6 +261,11 @@ class _Loaded:
     """The model of a checkpoint, for evaluation only."""
 
     def __init__(self, config: Config, model: torch.nn.Module | None, found: Found) -> None:
+        if model is None and found.folder.read_json(FACTS).get("model_given_by_script"):
+            raise UsageError(
+                f"{found.folder.shown}: a script gave the model of this run; use it in a script: "
+                f"Trainer(config, model).resume({found.folder.shown!r})"
+            )
         self.transform = fitting.load(config, found.folder.path)
         self.objective = Objective(config.compiled.labels)
         self.model = models.build(config) if model is None else model

@@ -1,9 +1,7 @@
 """One training run: its parts are put together, and trained step by step. Read :meth:`Training.run`."""
 
 import contextlib
-import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,14 @@ from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
-from persia.trainer.evaluation import evaluate, metric_names
+from persia.trainer.best import prune
+from persia.trainer.evaluation import check_evaluation, evaluate, metric_names
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
-from persia.trainer.limits import Limits
+from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, from_working_directory
-from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record
+from persia.trainer.parts import Part, Parts, with_train
+from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
 from persia.trainer.state import TrainerState
@@ -69,11 +68,7 @@ class Training:
         source: Paths | IterableDataset | None,
         resumed: RunFolder | None,
     ) -> None:
-        if isinstance(source, str | list):
-            data = config.data.model_copy(update={"train": from_working_directory(source)})
-            copied = config.model_copy(update={"data": data})
-            config = copied.located(config.folder, config.compiled, config.described)
-        self._config = config
+        self._config = config = config if isinstance(source, IterableDataset) else with_train(config, source)
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
         self._parts = Parts(config)
@@ -116,22 +111,15 @@ class Training:
         return self.is_finished
 
     def _check(self, config: Config) -> None:
-        """Check what depends on the configuration alone.
+        """Check what has to be right before anything is read as a whole.
 
         Raises:
             ConfigError: Keys do not fit together.
+            DataError: A part has no rows.
         """
-        train, labels = config.train, config.compiled.labels
-        wrong = []
-        if train.early_stop is not None:
-            if self._parts.valid is None:
-                wrong.append("train.early_stop needs a valid part: set data.valid or data.split")
-            if labels[0][2] != "bce" and train.early_stop.metric != "loss":
-                wrong.append(f"train.early_stop.metric: {labels[0][0]} is no label of 0 and 1; want loss")
-        if "gauc" in metric_names(config) and train.gauc_group is None:
-            wrong.append("train.gauc_group is not set, and gauc needs it")
-        if wrong:
-            raise ConfigError("; ".join(wrong))
+        if config.run.tensorboard:
+            check_tensorboard()
+        check_evaluation(config, has_valid=self._parts.valid is not None)
         for part in (self._parts.train, self._parts.valid, self._parts.test):
             if part is not None:
                 part.check_not_empty()
@@ -218,11 +206,6 @@ class Training:
         """The last step that was trained."""
         return self._ctx.step
 
-    @property
-    def samples_seen(self) -> int:
-        """Rows that were trained on in this run."""
-        return self._state.samples
-
     def run(self) -> Iterator[StepReport | EvaluationReport]:
         """Train, and yield reports; the last is that of the test part."""
         if self.is_finished:
@@ -260,7 +243,7 @@ class Training:
         dataset = self._dataset()
         loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=self._staleness())
         limits = Limits()
-        losses, samples = _Mean(), 0
+        losses, samples = MeanLoss(), 0
         for batch in loader:
             limits.waited()
             output, labels = self._ctx.forward(batch)
@@ -365,28 +348,15 @@ class Training:
         return self._state.stopped
 
     def _keep_best(self) -> None:
-        """Save the model as the best one. The best one before it stays until the state of the run names this one."""
         folder = self.folder.best / f"step-{self._ctx.step}"
         self._ctx.dump_checkpoint(folder)
         _core.publish_latest(folder)
         self._prune_best()
 
     def _prune_best(self) -> None:
-        """Delete best checkpoints that no save of the run needs.
-
-        A save names the best one at its step, so that a resumed run needs the newest one that is not after the newest
-        save; later ones are made again.
-        """
         best = self._state.best
-        if not self._writes or best is None or not self.folder.best.is_dir():
-            return
-        steps = [step for each in self.folder.best.glob("step-*") if (step := _step_of(each)) is not None]
-        named = max((step for step in steps if step <= self._checkpoints.written), default=None)
-        for step in steps:
-            if step not in (best.step, named):
-                shutil.rmtree(self.folder.best / f"step-{step}", ignore_errors=True)
-        if (newest := self.folder.best / f"step-{best.step}").is_dir():
-            _core.publish_latest(newest)
+        if self._writes and best is not None:
+            prune(self.folder.best, best.step, self._checkpoints.written)
 
     def save(self) -> Path:
         """Save the run now, and return the checkpoint."""
@@ -464,28 +434,3 @@ class Training:
         stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
         why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
         record.write({**self._results(), "status": INTERRUPTED if stopped else FAILED, **why})
-
-
-class _Mean:
-    """The mean of finite losses, summed on their device."""
-
-    def __init__(self) -> None:
-        self._sum: torch.Tensor | float = 0.0
-        self._count: torch.Tensor | float = 0.0
-
-    def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of a step."""
-        finite = torch.isfinite(loss)
-        self._sum = self._sum + torch.where(finite, loss, 0.0).double()
-        self._count = self._count + finite.double()
-
-    def take(self) -> float:
-        """Return the mean, and begin anew; NaN without a finite loss."""
-        total, count = float(self._sum), float(self._count)
-        self._sum = self._count = 0.0
-        return total / count if count else math.nan
-
-
-def _step_of(path: Path) -> int | None:
-    number = path.name.removeprefix("step-")
-    return int(number) if number.isdigit() else None

@@ -18,7 +18,8 @@ use serde_json::value::RawValue;
 use crate::engine::Engine;
 use crate::errors;
 
-const CURSOR: &str = "loader";
+/// The name of the data loader's position.
+pub(crate) const CURSOR: &str = "loader";
 
 /// A save in progress, of the rows as they were when it was created.
 #[pyclass(module = "persia_core.checkpoint")]
@@ -210,8 +211,8 @@ impl Checkpoint {
 /// A checkpoint on disk.
 #[pyclass(module = "persia_core.checkpoint", frozen)]
 pub(crate) struct Checkpoint {
-    directory: PathBuf,
-    manifest: Manifest,
+    pub(crate) directory: PathBuf,
+    pub(crate) manifest: Manifest,
 }
 
 #[pymethods]
@@ -385,7 +386,7 @@ fn describe<'py>(
     Ok(entry)
 }
 
-fn raise(py: Python<'_>, error: &CheckpointError) -> PyErr {
+pub(crate) fn raise(py: Python<'_>, error: &CheckpointError) -> PyErr {
     let class = match error {
         CheckpointError::Missing { .. }
         | CheckpointError::Corrupt { .. }

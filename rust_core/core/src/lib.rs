@@ -16,6 +16,7 @@ mod arrow;
 mod backend;
 mod backward;
 mod checkpoint;
+mod checkpoint_rows;
 mod config;
 mod data;
 #[cfg(feature = "cuda")]
@@ -125,6 +126,8 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     let checkpoint = submodule(m, "checkpoint")?;
     checkpoint.add_class::<checkpoint::Checkpoint>()?;
     checkpoint.add_class::<checkpoint::Saver>()?;
+    checkpoint.add_class::<checkpoint_rows::Importer>()?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint_rows::read_rows, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::listing, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::latest, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::publish_latest, &checkpoint)?)?;

@@ -72,6 +72,11 @@ impl ActiveRun {
         self.tables.iter().map(|table| table.layout).collect()
     }
 
+    /// The optimizer state of a new row, one number for each table.
+    pub(crate) fn initial_state(&self) -> Vec<f32> {
+        self.tables.iter().map(|table| table.initial_state).collect()
+    }
+
     /// The job's id, for tokens.
     pub(crate) fn job(run: &Run) -> JobId {
         JobId::from_name(&run.job)

@@ -225,3 +225,26 @@ fn a_repeated_shard_and_an_impossible_step_are_corrupt() {
         assert!(error.to_string().contains(&format!("last used at step {step}")), "{error}");
     }
 }
+
+/// As those of an import: the optimizer starts as for a new row.
+#[test]
+fn rows_without_state_get_the_initial_state() {
+    let shard = 3;
+    let ids = ids_of_shard(shard, 5);
+    let table = TableRows {
+        name: "table_0".into(),
+        dim: 4,
+        last_used: vec![1; ids.len()],
+        weights: vec![0.25; 4 * ids.len()],
+        ids,
+        ..TableRows::default()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let file = write_shard(dir.path(), &ShardRows { shard, tables: vec![table] }).unwrap();
+    let store = store_of(&settings(&[4, 7]), 1 << 30);
+    store.restore(dir.path(), &[file]).unwrap();
+    let restored = &export(&store)[0].tables[0];
+    assert_eq!((restored.dim, restored.state_len, restored.ids.len()), (4, 4, 5));
+    assert_eq!(restored.weights, vec![0.25; 20]);
+    assert_eq!(restored.state, vec![0.1; 20]);
+}

@@ -56,9 +56,15 @@ class Files:
     """
 
     def __init__(
-        self, dataset: pyarrow.dataset.FileSystemDataset, file_format: str, columns: Sequence[str] | None
+        self,
+        dataset: pyarrow.dataset.FileSystemDataset,
+        file_format: str,
+        columns: Sequence[str] | None,
+        *,
+        has_header: bool,
     ) -> None:
         self._dataset = dataset
+        self._has_header = has_header and file_format in ("csv", "tsv")
         self.paths: list[str] = sorted(dataset.files)
         self.format = file_format
         names = dataset.schema.names if columns is None else [*dict.fromkeys(columns)]
@@ -90,7 +96,11 @@ class Files:
     def _check_columns(self, fragment: Any, path: str) -> None:
         """Refuse a file without a column that another one has: Arrow reads null in its place."""
         partitions = pyarrow.dataset.get_partition_keys(fragment.partition_expression)
-        have = {*fragment.physical_schema.names, *partitions}
+        if self._has_header:
+            names = _header(self._dataset.filesystem, path, self.format)
+        else:
+            names = fragment.physical_schema.names
+        have = {*names, *partitions}
         if lacking := [name for name in self.schema.names if name not in have]:
             raise DataError(f"{path}: no column {', '.join(map(repr, lacking))}; it has {', '.join(sorted(have))}")
 
@@ -114,14 +124,37 @@ class Files:
             DataError: The file is damaged, or a value is not of its column's type.
         """
         with _named(unit.path):
-            scanned = unit.fragment.to_batches(
-                self._dataset.schema,
-                columns=self.schema.names,
-                batch_size=_SCAN_ROWS,
-                batch_readahead=2,
-                fragment_readahead=1,
-            )
-            yield from (batch for batch in scanned if batch.num_rows)
+            yield from (batch for batch in self._scan(unit) if batch.num_rows)
+
+    def _scan(self, unit: Unit) -> Iterator[pa.RecordBatch]:
+        if self.format in ("csv", "tsv"):
+            return self._stream(unit)
+        scanned: Iterator[pa.RecordBatch] = unit.fragment.to_batches(
+            self._dataset.schema,
+            columns=self.schema.names,
+            batch_size=_SCAN_ROWS,
+            batch_readahead=2,
+            fragment_readahead=1,
+        )
+        return scanned
+
+    def _stream(self, unit: Unit) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a text file. A scan of the data set would read up to 1 GiB ahead of a slow consumer."""
+        text = self._dataset.format
+        options = text.default_fragment_scan_options
+        partitions = pyarrow.dataset.get_partition_keys(unit.fragment.partition_expression)
+        read = pyarrow.csv.ReadOptions(use_threads=False) if self._has_header else options.read_options
+        convert = options.convert_options
+        convert.include_columns = [name for name in self.schema.names if name not in partitions]
+        with self._dataset.filesystem.open_input_stream(unit.path) as stream:
+            for batch in pyarrow.csv.open_csv(stream, read, text.parse_options, convert):
+                columns = [
+                    pa.repeat(pa.scalar(partitions[field.name], field.type), batch.num_rows)
+                    if field.name in partitions
+                    else batch.column(field.name)
+                    for field in self.schema
+                ]
+                yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
 
 def open_files(
@@ -137,34 +170,35 @@ def open_files(
     Args:
         paths: Files, folders, globs or ``s3://`` addresses. A folder's files are those of the format, below it too;
             ``key=value`` in the name of a folder is a column.
-        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file.
+        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file. With it,
+            files may have an ending of no format, such as ``.txt``.
         columns: What is read; None means all columns.
         types: The types of columns of text files. Columns without one are strings: types are never guessed.
         header: The names of the columns of text files whose first line has none.
 
     Raises:
         UsageError: No file is found, or the format is unknown.
-        DataError: A file is damaged, or lacks a column.
+        DataError: A file is damaged, lacks a column, or has two columns of one name.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     filesystem, found = _find(given, file_format)
     file_format = file_format or _format_of(found[0])
-    wrong = [path for path in found if not path.endswith(FORMATS[file_format])] if file_format in FORMATS else []
-    if file_format not in FORMATS or wrong:
-        ending = " or ".join(FORMATS.get(file_format, ("that of its format",)))
-        formats = ", ".join(FORMATS)
-        raise UsageError(
-            f"format {file_format!r} for {(wrong or found)[0]}: want one of {formats}, and the ending {ending}"
-        )
+    if file_format not in FORMATS:
+        raise UsageError(f"format {file_format!r} for {found[0]}: want one of {', '.join(FORMATS)}")
+    if wrong := [path for path in found if _format_of(path) not in (file_format, Path(path).suffix)]:
+        ending = " or ".join(FORMATS[file_format])
+        raise UsageError(f"format {file_format!r} for {wrong[0]}: want the ending {ending}")
     with _named(found[0]):
         source: Any = file_format
         if file_format in ("csv", "tsv"):
             names = list(header) if header is not None else _header(filesystem, found[0], file_format)
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{found[0]}: several columns have the name {', '.join(repeated)}: rename all but one")
             source = _text_format(file_format, names, types or {}, has_header=header is None)
         dataset = pyarrow.dataset.dataset(found, format=source, filesystem=filesystem, partitioning="hive")
     if columns is not None and (unknown := [name for name in columns if name not in dataset.schema.names]):
         raise DataError(f"{found[0]}: {'; '.join(_no_column(name, dataset.schema.names) for name in unknown)}")
-    return Files(dataset, file_format, columns)
+    return Files(dataset, file_format, columns, has_header=header is None)
 
 
 def _no_column(name: str, names: Sequence[str]) -> str:

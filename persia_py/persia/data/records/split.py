@@ -1,9 +1,8 @@
 """How rows are divided into the parts train, valid and test."""
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from persia.runtime.errors import DataError, UsageError
+from persia_core.features import Features, Transform
 
 PARTS = ("train", "valid", "test")
 
@@ -148,13 +148,22 @@ def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
 
 
 def hash_values(values: pa.Array) -> npt.NDArray[np.uint64]:
-    """Return 64 bits for each value, none of which is null: an integer itself, of anything else a hash of its text."""
+    """Return 64 bits for each value, none of which is null: those of ``persia.features`` without a prefix.
+
+    An integer is itself, a string its xxh3-64, anything else the xxh3-64 of its text.
+    """
     if pa.types.is_integer(values.type):
         numbers: npt.NDArray[np.uint64] = np.array(values, np.int64).view(np.uint64)
         return numbers
     encoded = values.dictionary_encode() if not pa.types.is_dictionary(values.type) else values
-    texts: Sequence[str] = encoded.dictionary.cast(pa.string()).to_pylist()
-    hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
-    unique: npt.NDArray[np.uint64] = np.frombuffer(b"".join(hashes), "<u8").astype(np.uint64)
+    texts = pa.record_batch({"value": encoded.dictionary.cast(pa.string())})
+    unique: npt.NDArray[np.uint64] = _texts()(texts, labels=False).ids("value")[0]
     places: npt.NDArray[np.int64] = np.asarray(encoded.indices, np.int64)
     return unique[places]
+
+
+@cache
+def _texts() -> Transform:
+    """Return the transform of strings to ids."""
+    described = "features: {value: {type: id, values: string, dim: 1}}\nlabels: {value: {}}"
+    return Features.parse(described, "split").transform()

@@ -99,6 +99,13 @@ pub(super) fn write_new(path: &Path, content: &[u8]) -> Result<()> {
     file.finish().map(drop)
 }
 
+/// Append to a file that no checkpoint keeps; it is created if it does not exist, and not synced.
+pub(super) fn append(path: &Path, content: &[u8]) -> Result<()> {
+    let mut options = OpenOptions::new();
+    options.append(true).create(true).custom_flags(libc::O_NOFOLLOW);
+    call(path, || options.open(path)?.write_all(content))
+}
+
 /// Replace the content of a file durably and atomically: after a crash the file has the old content or the new one.
 ///
 /// The content is written to `.NAME.tmp` beside the file and synced. Then that file is renamed over the old one and the

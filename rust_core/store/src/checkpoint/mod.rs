@@ -12,7 +12,7 @@
 //! removes what was staged without a commit.
 //!
 //! * [`ShardRows`]: the content of a virtual shard; [`write_shard`] and [`read_shard`]: its file
-//! * [`Saver`]: one save; [`recover`]: finishes or undoes an interrupted one
+//! * [`Saver`]: one save; [`recover`]: finishes or undoes an interrupted one; [`Import`]: a save of rows in any order
 //! * [`Manifest`]: the content of a checkpoint
 //! * [`list`], [`latest`], [`publish_latest`], [`prune`]: the checkpoints of a run
 //! * [`probe`], [`probe_file`]: whether a directory is writable
@@ -24,6 +24,7 @@
 mod content;
 mod disk;
 mod error;
+mod import;
 mod manifest;
 mod names;
 mod probe;
@@ -35,6 +36,7 @@ mod shard_file;
 
 pub use disk::{CRASH_EXIT, replace_file};
 pub use error::CheckpointError;
+pub use import::{Duplicate, Duplicates, Import};
 pub use manifest::{FORMAT, Head, Manifest};
 pub(crate) use names::published;
 pub(crate) use names::shard_of_entry;

@@ -81,3 +81,35 @@ pub(crate) fn load<T: Send>(
     }
     Ok(shards)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    /// As where another run has begun while the last file was written, so that its rows may be gone.
+    #[test]
+    fn a_snapshot_that_is_not_accepted_leaves_no_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |shard: usize| dir.path().join(format!("shard-{shard}"));
+        let write = |shard: usize| {
+            fs::write(path(shard), b"rows").unwrap();
+            let entry = FileEntry { name: format!("shard-{shard}"), bytes: 4, blake3: "0".repeat(64) };
+            Ok(Some((entry, vec![(0, 10)])))
+        };
+        let saved = |accepted: bool| {
+            let accept = || {
+                assert!((0..5).all(|shard| path(shard).exists()), "all files are written");
+                let source = io::Error::other("cancelled");
+                if accepted { Ok(()) } else { Err(TablesError::Io { path: dir.path().into(), source }) }
+            };
+            save(dir.path(), 2, 0..5, 2, || None, write, accept)
+        };
+        let snapshot = saved(true).unwrap();
+        assert_eq!((snapshot.files.len(), snapshot.rows), (5, vec![50, 0]));
+        let refused = saved(false).unwrap_err();
+        assert!(refused.to_string().contains("cancelled"), "{refused}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

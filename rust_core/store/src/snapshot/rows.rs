@@ -63,12 +63,13 @@ pub(crate) fn write_shard_snapshot(
 /// A shard with `rows`, evicted down to its budget. `path` is their file, for errors.
 ///
 /// Weights are rounded to the nearest of the table's dtype, which changes nothing if they were saved from the same dtype.
-/// State is dropped unless `keep_state`.
+/// State is dropped unless `keep_state`. Rows without state get `initial_state`, a number for each table.
 pub(crate) fn import(
     rows: &ShardRows,
     path: &Path,
     schema: &Schema,
     layouts: &[Layout],
+    initial_state: &[f32],
     keep_state: bool,
     budget: usize,
 ) -> Result<Shard, TablesError> {
@@ -77,7 +78,7 @@ pub(crate) fn import(
     let mut shard = Shard::new(layouts, budget);
     for table in &rows.tables {
         let number = table_number(table, path, schema, layouts, keep_state)?;
-        import_table(&mut shard, number, table, layouts[number], corrupt)?;
+        import_table(&mut shard, number, table, (layouts[number], initial_state[number]), corrupt)?;
     }
     shard.fit_budget();
     Ok(shard)
@@ -87,7 +88,7 @@ fn import_table(
     shard: &mut Shard,
     number: usize,
     table: &TableRows,
-    layout: Layout,
+    (layout, initial_state): (Layout, f32),
     corrupt: impl Fn(String) -> TablesError,
 ) -> Result<(), TablesError> {
     shard.reserve(number, table.ids.len()).map_err(|error| no_memory(&table.name, error))?;
@@ -101,8 +102,11 @@ fn import_table(
             )));
         };
         let weights = &table.weights[at * table.dim..][..table.dim];
-        let state = &table.state[at * table.state_len..][..layout.state_len];
-        if !(all_finite(weights) && all_finite(state)) {
+        let state = match table.state_len {
+            0 => None,
+            len => Some(&table.state[at * len..][..layout.state_len]),
+        };
+        if !(all_finite(weights) && state.is_none_or(all_finite)) {
             return Err(corrupt(format!(
                 "table {}: id {id} has NaN or infinity in its weights or optimizer state; load an older checkpoint",
                 table.name
@@ -110,7 +114,11 @@ fn import_table(
         }
         let fill = |row: &mut [f32]| {
             layout.write::<Portable>(row, weights, None);
-            row[layout.weight_words()..].copy_from_slice(state);
+            let place = &mut row[layout.weight_words()..];
+            match state {
+                Some(state) => place.copy_from_slice(state),
+                None => place.fill(initial_state),
+            }
         };
         shard.load(number, *id, step, fill).map_err(|error| no_memory(&table.name, error))?;
     }
@@ -142,7 +150,7 @@ fn table_number(
     if rows.dim != dim {
         return foreign(format!("its table {} has dim {}, {dim} is configured", rows.name, rows.dim));
     }
-    if keep_state && rows.state_len != state_len {
+    if keep_state && rows.state_len > 0 && rows.state_len != state_len {
         return foreign(format!(
             "its table {} has {} floats of optimizer state per row, the configured optimizer has {state_len}",
             rows.name, rows.state_len

@@ -156,12 +156,13 @@ impl Store {
         keep: impl Fn(Shard) -> T + Sync,
     ) -> Result<BTreeMap<usize, T>, TablesError> {
         let start = self.start_transfer();
-        let (layouts, keep_state) = (run.layouts(), run.trains);
+        let (layouts, initial_state, keep_state) = (run.layouts(), run.initial_state(), run.trains);
         let budget = shard_budget(self.options.capacity);
         let files = self.held_files(files);
         snapshot::load(dir, &files, self.options.snapshot_threads, |rows, file, path| {
             self.check_transfer(start).map_err(|source| Self::cancelled_at(path, source))?;
-            let shard = snapshot::import(rows, path, &self.schema, &layouts, keep_state, budget)?;
+            let schema = &self.schema;
+            let shard = snapshot::import(rows, path, schema, &layouts, &initial_state, keep_state, budget)?;
             read(file.bytes);
             Ok(keep(shard))
         })

@@ -1,0 +1,38 @@
+"""The start of a generation while the disk of a server is full."""
+
+import time
+from collections.abc import Callable
+
+from persia.runtime import preemption
+from persia.runtime.errors import RunLostError, StorageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+_logger = get_logger("remote")
+
+_FIRST_S, _LONGEST_S = 0.2, 5.0
+"""Seconds before the first retry, which double to the longest."""
+
+
+def begin_when_stored(begin: Callable[[], int]) -> int:
+    """Return the generation that ``begin`` begins; retry while a server cannot write its number.
+
+    Raises:
+        RunLostError: ``PERSIA_RPC_TIMEOUT`` seconds have passed.
+    """
+    started, wait, logged = time.monotonic(), _FIRST_S, False
+    while True:
+        try:
+            return begin()
+        except StorageError as error:
+            waited = time.monotonic() - started
+            if waited + wait > settings.rpc_timeout:
+                lost = RunLostError(f"no generation can begin, tried for {waited:.0f} s: {error}")
+                lost.hint = "free space on the disk that the message names, then start the trainers again"
+                raise lost from error
+            if not logged:
+                _logger.warning("no generation can begin, retrying for %g s: %s", settings.rpc_timeout, error)
+                logged = True
+        preemption.exit_if_requested()
+        time.sleep(wait)
+        wait = min(2 * wait, _LONGEST_S)

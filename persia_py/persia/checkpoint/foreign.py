@@ -1,0 +1,49 @@
+"""Opens a checkpoint; one of PersiaML is refused by its name."""
+
+import os
+from pathlib import Path
+
+from persia.runtime.errors import CheckpointError
+from persia_core import checkpoint as _core
+
+_DONE = "embedding_dump_done"
+"""The file by which PersiaML marks a folder of rows as complete."""
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> _core.Checkpoint:
+    """Return the checkpoint in ``directory``; its manifest is read, its files are not.
+
+    Raises:
+        CheckpointError: There is none, its manifest is damaged, or it is a checkpoint of PersiaML.
+    """
+    try:
+        return _core.Checkpoint(os.fspath(directory))
+    except CheckpointError:
+        check_not_persiaml(directory)
+        raise
+
+
+def check_not_persiaml(directory: str | os.PathLike[str]) -> None:
+    """Refuse rows that PersiaML has dumped.
+
+    PersiaML writes ``embedding_dump_done`` into the folder and into ``sN`` for each server N, and there
+    ``replica_N_shard_M.emb``. Each ``.emb`` file is a list of entries: an id, a dimension, and weights followed by
+    optimizer state.
+
+    Raises:
+        CheckpointError: They are there.
+    """
+    folder = Path(directory)
+    found = next((path for pattern in (_DONE, "*.emb", f"*/{_DONE}", "*/*.emb") for path in folder.glob(pattern)), None)
+    if found is None:
+        return
+    error = CheckpointError(
+        f"{folder}: it is a checkpoint of PersiaML ({found.relative_to(folder)}), which cannot be loaded or converted: "
+        "its .emb files do not name the table or the optimizer of a row, and have ids modulo 2^(64 - "
+        "feature_index_prefix_bit), with the number of the feature group in the other bits"
+    )
+    error.hint = (
+        "in PersiaML, look the ids up and write id and vector to a Parquet file for each table, then: "
+        "persia ckpt import FILE.parquet --table T -o DIR; load its dense.pt by ctx.load_torch_state_dict"
+    )
+    raise error

@@ -1,0 +1,265 @@
+"""A checkpoint of rows from Parquet files: vectors that were trained elsewhere, for a warm start."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from persia.checkpoint.foreign import check_not_persiaml
+from persia.features import Features, Transform
+from persia.runtime.errors import DataError, StorageError, UsageError
+from persia_core import checkpoint as _core
+
+BATCH_BYTES = 16 << 20
+"""Bytes of vectors that are read at a time."""
+_SHOWN = 5
+"""Rows of one mistake that a message names."""
+_MANIFEST = "MANIFEST.json"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the ids and the vectors of a file are, and what the ids are.
+
+    Attributes:
+        id: The column of ids, integers or strings.
+        weights: The column of vectors, lists of floats.
+        prefix: As of an ``id`` feature in ``persia.yml``: strings and integers become the id of the prefixed string.
+        lower: As there: ASCII letters of strings are changed to lower case.
+    """
+
+    id: str = "id"
+    weights: str = "weights"
+    prefix: str = ""
+    lower: bool = False
+
+
+def import_rows(
+    sources: Sequence[tuple[Path, str]],
+    directory: str | os.PathLike[str],
+    columns: Columns | None = None,
+    *,
+    force: bool = False,
+) -> dict[str, int]:
+    """Write a checkpoint of step 0 into ``directory``, which appears when it is complete.
+
+    It has rows without optimizer state: a run that starts from it begins with the initial state of its optimizer.
+
+    Args:
+        sources: Parquet files, each with the name of its table.
+        directory: The folder of the new checkpoint.
+        columns: The columns of all files.
+        force: Replace a checkpoint in ``directory``.
+
+    Returns:
+        The number of rows of each table.
+
+    Raises:
+        DataError: A file has no rows or no such column, or rows that are no rows of a table (null, NaN, infinity,
+            vectors of several lengths, an id twice); the message names the rows, counted from 0.
+        UsageError: Two files have one table, or there is a checkpoint in ``directory``.
+        CheckpointError: A source is a checkpoint of PersiaML.
+        StorageError: A file cannot be read or written.
+    """
+    columns = columns or Columns()
+    names = [table for _, table in sources]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"table {repeated[0]}: it is given for two files; give each file a table of its own")
+    _check_target(Path(directory), force=force)
+    readers = [_Reader(path, table, columns) for path, table in sources]
+    tables = [(reader.table, reader.dim) for reader in readers]
+    importer = _core.Importer(os.fspath(directory), tables)
+    try:
+        for number, reader in enumerate(readers):
+            for row, ids, weights in reader.rows():
+                importer.add(number, row, ids, weights)
+        rows = importer.commit(datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    finally:
+        importer.abort()
+        for reader in readers:
+            reader.close()
+    return dict(zip(names, rows, strict=True))
+
+
+def _check_target(folder: Path, *, force: bool) -> None:
+    if (folder / _MANIFEST).exists() and not force:
+        raise UsageError(f"{folder}: there is a checkpoint; give another folder, or --force to replace it")
+    inside = next(folder.glob(f"*/{_MANIFEST}"), None)
+    if inside is not None:
+        raise UsageError(
+            f"{folder}: it is a folder of checkpoints, such as {inside.parent.name}; give the new one a folder of its "
+            f"own, such as {folder / 'imported'}"
+        )
+
+
+@dataclass
+class _Mistakes:
+    """The rows of one kind of mistake.
+
+    Attributes:
+        what: The mistake, for messages.
+        count: How many rows have it.
+        shown: The first of them.
+    """
+
+    what: str
+    count: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, first: int, wrong: npt.NDArray[np.bool_], of: Callable[[int], str] = lambda _: "") -> None:
+        """Add the rows of a batch, whose first row is ``first``, that are ``wrong``."""
+        places = np.flatnonzero(wrong)
+        self.count += len(places)
+        room = max(0, _SHOWN - len(self.shown))
+        self.shown += [f"{first + place:,}{of(int(place))}" for place in places[:room].tolist()]
+
+    def __str__(self) -> str:
+        rows = f"{self.count:,} rows" if self.count > 1 else "1 row"
+        return f"{self.what} in {rows}: {', '.join(self.shown)}{', …' if self.count > len(self.shown) else ''}"
+
+
+class _Reader:
+    """The rows of one file.
+
+    Args:
+        path: The Parquet file.
+        table: The table that its rows are for.
+        columns: Its columns.
+    """
+
+    def __init__(self, path: Path, table: str, columns: Columns) -> None:
+        self.path, self.table, self._columns = path, table, columns
+        self._file = _open(path)
+        schema = self._file.schema_arrow
+        for name, option in ((columns.id, "--id-column"), (columns.weights, "--weights-column")):
+            if name not in schema.names:
+                raise DataError(f"{path}: it has no column {name!r}, but {', '.join(schema.names)}; give {option}")
+        self._transform = _id_transform(path, schema.field(columns.id), columns)
+        self._check_weights(schema.field(columns.weights).type)
+        self.dim = self._dim()
+
+    def _check_weights(self, kind: pa.DataType) -> None:
+        lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if not lists or not pa.types.is_floating(kind.value_type):
+            raise DataError(
+                f"{self.path}: column {self._columns.weights!r} is {kind}: want a list of floats in each row, such as "
+                "list<float>"
+            )
+
+    def _dim(self) -> int:
+        """Return the length of the first vector, which all must have."""
+        for batch in self._batches(1):
+            first = batch.column(1)[0]
+            if first.is_valid and len(first) == 0:
+                raise DataError(f"{self.path}: column {self._columns.weights!r}: the vector of row 0 is empty")
+            if first.is_valid:
+                return len(first)
+        if self._file.metadata.num_rows == 0:
+            raise DataError(f"{self.path}: it has no rows")
+        raise DataError(f"{self.path}: column {self._columns.weights!r} is null in all {self._row_count():,} rows")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _row_count(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def _batches(self, size: int) -> Iterator[pa.RecordBatch]:
+        names = [self._columns.id, self._columns.weights]
+        try:
+            for batch in self._file.iter_batches(size, columns=names):
+                yield batch.select(names)
+        except OSError as error:
+            raise StorageError(f"{self.path}: {error.strerror or error}") from error
+        except pa.ArrowException as error:
+            raise DataError(f"{self.path}: {error}") from error
+
+    def rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
+        """Yield the number of the first row, ids and vectors ``[rows, dim]``; after a mistake only read on.
+
+        Raises:
+            DataError: All mistakes of the file.
+        """
+        id_column, weights_column = self._columns.id, self._columns.weights
+        no_id = _Mistakes(f"column {id_column!r} is null")
+        no_vector = _Mistakes(f"column {weights_column!r} is null, or has a null,")
+        other_dim = _Mistakes(
+            f"column {weights_column!r} has another length than {self.dim}, that of the first vector,"
+        )
+        not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number beyond float32")
+        mistakes = [no_id, no_vector, other_dim, not_finite]
+        first = 0
+        for batch in self._batches(max(1, BATCH_BYTES // (4 * self.dim))):
+            ids, lists = batch.column(0), batch.column(1)
+            no_id.add(first, _true(ids.is_null()))
+            lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+            values, null = lists.flatten(), _true(lists.is_null())
+            other_dim.add(first, (lengths != self.dim) & ~null, lambda place, of=lengths: f" ({of[place]})")  # type: ignore[misc]
+            with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is found here
+                floats = pc.fill_null(values, 0).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
+            infinite = ~np.isfinite(floats)
+            if values.null_count or infinite.any():
+                parents = np.repeat(np.arange(len(batch)), lengths)
+                null[parents[_true(values.is_null())]] = True
+                not_finite.add(first, np.bincount(parents[infinite], minlength=len(batch)) > 0)
+            no_vector.add(first, null)
+            if not any(each.count for each in mistakes):
+                yield first, self._ids(batch, first), np.ascontiguousarray(floats.reshape(-1, self.dim))
+            first += len(batch)
+        if any(each.count for each in mistakes):
+            listed = "; ".join(str(each) for each in mistakes if each.count)
+            raise DataError(
+                f"{self.path}: {listed}. Rows are counted from 0. Correct or remove them; nothing is written"
+            )
+
+    def _ids(self, batch: pa.RecordBatch, first: int) -> npt.NDArray[np.uint64]:
+        table = pa.table({"id": batch.column(0)})
+        return np.ascontiguousarray(self._transform(table, labels=False, first_row=first).ids("id")[0])
+
+
+def _true(mask: pa.BooleanArray) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = mask.to_numpy(zero_copy_only=False).astype(np.bool_)
+    return found
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    if path.is_dir():
+        check_not_persiaml(path)
+        raise UsageError(f"{path}: want a Parquet file, got a folder")
+    try:
+        return pq.ParquetFile(path)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: no such file") from error
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: it is not a Parquet file that can be read: {error}") from error
+
+
+def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Transform:
+    """Return the transform that makes ids of a column, by the rules of an ``id`` feature."""
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if pa.types.is_integer(kind):
+        values = "integer"
+    elif pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        values = "string"
+    else:
+        raise DataError(
+            f"{path}: column {columns.id!r} is {column.type}: want integers or strings; convert floats to the integers "
+            "or strings that the features have"
+        )
+    described = {"type": "id", "column": "id", "values": values, "dim": 1}
+    described |= {"prefix": columns.prefix} if columns.prefix else {}
+    described |= {"lower": True} if columns.lower else {}
+    text = json.dumps({"features": {"id": described}, "labels": {"none": {}}})  # a label is required; it is not read
+    return Features.parse(text, "persia ckpt import").transform()

@@ -1,0 +1,274 @@
+"""What the keys of a ``persia.yml`` say of each other."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from persia.config.blocks import CRITEO_HEADER, SplitBlock
+from persia.config.findings import Findings, near
+from persia.runtime.files import is_url
+from persia.runtime.yaml_tree import Entries, Items, Node, Place, Scalar, number
+from persia_core.features import Features
+
+_SPLIT_KEYS = {"hash": ("fractions", "group", "seed"), "time": ("column", "valid", "test"), "file": ()}
+"""The keys of ``data.split`` beside ``by`` that have a meaning."""
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+def check(root: Entries, values: Mapping[str, Any], features: Features | None, findings: Findings) -> None:
+    """Report what does not fit together.
+
+    Args:
+        root: The tree of the file, with overrides.
+        values: The blocks that were read; a value with a mistake is None.
+        features: The features and labels; None if they have mistakes.
+        findings: Gets the mistakes and warnings.
+    """
+    checks = _Checks(root, values, findings)
+    checks.check_split()
+    checks.check_files()
+    checks.check_training()
+    checks.check_run()
+    checks.check_columns(features)
+    checks.check_leaks()
+    checks.check_dims()
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A column that something reads."""
+
+    column: str
+    by: str
+    place: Place
+
+
+class _Checks:
+    def __init__(self, root: Entries, values: Mapping[str, Any], findings: Findings) -> None:
+        self._root, self._findings = root, findings
+        self._data: Mapping[str, Any] = values.get("data") or {}
+        self._train: Mapping[str, Any] = values.get("train") or {}
+        self._values = values
+
+    def _node(self, path: str) -> Node | None:
+        """Return the value of a key; None if the file does not have it."""
+        node: Node | None = self._root
+        for key in path.split("."):
+            node = node.get(key) if isinstance(node, Entries) else None
+        return node
+
+    def _place(self, path: str) -> Place:
+        """Return the place of a key, or of the innermost block around it."""
+        while path and (node := self._node(path)) is None:
+            path = path.rpartition(".")[0]
+        return node.place if path and node is not None else self._root.place
+
+    def _error(self, path: str, message: str) -> None:
+        self._findings.error(self._place(path), path, message)
+
+    def check_split(self) -> None:
+        """Each way to divide rows has keys of its own, and needs rows to divide."""
+        split = self._data.get("split")
+        if not split or split["by"] is None:
+            return
+        by, default = split["by"], SplitBlock()
+        for key, value in split.items():
+            if key == "by" or key in _SPLIT_KEYS[by] or value in (None, getattr(default, key)):
+                continue
+            other = next(way for way, keys in _SPLIT_KEYS.items() if key in keys)
+            self._error(f"data.split.{key}", f"found beside `by: {by}`; allowed: with `by: {other}` only")
+        own = {part for part in ("valid", "test") if self._data.get(part) is not None}
+        if by == "file" and not own:
+            self._error("data.split.by", "found `file`, but neither data.valid nor data.test; give one of them")
+        if by != "file" and len(own) == 2 and self._is_given("data.split", SplitBlock().model_dump(), split):
+            self._error("data.split", "found beside data.valid and data.test, so no rows are divided: remove it")
+        if by == "hash":
+            self._check_fractions(split["fractions"])
+        if by == "time":
+            self._check_times(split, own)
+
+    def _is_given(self, path: str, default: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+        """Whether a block is in the file with other values than the defaults."""
+        return self._node(path) is not None and any(values[key] not in (None, default[key]) for key in values)
+
+    def _check_fractions(self, fractions: tuple[float, float, float] | None) -> None:
+        if fractions is None:
+            return
+        total = sum(fractions)
+        if abs(total - 1) > 1e-6:
+            self._error("data.split.fractions", f"the sum is {total:g}, allowed: 1")
+        elif not fractions[0]:
+            self._error("data.split.fractions", "the share of train is 0; allowed: above 0")
+
+    def _check_times(self, split: Mapping[str, Any], own: set[str]) -> None:
+        if split["column"] is None and not self._findings.has("data.split.column"):
+            self._error("data.split.column", "missing, allowed: the column of the time")
+        bounds = {part: split[part] for part in ("valid", "test")}
+        for part in own:
+            if bounds[part] is not None:
+                self._error(f"data.split.{part}", f"found beside data.{part}, whose files are the part: remove one")
+        if all(bound is None for bound in bounds.values()) and len(own) < 2:
+            lacking = [part for part in bounds if part not in own]
+            message = f"missing, allowed: the first time of the part, such as `{lacking[0]}: 2024-05-01`"
+            self._error(f"data.split.{lacking[0]}", message)
+        first, second = bounds["valid"], bounds["test"]
+        if first is not None and second is not None:
+            if isinstance(first, str) != isinstance(second, str):
+                self._error("data.split.test", f"found {second!r} beside valid: {first!r}; want two times of one kind")
+            elif second < first:
+                self._error("data.split.test", f"found {second!r}, which is before valid ({first!r})")
+
+    def check_files(self) -> None:
+        """Keys of text files need text files."""
+        data = self._data
+        is_text = data.get("format") in ("csv", "tsv") or data.get("preset") or data.get("format") is None
+        for key in ("columns", "header"):
+            if not is_text and data.get(key):
+                message = f"found beside `format: {data['format']}`, whose files have types and names"
+                self._error(f"data.{key}", f"{message}: remove it")
+        if data.get("preset"):
+            for key in ("header", "format"):
+                if data.get(key) is not None:
+                    self._error(f"data.{key}", f"found beside `preset: {data['preset']}`, which sets it: remove it")
+        repeated = [name for name in data.get("header") or [] if data["header"].count(name) > 1]
+        if repeated:
+            self._error("data.header", f"`{repeated[0]}` appears twice; each column has one name")
+
+    def check_training(self) -> None:
+        """Metrics, the early stop, the course of the learning rate, and the reproducible mode."""
+        train, metrics = self._train, self._train.get("metrics")
+        stop = train.get("early_stop") or {}
+        if metrics is not None:
+            repeated = [name for name in metrics if metrics.count(name) > 1]
+            if repeated:
+                self._error("train.metrics", f"`{repeated[0]}` appears twice: remove one")
+            wants = "gauc" in metrics or stop.get("metric") == "gauc"
+            path = "train.early_stop.metric" if stop.get("metric") == "gauc" else "train.metrics"
+            if wants and train.get("gauc_group") is None and not self._findings.has("train.gauc_group"):
+                self._error(path, "`gauc` needs `train.gauc_group`, the column of the groups, such as the user")
+            elif not wants and train.get("gauc_group") is not None:
+                self._error("train.gauc_group", "found, but `train.metrics` has no `gauc`: add it, or remove the group")
+        if stop.get("metric") not in (None, "loss") and (label := self._first_label()) is not None:
+            message = f"found `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
+            self._error("train.early_stop.metric", message)
+        if stop and not self._has_valid():
+            self._error("train.early_stop", "there is no part valid to judge by: give data.valid, or a share of it")
+        for key in ("embedding_optimizer", "dense_optimizer"):
+            chosen = train.get(key) or {}
+            if chosen.get("nesterov") and not (chosen.get("momentum") and chosen.get("dampening") == 0):
+                self._error(f"train.{key}.nesterov", "needs `momentum` above 0, and `dampening: 0`")
+        staleness = self._node("train.staleness")
+        if train.get("reproducible") and isinstance(staleness, Scalar) and (train.get("staleness") or 1) > 1:
+            message = f"found {train['staleness']}, but training is reproducible, so the staleness is 1"
+            self._findings.warn(staleness.place, "train.staleness", message)
+
+    def _first_label(self) -> str | None:
+        """Return the name of the first label if it is not one of 0 and 1."""
+        labels = self._node("labels")
+        if not isinstance(labels, Entries) or not labels.entries:
+            return None
+        key, label = labels.entries[0]
+        loss = label.get("loss") if isinstance(label, Entries) else None
+        return key.text if isinstance(loss, Scalar) and loss.text == "mse" else None
+
+    def _has_valid(self) -> bool:
+        split = self._data.get("split")
+        if not split or self._data.get("valid") is not None or None in (split["by"], split["fractions"]):
+            return True
+        if split["by"] == "hash":
+            return bool(split["fractions"][1] > 0)
+        return bool(split["by"] == "time" and split["valid"] is not None)
+
+    def check_run(self) -> None:
+        """Names and places of what is read and written."""
+        for path in ("data.train", "data.valid", "data.test", "run.dir", "checkpoint.dir"):
+            node = self._node(path)
+            for one in node.items if isinstance(node, Items) else [node]:
+                if isinstance(one, Scalar) and one.text.startswith("~") and not one.is_null:
+                    self._check_home(one, path)
+        run: Mapping[str, Any] = self._values.get("run") or {}
+        name = run.get("name")
+        if name is not None and (not _RUN_NAME.fullmatch(name) or name == "LATEST"):
+            self._error("run.name", f"found `{name}`, allowed: letters, digits, `.`, `_` and `-`; not LATEST")
+        checkpoint: Mapping[str, Any] = self._values.get("checkpoint") or {}
+        for path, place in (("run.dir", run.get("dir")), ("checkpoint.dir", checkpoint.get("dir"))):
+            if place is not None and is_url(place):
+                hint = "checkpoint.upload_to has the address to which saves are copied"
+                self._error(path, f"found `{place}`, allowed: a folder; {hint}")
+        upload = checkpoint.get("upload_to")
+        if upload is not None and not is_url(upload):
+            self._error("checkpoint.upload_to", f"found `{upload}`, allowed: an address such as s3://bucket/prefix")
+
+    def _check_home(self, node: Scalar, path: str) -> None:
+        try:
+            Path(node.text).expanduser()
+        except RuntimeError:
+            self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
+
+    def check_columns(self, features: Features | None) -> None:
+        """Every column that is read is one of the files, as far as the file says which ones they have."""
+        given = CRITEO_HEADER if self._data.get("preset") == "criteo" else self._data.get("header")
+        header: list[str] = [*(given or ())]
+        uses = [*self._uses()]
+        for use in uses if header else []:
+            if use.column not in header:
+                key = "data.preset" if self._data.get("preset") else "data.header"
+                message = f"no column `{use.column}` in `{key}`{near(use.column, header)}"
+                self._findings.error(use.place, use.by, message)
+        if features is None:
+            return
+        read = {*features.columns(), *(use.column for use in uses)}
+        block = self._node("data.columns")
+        for name, _ in block.entries if isinstance(block, Entries) else []:
+            if name.text not in read:
+                message = f"nothing reads this column{near(name.text, read)}"
+                self._findings.warn(name.place, f"data.columns.{name.text}", message)
+
+    def check_leaks(self) -> None:
+        """No feature, group or weight is read from the column of a label, which is not known when the model is used."""
+        labels = {use.column: use.by for use in self._uses() if use.by.startswith("labels.")}
+        for use in self._uses():
+            if use.column in labels and not use.by.startswith("labels."):
+                message = f"reads `{use.column}`, the column of `{labels[use.column]}`: the label would be known"
+                self._findings.error(use.place, use.by, f"{message}; give another column, or remove it")
+
+    def _uses(self) -> Iterator[_Use]:
+        for block in ("features", "labels"):
+            node = self._root.get(block)
+            for key, one in node.entries if isinstance(node, Entries) else []:
+                inner = one if isinstance(one, Entries) else Entries(one.place, [])
+                kind = inner.get("type")
+                if isinstance(kind, Scalar) and kind.text == "cross":
+                    continue
+                path = f"{block}.{key.text}"
+                column, weights = inner.get("column"), inner.get("weights")
+                if isinstance(column, Scalar):
+                    yield _Use(column.text, f"{path}.column", column.place)
+                else:
+                    yield _Use(key.text, path, key.place)
+                if block == "features" and isinstance(weights, Scalar):
+                    yield _Use(weights.text, f"{path}.weights", weights.place)
+        keys = ("data.split.group", "data.split.column", "train.gauc_group", "train.weight")
+        for path in keys:
+            node = self._node(path)
+            if isinstance(node, Scalar) and not node.is_null:
+                yield _Use(node.text, path, node.place)
+
+    def check_dims(self) -> None:
+        """A DLRM multiplies the embeddings of all features with each other."""
+        model = self._values.get("model") or {}
+        if model.get("name") != "dlrm":
+            return
+        dims: dict[str, tuple[float, Place]] = {}
+        features = self._root.get("features")
+        for key, one in features.entries if isinstance(features, Entries) else []:
+            dim = one.get("dim") if isinstance(one, Entries) else None
+            value = number(dim.text) if isinstance(dim, Scalar) else None
+            if dim is not None and value:
+                dims[key.text] = (value, dim.place)
+        if len({value for value, _ in dims.values()}) > 1:
+            listed = ", ".join(f"{name} {value:g}" for name, (value, _) in dims.items())
+            message = f"`dlrm` needs features of one dim, found {listed}; give all the same, or use `name: dcnv2`"
+            self._error("model.name", message)

@@ -1,0 +1,161 @@
+"""The models of ``model``, and their arguments, read from their source: nothing is imported, torch neither."""
+
+import ast
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Union, get_origin
+
+from persia.config.findings import near
+from persia.config.values import COMPUTED, REQUIRED, Argument
+
+MODELS: Mapping[str, str] = MappingProxyType({"dcnv2": "persia.models.dcnv2:DCNv2", "dlrm": "persia.models.dlrm:DLRM"})
+"""The models of ``model.name``, and their classes."""
+
+SUPPLIED = ("num_dense", "num_slots", "embedding_dims", "num_labels", "inputs")
+"""Arguments that the trainer gives to any model that has them."""
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys((*SUPPLIED, "embedding_dim"), "found, but it follows from `features` and `labels`: remove it")
+)
+"""Arguments of :data:`MODELS` that a file may not give, and why."""
+
+_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "Any": Any,
+    "Sequence": Sequence,
+    "list": list,
+    "tuple": tuple,
+}
+
+
+@cache
+def arguments_of(name: str) -> Mapping[str, Argument]:
+    """Return the arguments of one of :data:`MODELS` that a file may give."""
+    module, _, class_name = MODELS[name].partition(":")
+    tree = ast.parse((Path(__file__).parents[1] / "models" / f"{module.rpartition('.')[2]}.py").read_text("utf-8"))
+    declared = _declared(_classes(tree)[class_name]) or {}
+    arguments = {key: argument for key, argument in declared.items() if key not in REFUSED}
+    # What the class itself requires has a default in the trainer, which knows the dimensions.
+    return {
+        key: replace(argument, default=COMPUTED) if argument.default is REQUIRED else argument
+        for key, argument in arguments.items()
+    }
+
+
+def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] | None:
+    """Return the arguments of a class of the user's own; None if its source does not say which it takes.
+
+    Args:
+        reference: ``module:Class``.
+        folder: Where the module is looked for first, then on ``sys.path``.
+
+    Raises:
+        LookupError: There is no such module or class; the message says what to do.
+    """
+    module, _, name = reference.partition(":")
+    if not module or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise LookupError(f"found `{reference}`, allowed: `module:Class`, such as `my_model:MyModel`")
+    file = _source(module, folder)
+    if file is None or file.suffix != ".py":
+        return None
+    try:
+        classes = _classes(ast.parse(file.read_text(encoding="utf-8"), str(file)))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError) as error:
+        raise LookupError(f"{file} cannot be read: {error}") from error
+    if name not in classes:
+        # It may come from an import, which is not followed.
+        if not classes:
+            return None
+        guess = near(name, classes)
+        if guess:
+            raise LookupError(f"{file} has no class `{name}`{guess}")
+        return None
+    return _declared(classes[name])
+
+
+def _source(module: str, folder: Path) -> Path | None:
+    """Return the file of a module, without importing anything; None if it has none."""
+    places: Sequence[str] | None = [str(folder), *sys.path]
+    name = ""
+    spec = None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, places) if places else None
+        if spec is None:
+            raise LookupError(f"no module `{name}` in {folder}, nor among the installed packages")
+        places = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+def _declared(declared: ast.ClassDef) -> dict[str, Argument] | None:
+    """Return the arguments of a class; None if it has no ``__init__`` of its own, or one that takes any."""
+    made = (node for node in declared.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    function = next(made, None)
+    if function is None or function.args.kwarg is not None:
+        return None
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args][1:]
+    defaults: list[ast.expr | None] = [None] * len(positional)
+    if arguments.defaults:
+        defaults[-len(arguments.defaults) :] = arguments.defaults
+    pairs = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    texts = _texts(ast.get_docstring(declared) or "")
+    return {
+        one.arg: Argument(kind := _type(one.annotation), (), _default(default, kind), texts.get(one.arg, ""))
+        for one, default in pairs
+    }
+
+
+def _default(node: ast.expr | None, kind: Any) -> Any:
+    if node is None:
+        return REQUIRED
+    try:
+        default = ast.literal_eval(node)
+    except ValueError:
+        return COMPUTED
+    return [*default] if isinstance(default, tuple) and get_origin(kind) is not tuple else default
+
+
+def _type(node: ast.expr | None) -> Any:
+    """Return the type of an annotation; Any where it is not one of those that YAML can have."""
+    if isinstance(node, ast.Constant) and node.value is None:
+        return None
+    if isinstance(node, ast.Name):
+        return _TYPES.get(node.id, Any)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        left, right = _type(node.left), _type(node.right)
+        return Any if Any in (left, right) else Union[left, right]  # noqa: UP007 - it is made at run time
+    if isinstance(node, ast.Subscript):
+        kind = _type(node.value)
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        types = tuple(Ellipsis if isinstance(one, ast.Constant) and one.value is ... else _type(one) for one in items)
+        return kind if kind is Any else kind[types]
+    return Any
+
+
+def _texts(docstring: str) -> dict[str, str]:
+    """Return what the section ``Args:`` of a docstring says of each argument."""
+    texts: dict[str, str] = {}
+    name, inside = "", False
+    for line in docstring.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if not indent and line.strip():
+            inside, name = line.strip() == "Args:", ""
+        elif inside and indent == 4 and ":" in line:
+            name, _, text = line.strip().partition(":")
+            texts[name] = text.strip()
+        elif inside and name and line.strip():
+            texts[name] += f" {line.strip()}"
+    return texts

@@ -1,0 +1,53 @@
+"""A whole configuration as YAML, and where each value came from."""
+
+from pathlib import Path
+
+from persia.config.blocks import Config
+from persia.config.document import Document
+from persia.config.reader import FREE
+from persia.config.render import Rendered
+from persia.runtime.files import is_url
+from persia.runtime.yaml_tree import NOWHERE, Entries, Items, Node, Place, Scalar, node_of, parse
+
+
+def show(document: Document) -> str:
+    """Return all keys of a document, with their defaults. A comment says where each value came from."""
+
+    def comment(place: Place) -> str:
+        if place.override:
+            return "--set"
+        return f"{document.name}:{place.line}" if place.line else "default"
+
+    return Rendered(document.tree, comment).text
+
+
+def to_yaml(config: Config) -> str:
+    """Return a configuration as the text of a ``persia.yml``: all keys, and absolute paths of data and of checkpoints.
+
+    ``load_config`` of the text gives an equal configuration, except for these paths: features and labels are written as
+    they were given, since a text such as ``1e6`` is another value as a number.
+    """
+    values = config.model_dump(by_alias=True)
+    described = parse(config.described)
+    entries: list[tuple[Scalar, Node]] = []
+    for key, value in values.items():
+        node = described.get(key) if key in FREE and isinstance(described, Entries) else None
+        entries.append((Scalar(NOWHERE, key), node_of(value) if node is None else node))
+    tree = Entries(NOWHERE, entries)
+    data = tree.at("data")
+    for part in ("train", "valid", "test"):
+        node = data.get(part)
+        if node is not None and not node.is_null:
+            data.put(part, _absolute(node, config.folder))
+    saves = tree.at("checkpoint").get("dir")
+    if saves is not None and not saves.is_null:
+        tree.at("checkpoint").put("dir", _absolute(saves, Path.cwd()))
+    return Rendered(tree).text
+
+
+def _absolute(node: Node, folder: Path) -> Node:
+    if isinstance(node, Items):
+        return Items(node.place, [_absolute(item, folder) for item in node.items])
+    if isinstance(node, Scalar) and not is_url(node.text):
+        return Scalar(node.place, str(folder / Path(node.text).expanduser()), quoted=node.quoted)
+    return node

@@ -1,0 +1,331 @@
+"""Which feature each column becomes, and why."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from persia.data.inspect.columns import EPOCHS, Column, numbers_of, snake
+from persia.data.inspect.labels import Label
+from persia.data.inspect.roles import Roles
+from persia.data.inspect.scan import Table
+from persia.data.inspect.signal import LEAK, alone
+from persia.data.inspect.sketches import is_list, is_text
+
+DIM = 16
+"""The dimension of all features, so that a DLRM can take their dot products."""
+FEW = 256
+"""Up to this many different integers are codes, such as those of an occupation."""
+ORDERED = 10
+"""Codes of as many integers may be amounts too, such as the number of a click in its session: their order is kept."""
+MANY = 1_000_000
+"""With more ids than this, rows are made for those only that come twice."""
+INTERVALS = 64
+"""Intervals of a number."""
+NEAR_UNIQUE = 0.95
+"""With more different values per row than this, a column names the row."""
+DAY = 86_400.0
+
+_ID_NAME = re.compile(r"(^|_)(ids?|uid|uuid|guid|key|code|zip|zipcode|sku|hash|num|nr|no)$")
+_PEOPLE = re.compile(r"^(user|item|product|movie|film|book|song|artist|ad|advertiser|campaign|site|page|device|shop)$")
+_INDEX_NAME = re.compile(r"^(index|idx|unnamed(_[0-9]+)?|row|rowid|row_id|row_number|id|level_[0-9]+|)$")
+
+
+@dataclass
+class Feature:
+    """A feature of a proposal.
+
+    Attributes:
+        name: Its name.
+        keys: What ``features`` says of it.
+        reason: Why.
+    """
+
+    name: str
+    keys: dict[str, Any]
+    reason: str
+
+
+@dataclass
+class LeftOut:
+    """A column that becomes no feature.
+
+    Attributes:
+        column: Its name.
+        reason: Why.
+        features: How to add it nevertheless.
+        warning: Whether the user should look at it.
+    """
+
+    column: str
+    reason: str
+    features: list[Feature]
+    warning: bool = False
+
+
+def propose(table: Table, label: Label, roles: Roles) -> tuple[list[Feature], list[LeftOut], dict[str, float]]:
+    """Return features, the columns left out, and the AUC of each column that was scored alone."""
+    features: list[Feature] = []
+    left_out: list[LeftOut] = []
+    scores: dict[str, float] = {}
+    names = _Names()
+    for column in table.columns.values():
+        if column.name == label.column:
+            continue
+        reason = _useless(column, roles)
+        if reason is not None:
+            left_out.append(LeftOut(column.name, reason, []))
+            continue
+        made = list(_features(column, names, roles))
+        score = alone(column, label.positive)
+        if score is not None:
+            scores[column.name] = score
+        reason = _unwanted(column, roles, score)
+        if reason is not None:
+            suspect = score is not None and score > LEAK
+            left_out.append(LeftOut(column.name, reason, made, suspect))
+        elif not made:
+            left_out.append(LeftOut(column.name, f"a column of {column.stored} is no feature", []))
+        else:
+            features += made
+    _share_tables(features, table)
+    return features, left_out, scores
+
+
+class _Names:
+    """Names of features: printable ASCII, each once."""
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+
+    def new(self, wanted: str) -> str:
+        name = re.sub(r"[^\x20-\x7e]", "_", wanted).strip()[:60] or "column"
+        number = 2
+        chosen = name
+        while chosen in self._used:
+            chosen, number = f"{name}_{number}", number + 1
+        self._used.add(chosen)
+        return chosen
+
+
+def _useless(column: Column, roles: Roles) -> str | None:
+    """Return why a column can be no feature at all."""
+    if column.nulls == column.rows or not column.distinct:
+        return "all rows are null"
+    if not column.many and column.exact and column.distinct == 1 and column.missing == 0:
+        return f"every row is {column.top[0][0]}"
+    if column.name == roles.weight:
+        return "it looks like the weight of a row, which says nothing of a new one"
+    return None
+
+
+def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
+    """Return why a column should be no feature."""
+    if score is not None and score > LEAK:
+        return f"alone it predicts the label with AUC {score:.3f}: is it known only after the label?"
+    if column.rows < 20 or column.many or column.kind in ("time", "other", "boolean") or column.span is not None:
+        return None
+    if column.step is not None and column.unique > NEAR_UNIQUE:
+        return f"it counts the rows: each is {column.step} more than the one before"
+    if column.name == roles.group and roles.transient:
+        return "it names a group of rows that ends: new rows have values that were never trained"
+    if column.kind in ("text", "integer") and column.unique > NEAR_UNIQUE:
+        if column.kind == "text" and _words(column) >= 4:
+            return f"free text: {column.distinct:,} different strings of {_words(column):.0f} words"
+        named = _INDEX_NAME.match(snake(column.name)) or _ID_NAME.search(snake(column.name))
+        if column.kind == "text" or named:
+            return f"nearly every row has a value of its own ({_count(column)} of {column.rows:,})"
+    if column.kind == "text" and _words(column) >= 6 and column.unique > 0.3:
+        return f"free text: {_count(column)} different strings of {_words(column):.0f} words"
+    return None
+
+
+def _words(column: Column) -> float:
+    texts = column.values.drop_null()[:1000]
+    return float(pc.mean(pc.add(pc.count_substring(texts, " "), 1)).as_py() or 0)
+
+
+def _count(column: Column) -> str:
+    return f"{column.distinct:,}" if column.exact else f"about {column.distinct:,}"
+
+
+def _features(column: Column, names: _Names, roles: Roles) -> Iterator[Feature]:
+    """Yield the features of a column."""
+    if column.many:
+        yield _bag(column, names)
+    elif column.span is not None:
+        yield from _dates(column, names)
+    elif column.kind in ("text", "boolean") or (column.kind == "integer" and _is_code(column, roles)):
+        yield _id(column, names)
+        if column.kind == "integer" and column.distinct >= ORDERED and not _is_name(column, roles):
+            yield _dense(column, names)
+    elif column.kind in ("integer", "number") and column.numbers is not None:
+        yield from _number(column, names)
+
+
+def _keys(name: str, column: Column, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a feature with its column, if its name is another one."""
+    kind = keys.pop("type")
+    return {"type": kind, **({"column": column.name} if name != column.name else {}), **keys}
+
+
+def _id(column: Column, names: _Names) -> Feature:
+    keys: dict[str, Any] = {"type": "id", "dim": DIM}
+    reason = f"{column.stored}, {_count(column)} values"
+    if column.kind == "integer":
+        reason = f"{_count(column)} integers that are codes"
+    if column.distinct > MANY:
+        keys["admission"] = {"min_count": 2}
+        reason += "; a value gets a row when it comes the second time"
+    if column.kind == "text" and 0.9 <= column.numeric < 1 and column.stray is not None:
+        text, row = column.stray
+        reason += (
+            f"; {column.numeric:.1%} are numbers, but row {row:,} is {text!r}: replace it by an empty field to use them"
+        )
+    elif column.kind == "text" and column.declared is None and column.numeric == 1 and column.distinct > FEW:
+        reason += "; numbers stored as strings: cast the column if their order matters"
+    name = names.new(column.name)
+    return Feature(name, _keys(name, column, keys), reason)
+
+
+def _is_code(column: Column, roles: Roles) -> bool:
+    """Whether integers are names rather than amounts."""
+    return (column.exact and column.distinct <= FEW) or _is_name(column, roles)
+
+
+def _is_name(column: Column, roles: Roles) -> bool:
+    """Whether integers are names by the name of their column, or as hashes: they are spread as no amount is."""
+    name = snake(column.name)
+    if column.name in (roles.group, roles.user) or _ID_NAME.search(name) or _PEOPLE.match(name):
+        return True
+    numbers = column.numbers
+    return numbers is not None and numbers.high - numbers.low > 2.0**40 and abs(column.skew) < 1
+
+
+def _bag(column: Column, names: _Names) -> Feature:
+    keys: dict[str, Any] = {"type": "bag"}
+    if column.separator is not None:
+        keys["separator"] = column.separator
+        reason = f"strings of several values, separated by {column.separator!r}"
+    else:
+        mean, longest = column.lengths or (0.0, 0)
+        reason = f"lists of {mean:.1f} items, at most {longest}; {_count(column)} different ones"
+    name = names.new(column.name)
+    return Feature(name, _keys(name, column, {**keys, "pooling": "mean", "dim": DIM}), reason)
+
+
+def _dates(column: Column, names: _Names) -> Iterator[Feature]:
+    """Yield the parts of a time that occur again: a year, or the month of data of one year, does not."""
+    first, last = column.span or (0.0, 0.0)
+    days = (last - first) / DAY
+    parts = []
+    if _has_hours(column):
+        parts.append(("hour", "the hour of the day"))
+    if days >= 14:
+        parts.append(("weekday", "the day of the week"))
+    if days >= 730:
+        parts.append(("month", "the month"))
+    for part, what in parts:
+        keys: dict[str, Any] = {"type": "date", "part": part}
+        if column.unit is not None:
+            keys["unit"] = column.unit
+        name = names.new(f"{column.name}_{part}")
+        yield Feature(name, _keys(name, column, {**keys, "dim": DIM}), what)
+
+
+def _has_hours(column: Column) -> bool:
+    seconds = times_of(column)
+    seconds = seconds[~np.isnan(seconds)]
+    return bool(len(np.unique(seconds % DAY // 3600)) > 2)
+
+
+def times_of(column: Column) -> npt.NDArray[np.float64]:
+    """Return the times of the sample in seconds since 1970, NaN where there is none."""
+    values = column.values
+    if column.unit is not None:
+        return numbers_of(values) / EPOCHS[column.unit]
+    micros = values.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    return numbers_of(micros) / 1e6
+
+
+def _number(column: Column, names: _Names) -> Iterator[Feature]:
+    """Yield a number twice: as an interval, which has a vector of its own, and as a float, which keeps its order."""
+    name = names.new(column.name)
+    boundaries = _boundaries(column)
+    if boundaries is None:
+        rule: dict[str, Any] = {"quantiles": INTERVALS}
+        reason = f"{_count(column)} numbers from {column.quantiles[0]:g} to {column.quantiles[-1]:g}"
+    else:
+        rule = {"boundaries": boundaries}
+        reason = f"{column.top[0][1]:.0%} of the rows are {column.top[0][0]}: intervals of the other numbers"
+        if len(boundaries) + 1 >= column.distinct:
+            reason = f"{_count(column)} numbers, each an interval of its own"
+    yield Feature(name, _keys(name, column, {"type": "bucket", **rule, "dim": DIM}), reason)
+    yield _dense(column, names)
+
+
+def _dense(column: Column, names: _Names) -> Feature:
+    keys: dict[str, Any] = {"type": "dense"}
+    reason = "in standard units"
+    if abs(column.skew) > 2:
+        keys["log1p"] = True
+        reason += f", of the logarithm, as the skew is {column.skew:.0f}"
+    name = names.new(f"{column.name}_dense")
+    return Feature(name, _keys(name, column, {**keys, "standardise": True}), reason)
+
+
+def _boundaries(column: Column) -> list[float] | None:
+    """Return boundaries where quantiles of all rows would be few, else None.
+
+    With up to :data:`INTERVALS` different numbers each is an interval. If one number has more than a quarter of the
+    rows, it is an interval, and the others are divided by their own quantiles.
+    """
+    values = numbers_of(column.values)
+    values = values[~np.isnan(values)]
+    different, counts = np.unique(values, return_counts=True)
+    if len(different) <= INTERVALS:
+        return [_short(number) for number in different[:-1]] if len(different) > 1 else None
+    if counts.max() <= len(values) / 4:
+        return None
+    main = different[counts.argmax()]
+    others = values[values != main]
+    shares = np.linspace(0, 1, INTERVALS - 1)[:-1]
+    bounds = np.unique(np.quantile(others, shares, method="inverted_cdf"))
+    below = different[different < main][-1:]
+    return sorted({_short(bound) for bound in (*bounds, *below, main)})
+
+
+def _short(number: float) -> float:
+    """Return a number of at most six digits, which is not below the given one."""
+    if number == int(number) and abs(number) < 1e9:
+        return int(number)
+    return float(f"{number:.6g}")
+
+
+def _share_tables(features: list[Feature], table: Table) -> None:
+    """Let a bag share the rows of an id feature, if most of its items are values of that."""
+    ids = [feature for feature in features if feature.keys["type"] == "id"]
+    for bag in (feature for feature in features if feature.keys["type"] == "bag"):
+        column = table.columns[bag.keys.get("column", bag.name)]
+        items = _items(column)
+        for one in ids:
+            other = table.columns[one.keys.get("column", one.name)]
+            if is_text(items.type) != is_text(other.values.type) or other.distinct < 10:
+                continue
+            known = pc.is_in(items, other.values.drop_null().unique().cast(items.type))
+            if (pc.mean(known).as_py() or 0) > 0.5:
+                bag.keys["table"] = one.name
+                bag.reason += f"; most are values of {one.name}, so they have one table"
+                break
+
+
+def _items(column: Column) -> pa.Array:
+    values = column.values.drop_null()
+    if column.separator is not None:
+        values = pc.split_pattern(values, column.separator)
+    return pc.list_flatten(values).drop_null() if is_list(values.type) else values

@@ -1,0 +1,173 @@
+"""Which column is the label."""
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from persia.data.inspect.columns import Column, numbers_of, snake
+from persia.data.inspect.scan import Table
+from persia.runtime.errors import DataError, UsageError
+
+_NAMES = (
+    r"label|labels|target|y|outcome|response|clicked|click|clicks|is_click|converted|conversion|is_conversion|"
+    r"purchased|bought|liked|like|is_like|churn|churned|won|success|default|defaulted|fraud|is_fraud|survived"
+)
+_LABEL_NAME = re.compile(rf"^({_NAMES})$")
+_RATING_NAME = re.compile(r"^(rating|ratings|stars|score|grade)$")
+_POSITIVE = ("1", "true", "yes", "y", "t", "click", "clicked", "positive", "pos", "won", "success", "bought")
+_OPERATION = re.compile(r"^(?P<column>.+?)(?P<operation>[>=])(?P<value>[^>=]*)$")
+
+
+@dataclass
+class Label:
+    """The label of a proposal.
+
+    Attributes:
+        column: Its column.
+        keys: What ``labels`` says of it beside the column.
+        reason: Why.
+        positive: Of each row of the sample, whether the label is 1.
+    """
+
+    column: str
+    keys: dict[str, Any]
+    reason: str
+    positive: npt.NDArray[np.bool_]
+
+
+def choose(table: Table, given: str | None) -> Label:
+    """Return the label that is given as ``COL``, ``COL=VALUE`` or ``COL>NUMBER``, or the only one that looks like one.
+
+    Raises:
+        UsageError: There is no such column, none looks like a label, or several do.
+        DataError: The column has one value, or values that cannot be a label as they are.
+    """
+    if given is None:
+        return _guess(table)
+    name, operation, value = given, "", ""
+    if given not in table.columns and (found := _OPERATION.match(given)):
+        name, operation, value = found["column"].strip(), found["operation"], found["value"].strip()
+    if name not in table.columns:
+        lower = {column.lower(): column for column in table.columns}
+        near = get_close_matches(name.lower(), lower, 1)
+        also = f" (did you mean {lower[near[0]]!r}?)" if near else f"; there are {', '.join(table.columns)}"
+        raise UsageError(f"--label {given}: no column {name!r}{also}")
+    column = table.columns[name]
+    if operation == ">":
+        return _greater(column, value, "as given by --label")
+    if operation == "=":
+        return _equal(column, value, "as given by --label")
+    return _of(column, "given by --label")
+
+
+def _guess(table: Table) -> Label:
+    named = [column for column in table.columns.values() if _LABEL_NAME.match(snake(column.name))]
+    binary = [column for column in named if _is_binary(column)]
+    if len(binary) == 1:
+        return _of(binary[0], f"its name, and {_positives(binary[0])}")
+    if len(named) == 1 and not binary:
+        return _of(named[0], "its name")
+    ratings = [column for column in table.columns.values() if _RATING_NAME.match(snake(column.name)) and column.numbers]
+    if not named and len(ratings) == 1:
+        return _of(ratings[0], "its name")
+    others = [column for column in table.columns.values() if column.kind != "text" and _is_binary(column)]
+    if not named and not ratings and len(others) == 1:
+        return _of(others[0], f"the only column of two values, and {_positives(others[0])}")
+    found = binary or named or ratings or others
+    if found:
+        listed = ", ".join(repr(column.name) for column in found[-10:])
+        error = UsageError(f"which column is the label? {listed} may be it")
+        error.hint = f"name it: persia data inspect FILE --label {found[-1].name}"
+    else:
+        error = UsageError(f"no column looks like a label; there are {', '.join(table.columns)}")
+        error.hint = "name it: --label COL, --label 'COL>NUMBER' or --label COL=VALUE"
+    raise error
+
+
+def _is_binary(column: Column) -> bool:
+    return column.exact and column.distinct == 2 and not column.many
+
+
+def _positives(column: Column) -> str:
+    return f"its values are {' and '.join(value for value, _ in column.top)}"
+
+
+def _of(column: Column, reason: str) -> Label:
+    """Return the label of a column that comes without a rule."""
+    if column.many or column.kind in ("list", "time", "other"):
+        raise DataError(f"label {column.name!r}: a {column.kind} column is no label; give one of numbers or strings")
+    if column.exact and column.distinct < 2:
+        only = column.top[0][0] if column.top else "null"
+        raise DataError(f"label {column.name!r}: every row is {only}; a model needs rows of both kinds")
+    if column.kind == "boolean":
+        return Label(column.name, {}, reason, np.asarray(column.values.fill_null(False)))
+    if column.kind == "text":
+        return _of_texts(column, reason)
+    values = numbers_of(column.values)
+    if column.numbers and column.distinct == 2:
+        if (column.numbers.low, column.numbers.high) == (0, 1):
+            return Label(column.name, {}, reason, values == 1)
+        return _equal(column, f"{column.numbers.high:g}", f"{reason}; a label is 1 or 0")
+    known = values[~np.isnan(values)]
+    bounds = np.unique(np.quantile(known, np.linspace(0, 1, 101), method="inverted_cdf"))[:-1]
+    shares = np.array([(known > bound).mean() for bound in bounds])
+    bound = bounds[np.abs(shares - 0.5).argmin()]
+    several = f"it has {column.distinct:,} values, so a label is 1 above {bound:g}, which halves the rows best"
+    return _greater(column, f"{bound:g}", f"{reason}; {several}")
+
+
+def _of_texts(column: Column, reason: str) -> Label:
+    if column.distinct > 2:
+        listed = ", ".join(f"{value} ({share:.0%})" for value, share in column.top)
+        error = DataError(f"label {column.name!r}: {column.distinct:,} different strings ({listed}); a label has two")
+        error.hint = f"name the one to predict: --label '{column.name}={column.top[-1][0]}'"
+        raise error
+    values = [value for value, _ in column.top]
+    positive = next((value for value in values if value.strip().lower() in _POSITIVE), values[-1])
+    return _equal(column, positive, f"{reason}; a label is 1 or 0, and {positive!r} is 1")
+
+
+def _greater(column: Column, value: str, reason: str) -> Label:
+    try:
+        bound = float(value)
+    except ValueError:
+        raise UsageError(f"--label '{column.name}>{value}': {value!r} is not a number") from None
+    if column.numbers is None:
+        raise UsageError(f"--label '{column.name}>{value}': the column is {column.stored}, want numbers")
+    return _checked(column, {"greater_than": _plain(bound)}, reason, numbers_of(column.values) > bound)
+
+
+def _equal(column: Column, value: str, reason: str) -> Label:
+    if column.kind == "text":
+        return _checked(column, {"equals": value}, reason, _true(pc.equal(column.values, value)))
+    if column.kind == "boolean":
+        wanted = value.lower() == "true"
+        return _checked(column, {"equals": wanted}, reason, _true(pc.equal(column.values, wanted)))
+    try:
+        number = float(value)
+    except ValueError:
+        raise UsageError(f"--label {column.name}={value}: the column is {column.stored}, want a number") from None
+    return _checked(column, {"equals": _plain(number)}, reason, numbers_of(column.values) == number)
+
+
+def _true(values: pa.Array) -> npt.NDArray[np.bool_]:
+    return np.asarray(values.fill_null(False))
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number
+
+
+def _checked(column: Column, keys: dict[str, Any], reason: str, positive: npt.NDArray[np.bool_]) -> Label:
+    if positive.all() or not positive.any():
+        rule = " ".join(f"{key} {value}" for key, value in keys.items())
+        values = ", ".join(value for value, _ in column.top)
+        which = "all" if positive.all() else "no"
+        raise DataError(f"label {column.name!r} ({rule}): {which} rows of the sample are 1; it has {values}")
+    return Label(column.name, keys, reason, positive)

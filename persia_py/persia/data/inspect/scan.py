@@ -1,0 +1,154 @@
+"""One pass over the files: what is known of each column, and a sample of the rows."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from persia.data.inspect.columns import Column, ColumnScan
+from persia.data.inspect.sketches import Repeats, RowSample
+from persia.data.records.files import Files, Unit
+from persia.data.records.split import mix
+from persia.runtime.errors import DataError
+
+ROWS = 5_000_000
+"""How many rows are read unless told otherwise."""
+SAMPLE = 100_000
+"""Rows of the sample; fewer for wide tables."""
+_SAMPLE_CELLS = 10_000_000
+_UNITS = 64
+"""Of a file that is not read whole, at most this many places are read."""
+_TEXT = ("csv", "tsv")
+
+
+@dataclass
+class Table:
+    """What one pass found.
+
+    Attributes:
+        files: The files.
+        columns: By name, in the order of the file.
+        rows: The number of rows that were read.
+        total: The number of rows of the files; None if that is not known without reading all of them.
+        whole: Whether all rows were read.
+        sample: A uniform sample of the rows that were read.
+        repeats: Which rows occur more than once.
+    """
+
+    files: Files
+    columns: dict[str, Column]
+    rows: int
+    total: int | None
+    whole: bool
+    sample: pa.Table
+    repeats: Repeats
+
+    @property
+    def expected_rows(self) -> int:
+        """The number of rows; where it is not known, that of the rows read."""
+        return self.total if self.total is not None else self.rows
+
+
+def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
+    """Read files once, at most ``limit`` rows of them, in memory that does not depend on their size.
+
+    With more rows, up to 64 places are read, spread evenly over the files: the first rows of row groups of Parquet and
+    of files of other formats.
+
+    Args:
+        files: The files.
+        limit: At most this many rows are read.
+        typed: Whether the columns of text files have types already; else types are proposed for them.
+
+    Raises:
+        DataError: There is no row or no column, or a file is damaged.
+    """
+    names = files.schema.names
+    if not names:
+        raise DataError(f"{files.paths[0]}: no column")
+    text_file = files.format in _TEXT and not typed
+    scans = [ColumnScan(field.name, _plain_type(field.type), text_file=text_file) for field in files.schema]
+    sample = RowSample(max(1000, min(SAMPLE, _SAMPLE_CELLS // len(names))))
+    repeats = Repeats()
+    reading = _Reading(files, limit)
+    rows = 0
+    for batch in reading:
+        hashes = np.zeros(batch.num_rows, np.uint64)
+        for number, column in enumerate(scans):
+            hashes = mix(hashes ^ column.add(batch.column(number), rows), number)
+        repeats.add(hashes)
+        sample.add(batch, rows)
+        rows += batch.num_rows
+    if not rows:
+        raise DataError(f"{', '.join(files.paths)}: no rows")
+    table = sample.table
+    columns = {each.name: each.finish(table.column(each.name).combine_chunks()) for each in scans}
+    table = pa.table({name: column.values for name, column in columns.items()})
+    total = rows if reading.whole else files.rows
+    return Table(files, columns, rows, total, reading.whole, table, repeats)
+
+
+def count_repeats(table: Table, test: Files, limit: int = SAMPLE) -> int:
+    """Read rows of the test files, note which of them occur in training too, and return how many were read.
+
+    Raises:
+        DataError: A file is damaged or lacks a column.
+    """
+    rows = 0
+    for batch in _Reading(test, limit):
+        scans = [ColumnScan(name, batch.schema.field(name).type, text_file=False) for name in table.files.schema.names]
+        hashes = np.zeros(batch.num_rows, np.uint64)
+        for number, column in enumerate(scans):
+            hashes = mix(hashes ^ column.add(batch.column(column.name), rows), number)
+        table.repeats.add(hashes, test=True)
+        rows += batch.num_rows
+    return rows
+
+
+class _Reading:
+    """Iterates over the rows that are read.
+
+    Attributes:
+        whole: After the iteration, whether these were all rows.
+    """
+
+    def __init__(self, files: Files, limit: int) -> None:
+        self._files, self._limit = files, limit
+        self.whole = True
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        units: Sequence[Unit] = self._files.units
+        total = self._files.rows
+        if total is not None and total <= self._limit:
+            quota = self._limit
+        else:
+            chosen = np.linspace(0, len(units) - 1, min(len(units), _UNITS)).astype(int)
+            self.whole = len(chosen) == len(units)
+            units = [units[index] for index in chosen]
+            quota = -(-self._limit // len(units))
+        for unit in units:
+            left = quota
+            for batch in self._files.read(unit):
+                if left <= 0:
+                    self.whole = False
+                    break
+                yield _plain(batch.slice(0, left))
+                if batch.num_rows > left:
+                    self.whole = False
+                left -= batch.num_rows
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the batch with dictionaries as values."""
+    if not any(pa.types.is_dictionary(field.type) for field in batch.schema):
+        return batch
+    columns = [
+        column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+        for column in batch.columns
+    ]
+    return pa.record_batch(columns, names=batch.schema.names)

@@ -1,0 +1,37 @@
+"""Formats that are known by a name: the columns of their files, and the types of these."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow as pa
+
+from persia.runtime.errors import UsageError
+
+CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
+"""The columns of Criteo's files: the label, 13 numbers, and 26 categories, which are 32 bits in hexadecimal digits."""
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "criteo": MappingProxyType(
+            {
+                "file_format": "tsv",
+                "header": CRITEO_HEADER,
+                "types": {name: pa.string() if name[0] == "C" else pa.int64() for name in CRITEO_HEADER},
+            }
+        )
+    }
+)
+"""The arguments of :func:`~persia.data.records.open_files`, by the name of the format."""
+
+
+def options(name: str | None) -> dict[str, Any]:
+    """Return the arguments of :func:`~persia.data.records.open_files` for a preset; none for None.
+
+    Raises:
+        UsageError: There is no such preset.
+    """
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise UsageError(f"preset {name!r}: want one of {', '.join(PRESETS)}")
+    return dict(PRESETS[name])

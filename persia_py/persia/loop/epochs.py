@@ -1,0 +1,123 @@
+"""The epochs of a run: passes over the data, which checkpoints count. A hook of the training loop."""
+
+from collections.abc import Iterator
+
+from persia.checkpoint.run_state import RunState
+from persia.loop.hooks import Loop
+from persia.loop.training import TrainingLoop
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+_logger = get_logger("loop")
+
+
+class Epochs:
+    """Numbers the epochs of a context, and continues in the interrupted one after a resume.
+
+    Args:
+        state: The state of the run, which has the number of passes that are finished.
+
+    Attributes:
+        resumed: The run continues after a checkpoint, and no mistake about that was logged so far; on rank 0.
+    """
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self.resumed = False
+        self._loop: Loop | None = None
+        self._began = 0
+        self._running: int | None = None  # the epoch whose body runs
+        self._loops = 0  # training loops in this body
+        self._warned = False
+
+    def begin(self, count: int) -> Iterator[int]:
+        """Return the epochs that are not finished, of ``count``; every rank calls this.
+
+        Raises:
+            UsageError: ``count`` is negative or differs between ranks, or the epochs are iterated already.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise UsageError(f"ctx.epochs({count!r}): want a whole number from 0 on")
+        if self._running is not None:
+            raise UsageError("ctx.epochs inside a loop over ctx.epochs: an epoch has no epochs of its own")
+        given = self._state.backend.all_gather("ctx.epochs", [count, self._state.passes])
+        other = next((rank for rank, (of_rank, _) in enumerate(given) if of_rank != count), None)
+        if other is not None:
+            raise UsageError(f"ctx.epochs: it is {count} on rank {settings.rank}, {given[other][0]} on rank {other}")
+        first = given[0][1]  # rank 0 has loaded the checkpoint
+        if first is None:
+            _logger.warning(
+                "ctx.epochs(%d): the checkpoint was written by an older version, which did not count epochs: they are "
+                "counted from 0",
+                count,
+            )
+        self._state.passes = first or 0
+        if first and settings.rank == 0:
+            _logger.info("ctx.epochs(%d): epochs before %d are finished in the checkpoint", count, first)
+        return self._iterate(first or 0, count)
+
+    def _iterate(self, first: int, count: int) -> Iterator[int]:
+        try:
+            for epoch in range(first, count):
+                self._running, self._loops = epoch, 0
+                yield epoch
+                if self._loops and self._state.passes == epoch:
+                    self._warn(
+                        "epoch %d: its training loop was left before the end of the data. A run that is interrupted "
+                        "after such a loop, and before the next, trains longer in this epoch when it is resumed: let "
+                        "the data set end instead",
+                        epoch,
+                    )
+                self._state.passes = epoch + 1
+        finally:
+            self._running = None
+
+    def begin_loop(self, previous: TrainingLoop | None) -> None:
+        """Record that a training loop begins; warn where a resumed script may train too many steps.
+
+        Args:
+            previous: The last loop of the context; None if this is the first.
+        """
+        if self._running is not None:
+            self._loops += 1
+            if self._loops > 1:
+                self._warn(
+                    "epoch %d has more than one training loop: a checkpoint has the position in one of them. Put "
+                    "the data of an epoch into one data set",
+                    self._running,
+                )
+            return
+        if previous is not None and not previous.completed and self._state.passes is not None:
+            self._state.passes += 1
+        if not self.resumed or previous is None:
+            return
+        self.resumed = False
+        before = self._state.passes_loaded
+        if before != 0:
+            _logger.warning(
+                "a second training loop of a resumed run begins, and its checkpoint was written %s. A script that "
+                "counts its passes from 0 again, as in `for epoch in range(N)`, trains too many steps after a resume: "
+                "write `for epoch in ctx.epochs(N)`. If the script itself begins at the interrupted pass, all is well",
+                "by an older version, which did not count passes" if before is None else f"after {before} finished",
+            )
+
+    def on_start(self, loop: Loop) -> None:
+        """Note the step at which a loop starts."""
+        self._loop, self._began = loop, loop.step
+
+    def on_end(self, complete: bool) -> None:
+        """Warn where a resumed script may train too few steps."""
+        loop, self._loop = self._loop, None
+        if complete and loop is not None and loop.step == self._began and self.resumed and self._running is None:
+            self.resumed = False
+            _logger.warning(
+                "the first training loop of this resumed run had no batch, because the checkpoint is at the end of its "
+                "pass over the data. A script that begins at the next pass, as in `range(ctx.step // STEPS, N)`, is "
+                "one pass short: write `for epoch in ctx.epochs(N)`"
+            )
+
+    def _warn(self, text: str, epoch: int) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning(text, epoch)

@@ -1,0 +1,91 @@
+"""What an :class:`~persia.nn.EmbeddingCollection` takes from a checkpoint, apart from its rows."""
+
+from collections.abc import Mapping
+
+from persia.checkpoint import snapshot
+from persia.checkpoint.run_state import saved_inputs
+from persia.embedding.optim import Optimizer
+from persia.nn.defaults import STATE
+from persia.nn.reference import RowsVersion
+from persia.runtime.errors import CheckpointError, ConfigError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+_logger = get_logger("collection")
+
+
+def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[float | None, list[str]]:
+    """Return the learning rate of a checkpoint and the names of its rows; nothing if a collection has not saved it.
+
+    The rate is None where nothing is trained.
+
+    Raises:
+        CheckpointError: The optimizer rejects the rate.
+    """
+    if STATE not in loaded.names:
+        return None, []
+    state = loaded.state(STATE)
+    if optimizer is None:
+        return None, state.get("rows", [])
+    lr = state.get("lr")
+    if not isinstance(lr, float):
+        raise CheckpointError(f"{loaded.path}: {STATE}: lr={lr!r}: want a number")
+    try:
+        optimizer.check_lr(lr)
+    except ConfigError as error:
+        raise CheckpointError(f"{loaded.path}: {STATE}: {error}") from error
+    return lr, state.get("rows", [])
+
+
+def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
+    """Check that a collection has all features of a checkpoint's model; warn of those that this model did not get.
+
+    Tables that the checkpoint does not have are reported where its rows are restored.
+
+    Args:
+        loaded: The checkpoint.
+        features: The features of the collection, with the name of their table.
+
+    Raises:
+        CheckpointError: The model had other features.
+    """
+    names = saved_inputs(loaded)
+    if names is None:
+        return
+    if not {*names.id_features} <= {*features}:
+        raise CheckpointError(
+            f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
+            f"EmbeddingCollection are {', '.join(features)}; give its tables the same feature_names"
+        )
+    new = {
+        feature: table
+        for feature, table in features.items()
+        if feature not in names.id_features and table in loaded.tables
+    }
+    if new:
+        _logger.warning(
+            "%s: its model was trained without the feature %s, which reads rows of the table %s",
+            loaded.path,
+            ", ".join(new),
+            ", ".join(dict.fromkeys(new.values())),
+        )
+
+
+def warn_unread_model(loaded: snapshot.Load | None, rows: RowsVersion) -> None:
+    """Warn once if rows of a checkpoint are used without the model that was trained with them.
+
+    Args:
+        loaded: The checkpoint; None if there is none.
+        rows: The rows, of which a state dict may have been checked since.
+    """
+    if loaded is None or not loaded.models or loaded.models & loaded.read or rows.checked or settings.rank != 0:
+        return
+    model = min(loaded.models)
+    loaded.read.add(model)  # one warning
+    _logger.warning(
+        "%s: its rows are used without the model that was trained with them, which is in the checkpoint. Load both: "
+        "loaded = collection.load(DIR), then model.load_state_dict(loaded.state(%r)). A new model may start from these "
+        "rows, but predicts badly until it is trained",
+        loaded.path,
+        model,
+    )

@@ -1,0 +1,41 @@
+"""A generation begins when the servers have space for its number."""
+
+import itertools
+
+import pytest
+
+from persia.backend import begin
+from persia.errors import RunLostError, StorageError, UsageError
+
+
+def test_a_full_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(begin, "_FIRST_S", 0.001)
+    tries = itertools.count(1)
+
+    def start() -> int:
+        if next(tries) < 5:
+            raise StorageError("server 1 of 2 at host:8888: epoch: No space left on device")
+        return 7
+
+    assert begin.begin_when_stored(start) == 7
+    assert caplog.text.count("no generation can begin, retrying for 60 s: server 1 of 2") == 1
+
+
+def test_after_the_time_limit_the_run_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "1")
+    monkeypatch.setattr(begin, "_FIRST_S", 0.6)
+
+    def full() -> int:
+        raise StorageError("server 1 of 2: No space left on device")
+
+    with pytest.raises(RunLostError, match=r"tried for \d s: server 1 of 2: No space left") as caught:
+        begin.begin_when_stored(full)
+    assert caught.value.exit_code == 75 and "free space" in caught.value.hint
+
+
+def test_another_error_is_not_retried() -> None:
+    def wrong() -> int:
+        raise UsageError("mine")
+
+    with pytest.raises(UsageError, match="mine"):
+        begin.begin_when_stored(wrong)

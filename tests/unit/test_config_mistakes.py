@@ -1,0 +1,458 @@
+"""Mistakes of ``persia.yml``: each with its place, what was found and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+
+import persia
+from persia.config import Config, validate_config
+from persia.errors import ConfigError
+
+GOOD = """data:
+  train: clicks.parquet
+features:
+  user: {type: id, dim: 16}
+  price: {type: dense}
+labels:
+  clicked: {}
+"""
+"""Lines 1 to 7; what a test adds begins on line 8."""
+
+KEYS = "data, features, labels, model, train, checkpoint, run"
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of a file in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return Path("persia.yml")
+
+
+def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
+    """Return the lines of the error, without ``persia.yml:``."""
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        persia.load_config(path, overrides)
+    head, *lines = str(caught.value).splitlines()
+    assert head == f"persia.yml: {len(lines)} error{'s' * (len(lines) > 1)}"
+    assert caught.value.hint == "correct it, then run: persia config check persia.yml"
+    assert len(caught.value.findings) == len(lines)
+    return [line.removeprefix("  ").removeprefix("persia.yml:") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        # keys
+        ("trian: {}", "8:1: trian: unknown key, did you mean `train`?; allowed: " + KEYS),
+        ("zzz: 1", "8:1: zzz: unknown key; allowed: " + KEYS),
+        ("serving: {}", "8:1: serving: not in this version yet: remove the block"),
+        ("run: {}\nrun: {}", "9:1: run: appears twice, first on line 8: remove one"),
+        ("run: {dir: a, dir: b}", "8:15: run.dir: appears twice, first on line 8: remove one"),
+        (
+            "run: {nam: x}",
+            "8:7: run.nam: unknown key, did you mean `name`?; allowed: dir, name, log_every, tensorboard",
+        ),
+        ("run:\n  <<: {}", "9:3: run.<<: merge keys are not read; an alias (`*name`) repeats a whole value"),
+        (
+            "train: {accumulate: 2}",
+            "8:9: train.accumulate: not supported: rows are updated at every step; give a larger data.batch_size",
+        ),
+        (
+            "train: {baseline: lightgbm}",
+            "8:9: train.baseline: not a key: it is an option of the command, persia train FILE --baseline lightgbm",
+        ),
+        # types
+        ("run: 3", "8:6: run: found `3`, allowed: a mapping (`key: value` lines)"),
+        ("run: [a]", "8:6: run: found a list, allowed: a mapping (`key: value` lines)"),
+        ("run: {tensorboard: yes}", "8:20: run.tensorboard: found `yes`, allowed: true, false"),
+        ("run: {tensorboard: 'true'}", '8:20: run.tensorboard: found "true", allowed: true, false'),
+        ("run: {log_every: ten}", "8:18: run.log_every: found `ten`, allowed: a whole number of at least 1"),
+        ("run: {log_every: 0}", "8:18: run.log_every: found `0`, allowed: a whole number of at least 1"),
+        ("run: {log_every: 1.5}", "8:18: run.log_every: found `1.5`, allowed: a whole number of at least 1"),
+        ("run: {log_every: 010}", "8:18: run.log_every: found `010`, allowed: a whole number of at least 1"),
+        ("run: {log_every: '5'}", '8:18: run.log_every: found "5", allowed: a whole number of at least 1'),
+        ("run: {log_every: }", "8:18: run.log_every: found nothing, allowed: a whole number of at least 1"),
+        ("run: {dir: {}}", "8:12: run.dir: found a mapping, allowed: a text"),
+        ("run: {dir: ''}", '8:12: run.dir: found "", allowed: a text'),
+        ("run: {dir: [a, b]}", "8:12: run.dir: found a list, allowed: a text"),
+        ("train: {staleness: 65}", "8:20: train.staleness: found `65`, allowed: a whole number from 1 to 64"),
+        ("train: {clip_norm: 0}", "8:20: train.clip_norm: found `0`, allowed: a number above 0"),
+        ("train: {clip_norm: .inf}", "8:20: train.clip_norm: found `.inf`, allowed: a number above 0"),
+        (
+            "train: {lr_schedule: cosin}",
+            "8:22: train.lr_schedule: found `cosin`, allowed: constant, linear, cosine; did you mean `cosine`?",
+        ),
+        (
+            "train: {metrics: [auc, gac, log_loss]}",
+            "8:24: train.metrics: found `gac`, allowed: auc, log_loss, ne, calibration, gauc; did you mean `gauc`?",
+        ),
+        ("train: {metrics: [auc, auc]}", "8:18: train.metrics: `auc` appears twice: remove one"),
+        # optimizers
+        (
+            "train: {dense_optimizer: {name: adm}}",
+            "8:33: train.dense_optimizer.name: found `adm`, allowed: adam, adamw, adagrad, sgd; did you mean `adam`?",
+        ),
+        (
+            "train: {dense_optimizer: {lrr: 1}}",
+            "8:27: train.dense_optimizer.lrr: unknown key, did you mean `lr`?; "
+            "allowed: name, lr, betas, eps, weight_decay, amsgrad",
+        ),
+        (
+            "train: {dense_optimizer: {betas: [0.9, 1]}}",
+            "8:40: train.dense_optimizer.betas: found `1`, allowed: a number of at least 0 and below 1",
+        ),
+        (
+            "train: {dense_optimizer: {betas: [0.9]}}",
+            "8:34: train.dense_optimizer.betas: found a list, allowed: a list of 2 numbers of at least 0 and below 1; "
+            "it has 1",
+        ),
+        (
+            "train: {embedding_optimizer: {name: sgd}}",
+            "8:30: train.embedding_optimizer.lr: missing, allowed: a number of at least 0",
+        ),
+        (
+            "train: {embedding_optimizer: {name: adamw}}",
+            "8:37: train.embedding_optimizer.name: found `adamw`, allowed: adagrad, adam, sgd; did you mean `adam`?",
+        ),
+        (
+            "train: {dense_optimizer: {name: sgd, nesterov: true}}",
+            "8:48: train.dense_optimizer.nesterov: needs `momentum` above 0, and `dampening: 0`",
+        ),
+        # the model
+        ("model: {name: dcn}", "8:15: model.name: found `dcn`, allowed: dcnv2, dlrm; did you mean `dcnv2`?"),
+        (
+            "model: {cross_layer: 2}",
+            "8:9: model.cross_layer: unknown key, did you mean `cross_layers`?; "
+            "allowed: name, class, cross_layers, deep_mlp, low_rank, dropout",
+        ),
+        ("model: {deep_mlp: 3}", "8:19: model.deep_mlp: found `3`, allowed: a list of whole numbers"),
+        ("model: {deep_mlp: [3, x]}", "8:23: model.deep_mlp: found `x`, allowed: a whole number"),
+        (
+            "model: {num_dense: 3}",
+            "8:9: model.num_dense: found, but it follows from `features` and `labels`: remove it",
+        ),
+        ("model: {class: a.b}", "8:16: model.class: found `a.b`, allowed: `module:Class`, such as `my_model:MyModel`"),
+        # blocks together
+        (
+            "train: {early_stop: {metric: gauc}}",
+            "8:30: train.early_stop.metric: `gauc` needs `train.gauc_group`, the column of the groups, such as the "
+            "user",
+        ),
+        (
+            "train: {metrics: [gauc]}",
+            "8:18: train.metrics: `gauc` needs `train.gauc_group`, the column of the groups, such as the user",
+        ),
+        (
+            "train: {gauc_group: user}",
+            "8:21: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group",
+        ),
+        (
+            "train: {weight: clicked}",
+            "8:17: train.weight: reads `clicked`, the column of `labels.clicked`: the label would be known; "
+            "give another column, or remove it",
+        ),
+        ("run: {name: a/b}", "8:13: run.name: found `a/b`, allowed: letters, digits, `.`, `_` and `-`; not LATEST"),
+        (
+            "run: {dir: s3://a/b}",
+            "8:12: run.dir: found `s3://a/b`, allowed: a folder; checkpoint.upload_to has the address to which saves "
+            "are copied",
+        ),
+        (
+            "checkpoint: {upload_to: saves}",
+            "8:25: checkpoint.upload_to: found `saves`, allowed: an address such as s3://bucket/prefix",
+        ),
+    ],
+)
+def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> None:
+    found = mistakes(write, GOOD + added)
+    assert found == [message]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{}", "1:7: data.train: missing, allowed: a list of texts, or a text"),
+        ("{train: [a, {}]}", "1:19: data.train: found a mapping, allowed: a text"),
+        (
+            "{train: a, workers: 2}",
+            "1:18: data.workers: not a key: Arrow reads with the threads of this host; in a job, "
+            "data-compose has replicas",
+        ),
+        ("{train: a, split: {fractions: [0.5, 0.2, 0.2]}}", "1:37: data.split.fractions: the sum is 0.9, allowed: 1"),
+        (
+            "{train: a, split: {fractions: [0, 0.5, 0.5]}}",
+            "1:37: data.split.fractions: the share of train is 0; allowed: above 0",
+        ),
+        (
+            "{train: a, split: {fractions: [0.5, 1.5, 0]}}",
+            "1:43: data.split.fractions: found `1.5`, allowed: a number from 0 to 1",
+        ),
+        (
+            "{train: [a, ~no-such-user/b]}",
+            "1:19: data.train: found `~no-such-user/b`, but there is no such user's folder",
+        ),
+        (
+            "{train: a, split: {column: t}}",
+            "1:34: data.split.column: found beside `by: hash`; allowed: with `by: time` only",
+        ),
+        (
+            "{train: a, split: {by: time, column: t, test: 5, group: u}}",
+            "1:63: data.split.group: found beside `by: time`; allowed: with `by: hash` only",
+        ),
+        (
+            "{train: a, split: {by: time, test: 2024-05-01}}",
+            "1:25: data.split.column: missing, allowed: the column of the time",
+        ),
+        (
+            "{train: a, split: {by: time, column: t}}",
+            "1:25: data.split.valid: missing, allowed: the first time of the part, such as `valid: 2024-05-01`",
+        ),
+        (
+            "{train: a, split: {by: time, column: t, valid: 2024-06-01, test: 2024-05-01}}",
+            "1:72: data.split.test: found '2024-05-01', which is before valid ('2024-06-01')",
+        ),
+        (
+            "{train: a, split: {by: time, column: t, valid: 3, test: 2024-05-01}}",
+            "1:63: data.split.test: found '2024-05-01' beside valid: 3; want two times of one kind",
+        ),
+        (
+            "{train: a, split: {by: file}}",
+            "1:30: data.split.by: found `file`, but neither data.valid nor data.test; give one of them",
+        ),
+        (
+            "{train: a, valid: b, test: c, split: {group: u}}",
+            "1:44: data.split: found beside data.valid and data.test, so no rows are divided: remove it",
+        ),
+        (
+            "{train: a, format: parquet, header: [user]}",
+            "1:43: data.header: found beside `format: parquet`, whose files have types and names: remove it",
+        ),
+        (
+            "{train: a, header: [user, price, user, clicked]}",
+            "1:26: data.header: `user` appears twice; each column has one name",
+        ),
+        (
+            "{train: a, header: [usr, price, clicked]}",
+            "4:3: features.user: no column `user` in `data.header`, did you mean `usr`?",
+        ),
+        (
+            "{train: a, columns: {price: float}}",
+            "1:35: data.columns: found `float`, allowed: int64, float64, string, bool, timestamp, date; "
+            "did you mean `float64`?",
+        ),
+        (
+            "{train: a, preset: criteo, format: csv}",
+            "1:42: data.format: found beside `preset: criteo`, which sets it: remove it",
+        ),
+    ],
+)
+def test_each_mistake_of_data_has_its_place(write: Path, data: str, message: str) -> None:
+    found = mistakes(write, GOOD.replace("data:\n  train: clicks.parquet", f"data: {data}\n"))
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (
+            "{user: {type: idd, dim: 16}}",
+            "3:25: features.user.type: found `idd`, allowed: id, bag, sequence, bucket, "
+            "cross, dense, date; did you mean `id`?",
+        ),
+        (
+            "{user: {type: id, dim: 16, column: clicked}}",
+            "3:46: features.user.column: reads `clicked`, the column of "
+            "`labels.clicked`: the label would be known; give another column, or remove it",
+        ),
+        (
+            "{clicked: {type: id, dim: 16}}",
+            "3:12: features.clicked: reads `clicked`, the column of `labels.clicked`: "
+            "the label would be known; give another column, or remove it",
+        ),
+        (
+            "{user: {type: bag, dim: 16, weights: clicked}}",
+            "3:48: features.user.weights: reads `clicked`, the column of "
+            "`labels.clicked`: the label would be known; give another column, or remove it",
+        ),
+        ("{}", "3:11: features: found nothing: name at least one feature, such as `user: {type: id, dim: 16}`"),
+        ("", "3:9: features: found nothing: name at least one feature, such as `user: {type: id, dim: 16}`"),
+    ],
+)
+def test_mistakes_of_features_are_in_the_same_error(write: Path, features: str, message: str) -> None:
+    text = f"data: {{train: a}}\n\nfeatures: {features}\nlabels: {{clicked: {{}}}}\ntrain: {{seed: x}}\n"
+    found = mistakes(write, text)
+    assert found == [message, "5:15: train.seed: found `x`, allowed: a whole number from 0 to 9223372036854775807"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "1:1: the file is empty"),
+        ("# nothing but a comment\n", "1:1: the file is empty"),
+        ("- a\n", "1:1: found a list, allowed: a mapping (`key: value` lines)"),
+        ("just a text\n", "1:1: found `just a text`, allowed: a mapping (`key: value` lines)"),
+        (
+            "data: {train: a\nrun: {}\n",
+            "2:4: not valid YAML: while parsing a flow mapping, did not find expected ',' or '}'",
+        ),
+        (
+            "data:\n\ttrain: a\n",
+            "2:1: not valid YAML: while scanning for the next token, found character that cannot start any token",
+        ),
+        ("a: 1\n---\nb: 2\n", "2:1: a second document begins here; a file holds one: remove the `---`"),
+        (
+            "data: !!python/object:os.system {}\n",
+            "1:7: the tag `tag:yaml.org,2002:python/object:os.system` is not understood here: remove it",
+        ),
+        ("data: *absent\n", "1:7: the alias `*absent` has no anchor `&absent` before it"),
+        ("{[a]: 1}\n", "1:2: a key must be a word, found a list"),
+        ("a: " + "[" * 40 + "]" * 40, "1:35: nested deeper than 32 levels"),
+        (
+            "run:\n  name: a\u2028b\n",
+            '2:10: the character U+2028 ends a line for some parsers only: remove it, or write "\\u2028"',
+        ),
+        ("a: \x00\n", "1:1: not valid YAML: control characters are not allowed"),
+    ],
+)
+def test_what_is_no_mapping_is_one_mistake(write: Path, text: str, message: str) -> None:
+    assert mistakes(write, text) == [message]
+
+
+def test_an_alias_bomb_is_refused_and_an_honest_alias_is_read(write: Path) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    found = mistakes(write, "\n".join(levels))
+    assert found == ["5:5: more than 500000 keys and values up to here"]
+    write.write_text(GOOD.replace("type: id", "type: id, init: &new {name: zero}") + "  item: {equals: 1}\n")
+    assert persia.load_config(write).features["user"]["init"] == {"name": "zero"}
+
+
+def test_all_mistakes_are_in_one_error_in_the_order_of_the_file(write: Path) -> None:
+    text = """dat: {train: a}
+features:
+  user: {type: id}
+labels:
+train: {seed: a, threads: 0}
+budget: 3
+"""
+    assert [line.split(": ")[0] + " " + line.split(": ")[1] for line in mistakes(write, text)] == [
+        "1:1 dat",
+        "3:9 features.user.dim",
+        "4:7 labels",
+        "5:15 train.seed",
+        "5:27 train.threads",
+        "6:1 budget",
+    ]
+
+
+def test_a_missing_block_is_named_once(write: Path) -> None:
+    assert mistakes(write, "labels: {clicked: {}}\nfeatures: {user: {type: id, dim: 4}}\n") == [
+        "1:1: data: missing, allowed: at least `data: {train: FILE}`"
+    ]
+    found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\nfeature: {user: {type: id, dim: 4}}\n")
+    assert found == [f"3:1: feature: unknown key, did you mean `features`?; allowed: {KEYS}"]
+    found = mistakes(write, GOOD.replace("  train:", "  trian:"))
+    assert [line.partition(";")[0] for line in found] == ["2:3: data.trian: unknown key, did you mean `train`?"]
+    found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\n")
+    assert found == ["1:1: features: missing: name at least one feature, such as `user: {type: id, dim: 16}`"]
+
+
+def test_dlrm_needs_equal_dims(write: Path) -> None:
+    text = GOOD + "model: {name: dlrm}\n"
+    write.write_text(text)
+    assert persia.load_config(write).model.arguments == {"dropout": 0.0}
+    text = text.replace(
+        "labels:",
+        "  item: {type: id, dim: 8}\n  day: {type: date, part: day, dim: 0}\n"
+        "  both: {type: cross, features: [day, item], dim: 16}\nlabels:",
+    )
+    assert mistakes(write, text) == [
+        "11:15: model.name: `dlrm` needs features of one dim, found user 16, item 8, both 16; give all the same, or "
+        "use `name: dcnv2`"
+    ]
+
+
+def test_the_early_stop_needs_rows_and_a_metric(write: Path) -> None:
+    text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
+    assert mistakes(write, text) == [
+        "9:21: train.early_stop: there is no part valid to judge by: give data.valid, or a share of it"
+    ]
+    write.write_text(text.replace("  split", "  valid: b\n  split"))
+    assert persia.load_config(write).train.early_stop is not None
+    text = GOOD.replace("clicked: {}", "stars: {loss: mse}") + "train: {early_stop: {}}\n"
+    assert mistakes(write, text) == [
+        "8:21: train.early_stop.metric: found `auc`, but the first label, `stars`, has `loss: mse`; allowed: loss"
+    ]
+
+
+def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing_it(write: Path) -> None:
+    Path("my_model.py").write_text(
+        "import does_not_exist\n"
+        "class Tower(does_not_exist.Module):\n"
+        "    def __init__(self, num_dense, embedding_dims: list[int], width: int, depth: int = 2):\n"
+        "        pass\n"
+        "class Free:\n"
+        "    def __init__(self, **anything):\n"
+        "        pass\n"
+    )
+    write.write_text(GOOD + "model: {class: 'my_model:Tower', width: 1e2}\n")
+    config = persia.load_config(write)
+    assert (config.model.name, config.model.class_, config.model.arguments) == (None, "my_model:Tower", {"width": 100})
+    write.write_text(GOOD + "model: {class: my_model:Free, any: [1, x]}\n")
+    assert persia.load_config(write).model.arguments == {"any": [1, "x"]}
+    for model, message in [
+        ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
+        ("class: my_modell:Tower", "8:16: model.class: no module `my_modell` in . nor among the installed packages"),
+        ("name: dlrm, class: my_model:Free", "8:15: model.name: found beside `class`; allowed: one of the two"),
+        ("class: my_model:Tower", "8:8: model.width: missing, allowed: a whole number"),
+        ("class: my_model:Tower, width: x", "8:39: model.width: found `x`, allowed: a whole number"),
+        (
+            "class: my_model:Tower, width: 1, dept: 1",
+            "8:42: model.dept: unknown key, did you mean `depth`?; allowed: name, class, num_dense, embedding_dims, "
+            "width, depth",
+        ),
+    ]:
+        found = mistakes(write, GOOD + f"model: {{{model}}}\n")
+        assert [line.replace(f"{Path.cwd()}/", "").replace(f"{Path.cwd()},", ".") for line in found] == [message]
+
+
+def test_what_is_unusual_is_a_warning(write: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write.write_text(
+        GOOD.replace("clicks.parquet", "a.csv\n  columns: {prise: float64}")
+        + "train: {reproducible: true, staleness: 8}\n"
+    )
+    config = persia.load_config(write)
+    assert config.train.staleness == 1
+    shown = caplog.text
+    assert "persia.yml:3:13: data.columns.prise: nothing reads this column, did you mean `price`?" in shown
+    assert "train.staleness: found 8, but training is reproducible, so the staleness is 1" in shown
+
+
+def test_a_file_that_cannot_be_read_names_the_next_step(write: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yml") as caught:
+        persia.load_config("absent.yml")
+    assert caught.value.hint == "make one from your data: persia data inspect FILE"
+    Path("binary.yml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.yml"):
+        persia.load_config("binary.yml")
+
+
+def test_a_program_can_ask_whether_a_configuration_is_valid(write: Path) -> None:
+    write.write_text(GOOD)
+    config = persia.load_config(write)
+    assert validate_config(config) == (True, [])
+    assert validate_config(write) == (True, [])
+    user: dict[str, object] = {"type": "id", "dim": 4}
+    content = {"data": {"train": "a"}, "features": {"user": user}, "labels": {"clicked": {}}}
+    assert validate_config(content) == (True, [])
+    made = Config.model_validate({**content, "train": {"staleness": 2, "gauc_group": "user"}})
+    assert validate_config(made) == (
+        False,
+        ["the configuration: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group"],
+    )
+    user["dim"] = "four"
+    assert validate_config(content) == (
+        False,
+        ["the configuration: features.user.dim: found `four`, allowed: a whole number from 0 to 4096"],
+    )
