@@ -89,10 +89,7 @@ impl MemoryBudget {
     }
 }
 
-fn counted(
-    permit: Result<OwnedSemaphorePermit, AcquireError>,
-    bytes: u64,
-) -> Result<RequestMemory, Status> {
+fn counted(permit: Result<OwnedSemaphorePermit, AcquireError>, bytes: u64) -> Result<RequestMemory, Status> {
     let permit = permit.map_err(|closed| Status::internal(closed.to_string()))?;
     let mib = bytes.div_ceil(1 << MIB);
     Ok(RequestMemory { _permit: permit, _counted: metrics::RequestMemory::count(mib << MIB) })
@@ -128,10 +125,18 @@ mod tests {
     async fn one_request_whose_turn_has_come_needs_no_budget() {
         let budget = MemoryBudget::of(4, "wait");
         let _held = take(&budget, 4).await.unwrap();
-        let at_turn = |come| {
+        let at_turn = |come: bool| {
             let budget = budget.clone();
             let deadline = Instant::now() + Duration::from_millis(50);
-            async move { budget.take_at_turn(3 << MIB, deadline, async move { if !come { pending().await } }).await }
+            async move {
+                budget
+                    .take_at_turn(3 << MIB, deadline, async move {
+                        if !come {
+                            pending().await
+                        }
+                    })
+                    .await
+            }
         };
         at_turn(false).await.unwrap_err();
         let first = at_turn(true).await.unwrap();

@@ -268,7 +268,8 @@ fn the_features_of_persia_yml_are_the_slots() {
     let tables: Vec<&str> = metrics.lines().filter(|line| line.starts_with("persia_rows{")).collect();
     assert_eq!(tables, ["persia_rows{table=\"user\"} 0", "persia_rows{table=\"item\"} 0"]);
 
-    fs::write(&config, text.replace("type: sequence, ", "typ: sequence, ").replace("dim: 4", "dim: 0")).unwrap();
+    fs::write(&config, text.replace("type: sequence, ", "typ: sequence, ").replace("dim: 4", "dim: 0"))
+        .unwrap();
     let (code, line) = start().fails();
     assert_eq!(code, 2, "{line}");
     for found in [
