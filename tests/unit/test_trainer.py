@@ -1,6 +1,7 @@
 """The trainer: the bits of a hand-written loop, evaluation, early stop, resume, predictions."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from trainer_files import config_of, write_clicks, write_config
+from trainer_files import FEATURES, config_of, write_clicks, write_config
 
 import persia
 from persia.config import Config
@@ -21,8 +22,8 @@ from persia.errors import CheckpointError, ConfigError, UsageError
 from persia.features import to_batch
 from persia.models import DCNv2
 from persia.nn import EmbeddingCollection, TableConfig
-from persia.trainer import EvaluationReport, StepReport, Trainer, models, prediction
-from persia.trainer.batches import TrainingBatches
+from persia.trainer import EvaluationReport, StepReport, Trainer, baselines, lightgbm_baseline, models, prediction
+from persia.trainer.batches import TrainingBatches, read_rows
 from persia.trainer.parts import Parts
 
 Tensors = list[torch.Tensor]
@@ -210,6 +211,7 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     best = int(np.argmax(values))
     assert found["early_stopped"] and found["step"] == valid[-1].step < found["total_steps"]
     assert len(valid) == best + 3
+    assert found["valid"]["step"] == valid[best].step  # the table shows the model that is used
     assert found["best"]["step"] == valid[best].step and found["best"]["value"] == values[best]
     assert [each.is_best for each in valid][best] and not any(each.is_best for each in valid[best + 1 :])
     assert trainer.folder is not None
@@ -279,7 +281,8 @@ def test_several_labels_with_weights(tmp_path: Path) -> None:
     table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
     weights = pa.array(np.arange(len(table)) % 3, pa.int32())
     pa.parquet.write_table(table.append_column("times", weights), tmp_path / "clicks.parquet")
-    trainer, reports = train(config_of(tmp_path, labels=labels, train={"weight": "times"}))
+    features = {name: feature for name, feature in FEATURES.items() if name != "level"}  # level is read from dense1
+    trainer, reports = train(config_of(tmp_path, features=features, labels=labels, train={"weight": "times"}))
     last = reports[-1]
     assert isinstance(last, EvaluationReport) and [*last.labels] == ["label", "steep"]
     assert {*last.labels["steep"].values} == {"mse", "mae", "calibration"}
@@ -450,3 +453,72 @@ def test_a_trainer_restores_the_settings_of_torch(tmp_path: Path) -> None:
         next(trainer.fit())
         assert torch.get_num_threads() == 2 and torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled() is before
+
+
+# --- sources and rivals
+
+
+def test_files_and_batches_of_ones_own(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "more.parquet", 3000)
+    config = config_of(tmp_path, data={"split": {"fractions": [1, 0, 0]}})
+    with Trainer(config) as trainer:
+        steps = [report.step for report in trainer.fit(str(tmp_path / "more.parquet"))]
+    assert steps[-1] == 24 and summary(trainer)["rows"]["train"] == 3000
+    part = Parts(config).train
+    transform = config.compiled.fit(pa.parquet.read_table(tmp_path / "clicks.parquet"))
+    given = TrainingBatches(part, part.reader(500), transform, None)
+    config = config_of(tmp_path, data={"split": {"fractions": [1, 0, 0]}}, run={"name": "own", "log_every": 1})
+    with Trainer(config) as trainer:
+        assert [report.step for report in trainer.fit(given)] == [1, 2, 3, 4]
+
+
+def test_columns_of_a_tree(tmp_path: Path) -> None:
+    rows = pa.table(
+        {
+            "id0": pa.array([5, 7, 5, None]),
+            "id1": ["a", "b", "c", "a"],
+            "dense0": pa.array([1.0, None, 3.0, 4.0], pa.float32()),
+            "dense1": [0.5] * 4,
+            "label": [0, 1, 0, 1],
+        }
+    )
+    pa.parquet.write_table(rows, tmp_path / "clicks.parquet")
+    features = {
+        "id0": {"type": "id", "dim": 4, "if_null": "skip"},
+        "id1": {"type": "id", "dim": 4},
+        "pair": {"type": "cross", "features": ["id0", "id1"], "dim": 4},
+        "dense0": {"type": "dense", "log1p": True},
+        "level": {"type": "bucket", "column": "dense0", "boundaries": [2], "dim": 4},
+    }
+    config = config_of(tmp_path, features=features, data={"split": {"fractions": [1, 0, 0]}})
+    transform = config.compiled.fit(rows)
+    columns = lightgbm_baseline.Columns(config, transform)
+    assert (columns.numbers, columns.slots, columns.left_out) == (["dense0"], ["id0", "id1"], ["pair"])
+    part = Parts(config).train
+    known = columns.read([*read_rows(part, transform, 2)])
+    np.testing.assert_array_equal(known[:, 0], [1.0, np.nan, 3.0, 4.0])  # as in the file
+    assert known[0, 1] == known[2, 1] != known[1, 1] and np.isnan(known[3, 1])
+    assert known[0, 2] == known[3, 2] and len({*known[:, 2]}) == 3
+    pa.parquet.write_table(rows.set_column(1, "id1", pa.array(["z", "b", "b", "b"])), tmp_path / "clicks.parquet")
+    later = columns.read([*read_rows(Parts(config).train, transform, 4)])
+    assert np.isnan(later[0, 2]) and later[1, 2] == known[1, 2]
+
+
+def test_a_rival_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightgbm", None)
+    with pytest.raises(ConfigError, match="lightgbm: the package cannot be imported") as caught:
+        baselines.find("lightgbm")
+    assert caught.value.hint == "pip install lightgbm"
+
+
+def test_lightgbm_is_judged_on_the_same_rows(tmp_path: Path) -> None:
+    pytest.importorskip("lightgbm")
+    config = config_of(tmp_path)
+    trainer, _ = train(config)
+    assert trainer.folder is not None
+    baselines.find("lightgbm")(config, trainer.folder)
+    found = summary(trainer)
+    for part in ("valid", "test"):
+        rival, own = found["baseline"][part]["label"], found[part]["labels"]["label"]
+        assert rival["rows"] == own["rows"] and 0.55 < rival["auc"] < 0.9
+    assert "test, label, lightgbm" in (trainer.folder.path / "report.html").read_text()

@@ -1,5 +1,6 @@
 """Models to compare with: trained on the same rows, judged by the same metrics."""
 
+import importlib
 from collections.abc import Callable
 
 from persia.config import Config
@@ -10,20 +11,20 @@ Baseline = Callable[[Config, RunFolder], None]
 
 
 def find(name: str) -> Baseline:
-    """Return the baseline of a name, after checking that its package is installed.
+    """Return the baseline of a name, after checking that its package can be imported.
 
     Raises:
         UsageError: There is no such baseline.
-        ConfigError: Its package is not installed.
+        ConfigError: Its package cannot be imported.
     """
     if name != "lightgbm":
         raise UsageError(f"--baseline {name}: want lightgbm")
-    from importlib.util import find_spec
-
-    if find_spec("lightgbm") is None:
-        error = ConfigError("--baseline lightgbm: the package lightgbm is not installed")
-        error.hint = "pip install lightgbm"
-        raise error
+    try:
+        importlib.import_module("lightgbm")
+    except (ImportError, OSError) as error:  # OSError: a library of the system is missing, such as libgomp
+        missing = ConfigError(f"--baseline lightgbm: the package cannot be imported: {error}")
+        missing.hint = "pip install lightgbm"
+        raise missing from error
     from persia.trainer.lightgbm_baseline import compare
 
     return compare

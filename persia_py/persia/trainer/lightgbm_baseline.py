@@ -16,11 +16,11 @@ from persia.config import Config
 from persia.features import Transform
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
-from persia.trainer import fitting, metrics
+from persia.trainer import fitting, metrics, pages
 from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import metric_names
 from persia.trainer.parts import Part, Parts
-from persia.trainer.run_folder import SUMMARY, RunFolder
+from persia.trainer.run_folder import FACTS, SUMMARY, RunFolder
 
 _logger = get_logger("trainer")
 
@@ -110,7 +110,7 @@ def compare(config: Config, folder: RunFolder) -> None:
         raise ConfigError("--baseline lightgbm stops early on the valid part: set data.valid or data.split")
     columns = Columns(config, transform)
     width = len(columns.numbers) + len(columns.slots)
-    rows = int(folder.read_json("run.json")["rows"])
+    rows = int(folder.read_json(FACTS)["rows"])
     if not width or rows * width > MAX_VALUES:
         raise ConfigError(
             f"--baseline lightgbm: {rows:,} rows of {width} columns; want at least 1 column, and at most "
@@ -161,6 +161,7 @@ def compare(config: Config, folder: RunFolder) -> None:
         **results,
     }
     folder.write_json(SUMMARY, summary)
+    pages.write(folder, config)
 
 
 def _named(parts: Parts) -> list[tuple[str, Part]]:

@@ -4,7 +4,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from typing_extensions import Self
 
@@ -30,16 +30,14 @@ class Shown:
         self._live: Progress | None = None
         if self._console.is_terminal:
             columns = (
-                TextColumn("step"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=8),
                 MofNCompleteColumn(),
-                TextColumn("loss {task.fields[loss]} · valid {task.fields[metric]} · {task.fields[speed]} samples/s"),
-                TextColumn("· staleness {task.fields[staleness]} · limited by {task.fields[limit]}"),
+                TextColumn("loss {task.fields[loss]} · {task.fields[metric]} · {task.fields[speed]} samples/s"),
+                TextColumn("· staleness {task.fields[staleness]} · {task.fields[limit]}"),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
             )
             self._live = Progress(*columns, console=self._console)
-            fields: dict[str, Any] = {"loss": "-", "speed": "-", "staleness": "-", "limit": "-"}
+            fields: dict[str, Any] = {"loss": "-", "speed": "-", "staleness": "-", "limit": ""}
             self._task = self._live.add_task("", total=None, metric=f"{title(metric)} -", **fields)
 
     def __enter__(self) -> Self:
@@ -67,7 +65,7 @@ class Shown:
                 loss=f"{report.loss:.4f}",
                 speed=f"{report.samples_per_s:,.0f}",
                 staleness=report.staleness,
-                limit=f"{limit} {report.shares[limit]:.0%}",
+                limit=f"limit {limit} {report.shares[limit]:.0%}",
             )
         else:
             value = report.value(self._metric)

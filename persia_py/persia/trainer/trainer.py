@@ -206,9 +206,8 @@ class Trainer:
 
     def _prepare_torch(self) -> None:
         """Seed, and set the threads; undone at the end."""
+        self._use_threads()
         train = self.config.train
-        self._torch.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(train.threads)
         if train.reproducible or settings.reproducible:
             before = torch.are_deterministic_algorithms_enabled()
             warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -218,6 +217,11 @@ class Trainer:
             random.seed(train.seed)
             np.random.seed(train.seed % 2**32)
             torch.manual_seed(train.seed)
+
+    def _use_threads(self) -> None:
+        """Set the threads of the dense model, on which its bits may depend."""
+        self._torch.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(self.config.train.threads)
 
     def _labelled(self, source: Paths | None) -> Part:
         if source is not None:
@@ -246,6 +250,7 @@ class Trainer:
                 self._resumes = find_checkpoint(training.folder.path)
             if not isinstance(self._resumes, Found):
                 raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
+            self._use_threads()
             self._loaded = _Loaded(self.config, self._given_model, self._resumes)
         loaded = self._loaded
         with eval_ctx(model=loaded.model) as ctx:

@@ -399,6 +399,7 @@ class Training:
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""
         state, best = self._state, self._state.best
+        used = [each for each in state.evaluations if best is None or each["step"] == best.step]
         speed = round(state.samples / state.seconds) if state.seconds else None
         return {
             "step": self._last_step,
@@ -408,7 +409,7 @@ class Training:
             "skipped_steps": self._ctx.skipped_steps,
             # In a job data-compose counts them, and logs them.
             "unusual": None if self._in_job else {"rows": state.unusual.rows, "counts": state.unusual.counts},
-            "valid": state.evaluations[-1] if state.evaluations else None,
+            "valid": used[-1] if used else None,
             "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
         }
 
