@@ -135,6 +135,9 @@ class TrainBlock(Block):
     """The seed of the model, of the rows and of the order of the data."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Threads of torch for the dense model."""
+    start_from: str | None = None
+    """A checkpoint of ``persia ckpt import``, with whose rows a new run starts. In a job, below ``PERSIA_CKPT_DIR``.
+    None: new rows."""
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
     """Steps between evaluations of the valid part. None: ten times in a run, at least once an epoch."""
     early_stop: EarlyStopBlock | None = None

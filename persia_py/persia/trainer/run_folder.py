@@ -14,6 +14,7 @@ from persia.config import Config, load_config
 from persia.config.show import to_yaml
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
+from persia.runtime.settings import settings
 from persia.trainer.optimizers import optimizer_of_rows
 from persia_core import checkpoint as _core
 
@@ -174,6 +175,8 @@ def _content(config: Config) -> dict[str, Any]:
             data[part] = whole[0] if isinstance(data[part], str) else whole
     if content["checkpoint"]["dir"] is not None:
         content["checkpoint"]["dir"] = str(Path(content["checkpoint"]["dir"]).expanduser().absolute())
+    if train["start_from"] is not None and settings.nats_url is None:
+        train["start_from"] = str(config.folder / Path(train["start_from"]).expanduser())
     train["embedding_optimizer"] = optimizer_of_rows(config.train, config.data.batch_size)
     return content
 

@@ -29,6 +29,7 @@ from persia.trainer.parts import Part, Parts, with_train
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, json_text, resolved
+from persia.trainer.start_rows import start_rows
 from persia.trainer.state import TrainerState
 from persia_core import checkpoint as _core
 
@@ -170,6 +171,7 @@ class Training:
         self._record = None if resumes or not self._writes else self._new_record(None)
         try:
             self._ctx.__enter__()
+            start_rows(self._ctx, config, in_job=self._in_job)
             self.is_open, self._last_step = True, self._ctx.step
             if isinstance(self.folder, JobFolder) and self._writes:
                 self.folder.note_checkpoints()
