@@ -73,7 +73,7 @@ def test_labels_do_not_depend_on_the_split_whatever_its_seed(group: str | None) 
     (batch,) = pa.Table.from_batches(rows).combine_chunks().to_batches()
     label = np.concatenate(labels)
     for seed in (0, 1, 2, 7919, 7920):  # 1: the seed of labels; 7919 and 7920: those of the weights of id0
-        parts = HashSplit((0.5, 0.25, 0.25), group, seed).parts(batch, 0, 0)
+        parts = HashSplit((0.5, 0.25, 0.25), group, seed).parts(batch, "a.parquet", 0)
         shares = [label[parts == part].mean() for part in range(3)]
         assert shares == pytest.approx([0.2] * 3, abs=0.02), f"seed {seed}"
 

@@ -28,8 +28,8 @@ class SplitBlock(Block):
     """How the rows of ``data.train`` are divided into the parts train, valid and test."""
 
     by: Literal["hash", "time", "file"] = "hash"
-    """``hash``: by a hash of the row's number or of ``group``. ``time``: by ``column``. ``file``: the files of
-    ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
+    """``hash``: by a hash of ``group``, or of the file's name and the row's number. ``time``: by ``column``. ``file``:
+    the files of ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
     fractions: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
     """With ``hash``: the shares of train, valid and test; their sum is 1."""
     group: str | None = None

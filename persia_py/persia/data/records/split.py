@@ -26,12 +26,12 @@ class Split(Protocol):
     def columns(self) -> list[str]:
         """The columns that it needs."""
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row.
 
         Args:
             batch: Rows that follow each other in a file.
-            file: The number of the file.
+            file: The name of the file, with the folders ``key=value`` above it.
             first_row: The number of the batch's first row in it.
 
         Raises:
@@ -44,11 +44,14 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class HashSplit:
-    """Divide by a hash: of the values of a column, or of the number of the row.
+    """Divide by a hash: of the values of a column, or of the file's name and the number of the row in it.
+
+    The part of a row does not depend on the other files, on their order, or on their folder.
 
     Attributes:
         fractions: The shares of train, valid and test; their sum is 1.
-        group: A column whose equal values stay in one part, such as the user; None hashes the number of the row.
+        group: A column whose equal values stay in one part, such as the user; None hashes file and number of the row,
+            as for rows in which the column is null.
         seed: Another seed gives another division.
     """
 
@@ -68,10 +71,10 @@ class HashSplit:
         """The group's column."""
         return [] if self.group is None else [self.group]
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
-        """Return the part of each row; rows without a group are divided by their number."""
-        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64) + (np.uint64(file) << np.uint64(40))
-        hashes = mix(rows, self.seed)
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
+        """Return the part of each row; rows without a group are divided by file and number."""
+        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64)
+        hashes = mix(rows + hash_values(pa.array([file])), self.seed)
         if self.group is not None:
             values = batch.column(self.group)
             known = np.asarray(values.is_valid())
@@ -83,7 +86,7 @@ class HashSplit:
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run compares."""
-        return {"by": "hash", **asdict(self), "fractions": [*self.fractions]}
+        return {"by": "hash", "row": "file name and number", **asdict(self), "fractions": [*self.fractions]}
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class TimeSplit:
         """The time's column."""
         return [self.column]
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row."""
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
@@ -113,7 +116,7 @@ class TimeSplit:
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}: row {row} of file {file} has no time")
+            raise DataError(f"split by {self.column!r}: row {row} of {file} has no time")
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
