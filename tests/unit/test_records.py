@@ -202,6 +202,22 @@ def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
         rows_of(RecordReader(files, 50, split=TimeSplit("time", valid="spring", test="2024-01-06")))
 
 
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("s", "UTC"), pa.date32()])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(20240106, "2024-01-06"), (1704499200, "2024-05-01"), (2024.5, "2024-05-01")]
+)
+def test_a_number_is_no_time(kind: pa.DataType, given: float, wanted: str) -> None:
+    """As an epoch, 20240106 would be a moment of 1970: all rows were test rows."""
+    batch = pa.record_batch({"time": table()["time"].combine_chunks().cast(pa.date32()).cast(kind)})
+    with pytest.raises(
+        UsageError, match=f"split by 'time': valid={given} is a number, the column is of type"
+    ) as caught:
+        TimeSplit("time", valid=given).parts(batch, "a.parquet", 0)
+    assert caught.value.hint == f"write a date or a time, such as `valid: {wanted}`"
+    numbers = pa.record_batch({"time": pa.array([20240105, 20240106])})
+    assert TimeSplit("time", valid=20240106).parts(numbers, "a.parquet", 0).tolist() == [0, 1]
+
+
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     data = table().drop_columns(["time"])
     pa.csv.write_csv(data, tmp_path / "a.csv")

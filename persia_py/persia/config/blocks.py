@@ -37,9 +37,9 @@ class SplitBlock(Block):
     column: str | None = None
     """With ``time``: the column of the time."""
     valid: str | int | float | None = None
-    """With ``time``: the first time of valid."""
+    """With ``time``: the first time of valid, such as 2024-05-01. It is a number only if the column has numbers."""
     test: str | int | float | None = None
-    """With ``time``: the first time of test."""
+    """With ``time``: the first time of test, likewise."""
     seed: Seed = 0
     """With ``hash``: the seed of the hash."""
 

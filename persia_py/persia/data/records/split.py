@@ -95,8 +95,9 @@ class TimeSplit:
 
     Attributes:
         column: A timestamp, a date or a number.
-        valid: The first time of the part valid, in the column's type or as an ISO 8601 text; None means no such part.
-        test: The first time of the part test; None means no such part.
+        valid: The first time of the part valid; None means no such part. For a timestamp or a date it is a datetime or
+            an ISO 8601 text, for a number a number.
+        test: The first time of the part test, likewise.
     """
 
     column: str
@@ -109,7 +110,12 @@ class TimeSplit:
         return [self.column]
 
     def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
-        """Return the part of each row."""
+        """Return the part of each row.
+
+        Raises:
+            UsageError: A first time is not of the column's type, or test begins before valid.
+            DataError: A row has no time.
+        """
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
         if valid is not None and test is not None and pc.less(test, valid).as_py():
@@ -127,6 +133,10 @@ class TimeSplit:
         given = getattr(self, name)
         if given is None:
             return None
+        if isinstance(given, int | float) and pa.types.is_temporal(type_):
+            error = UsageError(f"split by {self.column!r}: {name}={given} is a number, the column is of type {type_}")
+            error.hint = f"write a date or a time, such as `{name}: {_date_of(given)}`"
+            raise error
         try:
             if isinstance(given, str) and pa.types.is_temporal(type_):
                 given = datetime.fromisoformat(given)
@@ -139,6 +149,14 @@ class TimeSplit:
         bounds = {name: getattr(self, name) for name in ("valid", "test")}
         texts = {name: None if bound is None else str(bound) for name, bound in bounds.items()}
         return {"by": "time", "column": self.column, **texts}
+
+
+def _date_of(number: float) -> str:
+    """Return the date that a number such as 20240501 was meant to be; else an example."""
+    try:
+        return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
+    except ValueError:
+        return "2024-05-01"
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
