@@ -14,9 +14,6 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Paths = str | list[str]
 ColumnType = Literal["int64", "float64", "string", "bool", "timestamp", "date"]
 
-CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""The columns of ``preset: criteo``."""
-
 
 class Block(BaseModel):
     """A block of keys. Unknown keys are refused."""
