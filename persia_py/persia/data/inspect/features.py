@@ -287,7 +287,8 @@ def _boundaries(column: Column) -> list[float] | None:
     """Return boundaries where quantiles of all rows would be few, else None.
 
     With up to :data:`INTERVALS` different numbers each is an interval. If one number has more than a quarter of the
-    rows, it is an interval, and the others are divided by their own quantiles.
+    rows, it is an interval, and the others are divided by their own quantiles. The sample is of all rows, those of
+    valid and test included: boundaries depend on the numbers only, not on labels.
     """
     values = numbers_of(column.values)
     values = values[~np.isnan(values)]
