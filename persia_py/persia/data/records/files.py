@@ -118,7 +118,7 @@ class Files:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the names and sizes of the files in their order, which a resumed run compares."""
+        """A digest of the names and sizes of the files, which a resumed run compares."""
         sizes = self._dataset.filesystem.get_file_info(self.paths)
         text = "\n".join(f"{Path(info.path).name} {info.size}" for info in sizes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -110,19 +110,14 @@ class TimeSplit:
         return [self.column]
 
     def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
-        """Return the part of each row.
-
-        Raises:
-            UsageError: A first time is not of the column's type, or test begins before valid.
-            DataError: A row has no time.
-        """
+        """Return the part of each row."""
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
         if valid is not None and test is not None and pc.less(test, valid).as_py():
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}: row {row} of {file} has no time")
+            raise DataError(f"split by {self.column!r}: row {row} of file {file} has no time")
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
