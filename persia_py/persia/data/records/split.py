@@ -146,14 +146,6 @@ class TimeSplit:
         return {"by": "time", "column": self.column, **texts}
 
 
-def _date_of(number: float) -> str:
-    """Return the date that a number such as 20240501 was meant to be; else an example."""
-    try:
-        return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
-    except ValueError:
-        return "2024-05-01"
-
-
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     """Return a hash of each number: the finaliser of SplitMix64, after adding the seed times its constant."""
     mixed: npt.NDArray[np.uint64] = values + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
@@ -183,3 +175,11 @@ def _texts() -> Transform:
     """Return the transform of strings to ids."""
     described = "features: {value: {type: id, values: string, dim: 1}}\nlabels: {value: {}}"
     return Features.parse(described, "split").transform()
+
+
+def _date_of(number: float) -> str:
+    """Return the date that a number such as 20240501 was meant to be; else an example."""
+    try:
+        return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
+    except ValueError:
+        return "2024-05-01"
