@@ -47,7 +47,7 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
     if roles.group is not None:
         reason = f"{what} of {roles.group}, so that its rows are in one part"
         return Setting({"by": "hash", "fractions": shares, "group": roles.group}, reason)
-    return Setting({"by": "hash", "fractions": shares}, f"{what} of the number of the row")
+    return Setting({"by": "hash", "fractions": shares}, f"{what} of the file's name and the number of the row")
 
 
 def _bound(column: Column, seconds: float) -> Any:

@@ -26,12 +26,12 @@ class Split(Protocol):
     def columns(self) -> list[str]:
         """The columns that it needs."""
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row.
 
         Args:
             batch: Rows that follow each other in a file.
-            file: The number of the file.
+            file: The name of the file, with the folders ``key=value`` above it.
             first_row: The number of the batch's first row in it.
 
         Raises:
@@ -44,11 +44,14 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class HashSplit:
-    """Divide by a hash: of the values of a column, or of the number of the row.
+    """Divide by a hash: of the values of a column, or of the file's name and the number of the row in it.
+
+    The part of a row does not depend on the other files, on their order, or on their folder.
 
     Attributes:
         fractions: The shares of train, valid and test; their sum is 1.
-        group: A column whose equal values stay in one part, such as the user; None hashes the number of the row.
+        group: A column whose equal values stay in one part, such as the user; None hashes file and number of the row,
+            as for rows in which the column is null.
         seed: Another seed gives another division.
     """
 
@@ -68,10 +71,10 @@ class HashSplit:
         """The group's column."""
         return [] if self.group is None else [self.group]
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
-        """Return the part of each row; rows without a group are divided by their number."""
-        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64) + (np.uint64(file) << np.uint64(40))
-        hashes = mix(rows, self.seed)
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
+        """Return the part of each row; rows without a group are divided by file and number."""
+        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64)
+        hashes = mix(rows + hash_values(pa.array([file])), self.seed)
         if self.group is not None:
             values = batch.column(self.group)
             known = np.asarray(values.is_valid())
@@ -83,7 +86,7 @@ class HashSplit:
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run compares."""
-        return {"by": "hash", **asdict(self), "fractions": [*self.fractions]}
+        return {"by": "hash", "row": "file name and number", **asdict(self), "fractions": [*self.fractions]}
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,9 @@ class TimeSplit:
 
     Attributes:
         column: A timestamp, a date or a number.
-        valid: The first time of the part valid, in the column's type or as an ISO 8601 text; None means no such part.
-        test: The first time of the part test; None means no such part.
+        valid: The first time of the part valid; None means no such part. For a timestamp or a date it is a datetime or
+            an ISO 8601 text, for a number a number.
+        test: The first time of the part test, likewise.
     """
 
     column: str
@@ -105,7 +109,7 @@ class TimeSplit:
         """The time's column."""
         return [self.column]
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row."""
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
@@ -124,6 +128,10 @@ class TimeSplit:
         given = getattr(self, name)
         if given is None:
             return None
+        if isinstance(given, int | float) and pa.types.is_temporal(type_):
+            error = UsageError(f"split by {self.column!r}: {name}={given} is a number, the column is of type {type_}")
+            error.hint = f"write a date or a time, such as `{name}: {_date_of(given)}`"
+            raise error
         try:
             if isinstance(given, str) and pa.types.is_temporal(type_):
                 given = datetime.fromisoformat(given)
@@ -167,3 +175,11 @@ def _texts() -> Transform:
     """Return the transform of strings to ids."""
     described = "features: {value: {type: id, values: string, dim: 1}}\nlabels: {value: {}}"
     return Features.parse(described, "split").transform()
+
+
+def _date_of(number: float) -> str:
+    """Return the date that a number such as 20240501 was meant to be; else an example."""
+    try:
+        return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
+    except ValueError:
+        return "2024-05-01"
