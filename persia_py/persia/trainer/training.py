@@ -15,11 +15,9 @@ from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.features import Transform
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
-from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
-from persia.trainer.best import prune
 from persia.trainer.evaluation import check_evaluation, evaluate, metric_names
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
@@ -30,9 +28,7 @@ from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_t
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
 from persia.trainer.state import TrainerState
-from persia_core import checkpoint as _core
-
-_logger = get_logger("trainer")
+from persia.trainer.validation import Validation
 
 EVALUATIONS = 10
 """Evaluations of a run, unless told otherwise."""
@@ -180,6 +176,7 @@ class Training:
             checkpoints=self._checkpoints,
             configuration=models.slots_of(config),
         )
+        self._validation = Validation(config, self._state, self.folder, self._ctx, self._checkpoints)
         self._last_step = 0
         self._record = None if resumes or not self._writes else self._new_record(None)
         try:
@@ -190,7 +187,7 @@ class Training:
             if resumes and self._writes:
                 self.folder.write(CONFIG, resolved(config))
                 self._record = self._new_record(self._ctx.step)
-            self._prune_best()
+            self._validation.prune()
         except BaseException as error:
             self._end_record(error)
             self.close(error)
@@ -223,17 +220,14 @@ class Training:
         step, valid = self._ctx.step, self._parts.valid
         done = {each["step"] for each in self._state.evaluations}
         if valid is not None and step and self._is_due(step) and step not in done:
-            if (report := self._validate(valid)) is not None:
-                yield report
-            self._agree_to_stop()
+            yield from self._validate(valid)
 
     def _evaluate_end(self) -> Iterator[EvaluationReport]:
         """Evaluate after the last step, if the data has ended at another one than was expected."""
         step, valid = self._ctx.step, self._parts.valid
         if valid is None or not step or step in {each["step"] for each in self._state.evaluations}:
             return
-        if (report := self._validate(valid)) is not None:
-            yield report
+        yield from self._validate(valid)
 
     def _is_due(self, step: int) -> bool:
         return step % self._evaluate_every == 0 or step == self.total_steps
@@ -265,9 +259,8 @@ class Training:
                 samples = 0
                 limits.apart()
             if self._parts.valid is not None and self._is_due(step):
-                if (report := self._validate(self._parts.valid)) is not None:
-                    yield report
-                if self._agree_to_stop():
+                yield from self._validate(self._parts.valid)
+                if self._state.stopped:
                     return
                 limits.apart()
 
@@ -315,20 +308,14 @@ class Training:
             return EVALUATE_EVERY
         return max(1, min(-(-self.total_steps // EVALUATIONS), self._steps_per_epoch))
 
-    def _validate(self, part: Part) -> EvaluationReport | None:
-        """Evaluate the valid part, on rank 0; record the result, and keep the model if it is the best so far."""
-        record = self._record
-        if record is None:
-            return None
-        stop = self._config.train.early_stop
-        report = self._evaluate(part, "valid")
-        if stop is not None and self._state.judge(report, stop):
-            report = EvaluationReport(**{**vars(report), "is_best": True})
-            self._keep_best()
-        self._state.evaluations.append(report.results())
-        record.add(report)
-        record.write(self._results())
-        return report
+    def _validate(self, part: Part) -> Iterator[EvaluationReport]:
+        """Evaluate the valid part on rank 0, and record the result."""
+        if (record := self._record) is not None:
+            report = self._validation.judge(self._evaluate(part, "valid"))
+            record.add(report)
+            record.write(self._results())
+            yield report
+        self._validation.agree_to_stop()
 
     def _evaluate(self, part: Part, name: str) -> EvaluationReport:
         config = self._config
@@ -336,27 +323,6 @@ class Training:
         rows = read_rows(part, self.transform, config.data.batch_size, weight=config.train.weight, group=group)
         with eval_ctx(model=self.model) as ctx:
             return evaluate(ctx, self.objective, rows, config, name, self._ctx.step)
-
-    def _agree_to_stop(self) -> bool:
-        """Return whether training ends early; all ranks ask after the same step, and rank 0 decides."""
-        backend = self._ctx.common_context
-        if self._config.train.early_stop is None or backend is None:
-            return False
-        self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
-        if self._state.stopped and self._writes:
-            _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
-        return self._state.stopped
-
-    def _keep_best(self) -> None:
-        folder = self.folder.best / f"step-{self._ctx.step}"
-        self._ctx.dump_checkpoint(folder)
-        _core.publish_latest(folder)
-        self._prune_best()
-
-    def _prune_best(self) -> None:
-        best = self._state.best
-        if self._writes and best is not None:
-            prune(self.folder.best, best.step, self._checkpoints.written)
 
     def save(self) -> Path:
         """Save the run now, and return the checkpoint."""
@@ -380,7 +346,7 @@ class Training:
         if record is None:
             return
         if best is not None and best.step != self._ctx.step:
-            self._ctx.load_checkpoint(self.folder.best / f"step-{best.step}")
+            self._ctx.load_checkpoint(self._validation.checkpoint(best.step))
         tested: dict[str, Any] = {}
         if self._parts.test is not None:
             report = self._evaluate(self._parts.test, "test")

@@ -1,0 +1,81 @@
+"""What follows from the evaluations of the valid part: the best checkpoint, and the early stop."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from persia.config import Config
+from persia.ctx import Checkpoints, TrainCtx
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import get_rank
+from persia.trainer.reports import EvaluationReport
+from persia.trainer.run_folder import RunFolder
+from persia.trainer.state import TrainerState
+from persia_core import checkpoint as _core
+
+_logger = get_logger("trainer")
+
+
+class Validation:
+    """Judges evaluations of the valid part. Rank 0 judges, and keeps the best checkpoint; all ranks stop together.
+
+    Args:
+        config: The configuration.
+        state: The state of the trainer.
+        folder: The run's folder.
+        ctx: The training context.
+        checkpoints: The saves of the run.
+    """
+
+    def __init__(
+        self, config: Config, state: TrainerState, folder: RunFolder, ctx: TrainCtx, checkpoints: Checkpoints
+    ) -> None:
+        self._stop = config.train.early_stop
+        self._state = state
+        self._folder = folder
+        self._ctx = ctx
+        self._checkpoints = checkpoints
+
+    def judge(self, report: EvaluationReport) -> EvaluationReport:
+        """Record an evaluation on rank 0, and keep the model if it is the best so far; return the report with that."""
+        if self._stop is not None and self._state.judge(report, self._stop):
+            report = dataclasses.replace(report, is_best=True)
+            self._keep()
+        self._state.evaluations.append(report.results())
+        return report
+
+    def agree_to_stop(self) -> None:
+        """Stop if rank 0 has seen no improvement for long enough; all ranks ask after the same step."""
+        backend = self._ctx.common_context
+        if self._stop is None or backend is None:
+            return
+        self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
+        if self._state.stopped and get_rank() == 0:
+            _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the checkpoint of the best evaluation, if that is the one after ``step``."""
+        return self._folder.best / f"step-{step}"
+
+    def _keep(self) -> None:
+        folder = self.checkpoint(self._ctx.step)
+        self._ctx.dump_checkpoint(folder)
+        _core.publish_latest(folder)
+        self.prune()
+
+    def prune(self) -> None:
+        """Delete best checkpoints that no save of the run needs.
+
+        A save names the best one at its step, so that a resumed run needs the newest one that is not after the newest
+        save. Those after it are made again.
+        """
+        best = self._state.best
+        if best is None or get_rank() != 0:
+            return
+        steps = {int(each.name[5:]): each for each in self._folder.best.glob("step-*") if each.name[5:].isdigit()}
+        named = max((step for step in steps if step <= self._checkpoints.written), default=None)
+        for step, path in steps.items():
+            if step not in (best.step, named):
+                shutil.rmtree(path, ignore_errors=True)
+        if best.step in steps:
+            _core.publish_latest(steps[best.step])
