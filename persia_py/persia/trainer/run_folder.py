@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 
 from persia.config import Config, load_config
 from persia.config.show import to_yaml
-from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.data.records import Files
+from persia.runtime.errors import CheckpointError, ConfigError, DataError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
 from persia.trainer.optimizers import optimizer_of_rows
 from persia_core import checkpoint as _core
@@ -19,8 +21,8 @@ from persia_core import checkpoint as _core
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, the rows of train, the digest of the transform, and of a job
-where its checkpoints are."""
+"""What the configuration does not say: where it came from, the files and the rows of train, the digest of the transform,
+and of a job where its checkpoints are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
@@ -191,6 +193,40 @@ def check_same(before: Config, now: Config) -> None:
         error = ConfigError("the configuration differs from that of the run: " + "; ".join(changed))
         error.hint = "give the run's own persia.yml, or start a new run without --resume"
         raise error
+
+
+def check_files(folder: RunFolder, files: Files) -> None:
+    """Check that files are those that the run was trained on, by their names, sizes and order.
+
+    A row belongs to train, valid or test by its place in the files, so that other files would divide the rows otherwise.
+
+    Raises:
+        CheckpointError: The run does not say which files it was trained on.
+        DataError: Other files; the message names what differs.
+    """
+    before = folder.read_json(FACTS).get("train_files")
+    if before is None:
+        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
+    then, now = Counter((str(name), int(size)) for name, size in before), Counter(files.sizes)
+    if [*map(tuple, before)] == files.sizes:
+        return
+    gone, new = dict((then - now).keys()), dict((now - then).keys())
+    listed = {
+        "added": [name for name in new if name not in gone],
+        "missing": [name for name in gone if name not in new],
+        "of another size": [name for name in new if name in gone],
+    }
+    shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
+    error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
+    error.hint = (
+        f"to judge the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
+        "evaluate(FILE); to train on these files, start a new run"
+    )
+    raise error
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, labelled_columns, open_given
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import FACTS, Found, RunFolder, find_checkpoint, find_run
+from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, find_checkpoint, find_run
 from persia.trainer.training import Training
 
 Report = StepReport | EvaluationReport
@@ -230,6 +230,8 @@ class Trainer:
         part = parts.test or parts.valid
         if part is None:
             raise UsageError("Trainer.evaluate: the configuration has no test and no valid part; give files")
+        if part.split is not None and self.folder is not None:
+            check_files(self.folder, part.files)
         return part
 
     def _rows(self, part: Part, transform: Transform) -> Iterator[Rows]:

@@ -26,7 +26,7 @@ from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, with_train
 from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, resolved
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, resolved
 from persia.trainer.state import TrainerState
 from persia.trainer.validation import Validation
 
@@ -79,6 +79,7 @@ class Training:
             facts = self.folder.read_json(FACTS)
             if "rows" not in facts:
                 raise CheckpointError(f"{self.folder.shown}: {FACTS} is missing or damaged; start a new run")
+            check_files(self.folder, self._parts.train.files)
             self._fitted = fitting.Fitted(fitting.load(config, self.folder.path), int(facts["rows"]))
         self.transform: Transform = self._fitted.transform
         self.objective = Objective(config.compiled.labels)
@@ -148,7 +149,7 @@ class Training:
             "rows": self._fitted.rows,
             "steps_per_epoch": self._steps_per_epoch,
             "transform": self.transform.digest,
-            "train_files": self._parts.train.files.paths,
+            "train_files": self._parts.train.files.sizes,
         }
         self.folder.write_json(FACTS, facts)
 

@@ -1,0 +1,78 @@
+"""A run that is used again: with other files, another configuration, a lost file, or an early stop that is changed."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_files import config_of, fit, write_clicks
+
+from persia.config import Config
+from persia.errors import ConfigError, DataError
+from persia.trainer import EvaluationReport, StepReport, Trainer
+from persia.trainer.run_folder import find_checkpoint
+
+STOP: dict[str, Any] = {"early_stop": {"patience": 1}, "evaluate_every": 1}
+FAST = {"dense_optimizer": {"name": "adam", "lr": 0.3}}  # so fast that it soon gets worse
+
+
+def small(folder: Path, **blocks: Any) -> Config:
+    """As config_of, with 500 rows in a folder."""
+    (folder / "rows").mkdir(exist_ok=True)
+    if not (folder / "rows" / "b.parquet").exists():
+        write_clicks(folder / "rows" / "b.parquet", 500)
+    return config_of(folder, **{**blocks, "data": {"train": "rows", "batch_size": 50, **blocks.get("data", {})}})
+
+
+def stopped_early(folder: Path) -> tuple[Config, Trainer]:
+    """Return a run that has stopped early, long before the end of its epochs."""
+    config = small(folder, data={"epochs": 20}, train={**STOP, **FAST})
+    trainer, _ = fit(config)
+    assert trainer.folder is not None
+    found = trainer.folder.read_json("summary.json")
+    assert found["early_stopped"] and found["step"] < found["total_steps"]
+    return config, trainer
+
+
+def interrupted(config: Config, step: int) -> None:
+    """Train up to a step, and save."""
+    with Trainer(config) as trainer:
+        for report in trainer.fit():
+            if isinstance(report, StepReport) and report.step == step:
+                trainer.save()
+                return
+
+
+# --- other files
+
+
+def test_rows_of_other_files_are_never_scored_as_the_test_part(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    fit(config)
+    write_clicks(tmp_path / "rows" / "a.parquet", 500)  # the rows of b.parquet would be divided otherwise
+    with Trainer(config).resume() as again:
+        with pytest.raises(DataError, match=r"data\.train.*added: a\.parquet") as caught:
+            again.evaluate()
+        assert "evaluate(FILE)" in caught.value.hint or "persia eval" in caught.value.hint
+        given = again.evaluate(str(tmp_path / "rows" / "a.parquet"))
+        assert given.labels["label"].rows == 500
+    with Trainer(config).resume() as again, pytest.raises(DataError, match=r"added: a\.parquet"):
+        again.fit()
+    (tmp_path / "rows" / "b.parquet").unlink()
+    with Trainer(config).resume() as again, pytest.raises(DataError, match=r"missing: b\.parquet"):
+        again.evaluate()
+
+
+def test_a_test_part_of_its_own_may_be_replaced(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "test.parquet", 200)
+    config = small(tmp_path, data={"test": "test.parquet"})
+    fit(config)
+    write_clicks(tmp_path / "rows" / "a.parquet", 500)
+    with Trainer(config).resume() as again:
+        assert again.evaluate().labels["label"].rows == 200
+
+
+# --- another early stop
+
+
+# --- what is lost
