@@ -72,6 +72,13 @@ def test_a_test_part_of_its_own_may_be_replaced(tmp_path: Path) -> None:
         assert again.evaluate().labels["label"].rows == 200
 
 
+def test_an_evaluation_refuses_another_configuration(tmp_path: Path) -> None:
+    fit(small(tmp_path))
+    other = small(tmp_path, data={"split": {"seed": 5}})
+    with Trainer(other).resume() as again, pytest.raises(ConfigError, match=r"data\.split\.seed: 0 then, 5 now"):
+        again.evaluate()
+
+
 # --- another early stop
 
 

@@ -28,7 +28,7 @@ from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, labelled_columns, open_given
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, find_checkpoint, find_run
+from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, check_same, find_checkpoint, find_run
 from persia.trainer.training import Training
 
 Report = StepReport | EvaluationReport
@@ -273,6 +273,7 @@ class _Loaded:
                 f"{found.folder.shown}: a script gave the model of this run; use it in a script: "
                 f"Trainer(config, model).resume({found.folder.shown!r})"
             )
+        check_same(found.folder.config(), config)
         self.transform = fitting.load(config, found.folder.path)
         self.objective = Objective(config.compiled.labels)
         self.model = models.build(config) if model is None else model
