@@ -79,6 +79,19 @@ def test_an_evaluation_refuses_another_configuration(tmp_path: Path) -> None:
         again.evaluate()
 
 
+def test_files_given_to_fit_are_those_of_evaluate(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    write_clicks(tmp_path / "more.parquet", 900)
+    with Trainer(config) as trainer:
+        reports = [*trainer.fit(str(tmp_path / "more.parquet"))]
+        tested = reports[-1]
+        assert isinstance(tested, EvaluationReport) and tested.part == "test"
+        assert trainer.evaluate().labels == tested.labels
+    message = r"added: b\.parquet; missing: more\.parquet"
+    with Trainer(config).resume() as again, pytest.raises(DataError, match=message):
+        again.evaluate()
+
+
 # --- another early stop
 
 

@@ -226,11 +226,12 @@ class Trainer:
     def _labelled(self, source: Paths | None) -> Part:
         if source is not None:
             return Part(open_given(self.config, source, labelled_columns(self.config)), None, "test")
-        parts = Parts(self.config)
+        training = self._training  # its files may be those that were given to fit
+        parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
             raise UsageError("Trainer.evaluate: the configuration has no test and no valid part; give files")
-        if part.split is not None and self.folder is not None:
+        if training is None and part.split is not None and self.folder is not None:
             check_files(self.folder, part.files)
         return part
 

@@ -46,6 +46,7 @@ class Training:
         resumed: The folder of the run to resume; None begins a new one. A job resumes by itself.
 
     Attributes:
+        parts: The rows of train, valid and test.
         folder: The run's folder.
         transform: The transform.
         model: The model.
@@ -67,7 +68,7 @@ class Training:
         self._config = config = config if isinstance(source, IterableDataset) else with_train(config, source)
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
-        self._parts = Parts(config)
+        self.parts = Parts(config)
         self._check(config)
         self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
         if isinstance(self.folder, JobFolder) and self.folder.is_interrupted:
@@ -79,7 +80,7 @@ class Training:
             facts = self.folder.read_json(FACTS)
             if "rows" not in facts:
                 raise CheckpointError(f"{self.folder.shown}: {FACTS} is missing or damaged; start a new run")
-            check_files(self.folder, self._parts.train.files)
+            check_files(self.folder, self.parts.train.files)
             self._fitted = fitting.Fitted(fitting.load(config, self.folder.path), int(facts["rows"]))
         self.transform: Transform = self._fitted.transform
         self.objective = Objective(config.compiled.labels)
@@ -96,9 +97,9 @@ class Training:
     def _fit(self) -> fitting.Fitted:
         """Fit the features: in a job one process for all that share its folder."""
         if self._in_job:
-            return fit_once(self._config, self._parts, self.folder.path / FITS)
+            return fit_once(self._config, self.parts, self.folder.path / FITS)
         self.folder.check_parent()
-        return fitting.fit(self._config, self._parts)
+        return fitting.fit(self._config, self.parts)
 
     def _was_finished(self) -> bool:
         """Whether the run has ended before, and has no step left."""
@@ -116,8 +117,8 @@ class Training:
         """
         if config.run.tensorboard:
             check_tensorboard()
-        check_evaluation(config, has_valid=self._parts.valid is not None)
-        for part in (self._parts.train, self._parts.valid, self._parts.test):
+        check_evaluation(config, has_valid=self.parts.valid is not None)
+        for part in (self.parts.train, self.parts.valid, self.parts.test):
             if part is not None:
                 part.check_not_empty()
 
@@ -149,7 +150,7 @@ class Training:
             "rows": self._fitted.rows,
             "steps_per_epoch": self._steps_per_epoch,
             "transform": self.transform.digest,
-            "train_files": self._parts.train.files.sizes,
+            "train_files": self.parts.train.files.sizes,
         }
         self.folder.write_json(FACTS, facts)
 
@@ -218,14 +219,14 @@ class Training:
 
     def _make_up(self) -> Iterator[EvaluationReport]:
         """Evaluate after a resume, if the run was interrupted after a step but before its evaluation."""
-        step, valid = self._ctx.step, self._parts.valid
+        step, valid = self._ctx.step, self.parts.valid
         done = {each["step"] for each in self._state.evaluations}
         if valid is not None and step and self._is_due(step) and step not in done:
             yield from self._validate(valid)
 
     def _evaluate_end(self) -> Iterator[EvaluationReport]:
         """Evaluate after the last step, if the data has ended at another one than was expected."""
-        step, valid = self._ctx.step, self._parts.valid
+        step, valid = self._ctx.step, self.parts.valid
         if valid is None or not step or step in {each["step"] for each in self._state.evaluations}:
             return
         yield from self._validate(valid)
@@ -259,8 +260,8 @@ class Training:
                 yield self._report_steps(limits, dataset, losses.take(), samples)
                 samples = 0
                 limits.apart()
-            if self._parts.valid is not None and self._is_due(step):
-                yield from self._validate(self._parts.valid)
+            if self.parts.valid is not None and self._is_due(step):
+                yield from self._validate(self.parts.valid)
                 if self._state.stopped:
                     return
                 limits.apart()
@@ -291,10 +292,10 @@ class Training:
         if self._in_job:
             return StreamingDataset(transform=self.transform)
         data, train = self._config.data, self._config.train
-        reader = self._parts.train.reader(
+        reader = self.parts.train.reader(
             data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
         )
-        return TrainingBatches(self._parts.train, reader, self.transform, train.weight)
+        return TrainingBatches(self.parts.train, reader, self.transform, train.weight)
 
     def _staleness(self) -> int | None:
         reproducible = self._config.train.reproducible or settings.reproducible
@@ -349,8 +350,8 @@ class Training:
         if best is not None and best.step != self._ctx.step:
             self._ctx.load_checkpoint(self._validation.checkpoint(best.step))
         tested: dict[str, Any] = {}
-        if self._parts.test is not None:
-            report = self._evaluate(self._parts.test, "test")
+        if self.parts.test is not None:
+            report = self._evaluate(self.parts.test, "test")
             record.add(report)
             tested = {"test": report.results()}
             record.write(tested)
