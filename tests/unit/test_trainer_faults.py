@@ -48,6 +48,40 @@ class Nan(torch.nn.Module):
 # --- outputs that are not finite
 
 
+def test_outputs_that_are_not_finite_have_no_metric() -> None:
+    names = ["auc", "log_loss", "ne", "calibration", "gauc"]
+    found = metrics.binary([0.1, np.nan, np.inf, 0.2], [0, 1, 1, 0], names, None, [1, 1, 1, 1])
+    assert found.values == dict.fromkeys(names)
+    assert {*found.notes.values()} == {"2 outputs are NaN or infinite"}
+    found = metrics.regression([0.1, np.nan], [0, 1], ["calibration"])
+    assert found.values == dict.fromkeys(["mse", "mae", "calibration"])
+    assert found.notes["mse"] == "1 output is NaN or infinite"
+
+
+@pytest.mark.parametrize("metric", ["auc", "loss"])
+def test_outputs_that_are_nan_are_never_the_best(tmp_path: Path, metric: str) -> None:
+    config = small(tmp_path, train={"early_stop": {"metric": metric, "patience": 2}, "evaluate_every": 1})
+    trainer, reports = fit(config, model=Nan())
+    valid = [each for each in reports if isinstance(each, EvaluationReport) and each.part == "valid"]
+    assert [each.is_best for each in valid] == [False, False]
+    assert all(each.loss is None and each.value("auc") is None for each in valid)
+    assert trainer.folder is not None
+    lines = (trainer.folder.path / "metrics.jsonl").read_text().splitlines()
+    for text in (*lines, (trainer.folder.path / "summary.json").read_text()):
+        json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    found = trainer.folder.read_json("summary.json")
+    assert found["best"] is None and found["test"]["loss"] is None
+    assert "NaN or infinite" in (trainer.folder.path / "report.html").read_text()
+
+
+def test_a_loss_that_is_never_finite_is_null(tmp_path: Path) -> None:
+    report = StepReport(4, 8, 1, float("nan"), 1.0, 0.1, 0, {"dense": 1.0})
+    assert report.as_dict()["loss"] is None
+    assert pages.draw([report.as_dict(), {"step": 5, "loss": 0.5}]).startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="JSON"):
+        RunFolder(tmp_path).write_json("a.json", {"loss": float("nan")})
+
+
 # --- metrics
 
 
@@ -80,3 +114,9 @@ class _Proxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+def test_a_note_of_an_evaluation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = metrics.binary([np.nan], [1], ["auc"])
+    progress.show_evaluation(EvaluationReport(1, "test", {"label": found}, None))
+    assert "AUC is not defined: 1 output is NaN or infinite" in capsys.readouterr().out

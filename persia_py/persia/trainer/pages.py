@@ -40,7 +40,7 @@ def draw(lines: list[dict[str, Any]]) -> bytes:
     """Return the curves of a run as a PNG picture."""
     from matplotlib.figure import Figure
 
-    trained = [line for line in lines if "loss" in line]
+    trained = [line for line in lines if line.get("loss") is not None]
     judged = [line for line in lines if "valid" in line]
     names = _metrics(judged)
     figure = Figure(figsize=(8, 3 + 2.2 * len(names)), layout="constrained")

@@ -121,7 +121,7 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file of the run atomically."""
-        self.write(name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        self.write(name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON file of the run; a missing one is empty.
