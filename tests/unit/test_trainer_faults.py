@@ -85,6 +85,15 @@ def test_a_loss_that_is_never_finite_is_null(tmp_path: Path) -> None:
 # --- metrics
 
 
+def test_an_early_stop_by_gauc_needs_no_gauc_in_the_metrics(tmp_path: Path) -> None:
+    stop = {"early_stop": {"metric": "gauc", "patience": 9}, "gauc_group": "id0", "metrics": ["auc"]}
+    trainer, reports = fit(small(tmp_path, train=stop))
+    last = reports[-1]
+    assert isinstance(last, EvaluationReport) and 0 <= (last.value("gauc") or -1) <= 1
+    with Trainer(trainer.config).resume() as again:
+        assert again.evaluate().value("gauc") == last.value("gauc")
+
+
 # --- files
 
 

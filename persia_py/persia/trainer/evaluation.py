@@ -15,6 +15,7 @@ from persia.runtime.errors import ConfigError
 from persia.trainer import metrics
 from persia.trainer.batches import Rows, Unusual
 from persia.trainer.objective import Objective
+from persia.trainer.parts import metric_names
 from persia.trainer.reports import EvaluationReport
 
 Item = TypeVar("Item")
@@ -126,15 +127,6 @@ def check_evaluation(config: Config, *, has_valid: bool) -> None:
         wrong.append("train.gauc_group is not set, and gauc needs it")
     if wrong:
         raise ConfigError("; ".join(wrong))
-
-
-def metric_names(config: Config) -> list[str]:
-    """Return the metrics of an evaluation; that of the early stop is one."""
-    names: list[str] = [*config.train.metrics]
-    stop = config.train.early_stop
-    if stop is not None and stop.metric != "loss" and stop.metric not in names:
-        names.append(stop.metric)
-    return names
 
 
 def _joined(parts: list[Floats]) -> Floats:

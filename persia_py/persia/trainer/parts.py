@@ -207,8 +207,21 @@ def labelled_columns(config: Config) -> list[str]:
 
 def _more_columns(config: Config) -> list[str]:
     train = config.train
-    group = train.gauc_group if "gauc" in train.metrics else None
-    return [name for name in (train.weight, group) if name is not None]
+    return [name for name in (train.weight, group_of(config)) if name is not None]
+
+
+def metric_names(config: Config) -> list[str]:
+    """Return the metrics of an evaluation; that of the early stop is one."""
+    names: list[str] = [*config.train.metrics]
+    stop = config.train.early_stop
+    if stop is not None and stop.metric != "loss" and stop.metric not in names:
+        names.append(stop.metric)
+    return names
+
+
+def group_of(config: Config) -> str | None:
+    """Return the column of the groups of rows, if an evaluation needs it."""
+    return config.train.gauc_group if "gauc" in metric_names(config) else None
 
 
 def _split_of(data: DataBlock) -> Split | None:

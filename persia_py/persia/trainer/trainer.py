@@ -26,7 +26,7 @@ from persia.trainer import fitting, models
 from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, labelled_columns, open_given
+from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_given
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, check_same, find_checkpoint, find_run
 from persia.trainer.training import Training
@@ -237,7 +237,7 @@ class Trainer:
 
     def _rows(self, part: Part, transform: Transform) -> Iterator[Rows]:
         train = self.config.train
-        group = train.gauc_group if "gauc" in train.metrics else None
+        group = group_of(self.config)
         return read_rows(part, transform, self.config.data.batch_size, weight=train.weight, group=group)
 
     @contextlib.contextmanager

@@ -18,12 +18,12 @@ from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, Sto
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
-from persia.trainer.evaluation import check_evaluation, evaluate, metric_names
+from persia.trainer.evaluation import check_evaluation, evaluate
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, with_train
+from persia.trainer.parts import Part, Parts, group_of, with_train
 from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, resolved
@@ -321,8 +321,8 @@ class Training:
 
     def _evaluate(self, part: Part, name: str) -> EvaluationReport:
         config = self._config
-        group = config.train.gauc_group if "gauc" in metric_names(config) else None
-        rows = read_rows(part, self.transform, config.data.batch_size, weight=config.train.weight, group=group)
+        weight, group = config.train.weight, group_of(config)
+        rows = read_rows(part, self.transform, config.data.batch_size, weight=weight, group=group)
         with eval_ctx(model=self.model) as ctx:
             return evaluate(ctx, self.objective, rows, config, name, self._ctx.step)
 
