@@ -94,6 +94,15 @@ def test_an_early_stop_by_gauc_needs_no_gauc_in_the_metrics(tmp_path: Path) -> N
         assert again.evaluate().value("gauc") == last.value("gauc")
 
 
+def test_the_table_of_results_has_the_step_of_each_part(tmp_path: Path) -> None:
+    trainer, reports = fit(small(tmp_path, data={"epochs": 3}, train={"early_stop": {}, "evaluate_every": 3}))
+    assert trainer.folder is not None
+    summary = trainer.folder.read_json("summary.json")
+    heads, rows = pages.results_table(summary)
+    column = heads.index("step")
+    assert [row[column] for row in rows] == [str(summary["best"]["step"])] * 2 == [str(reports[-1].step)] * 2
+
+
 # --- files
 
 

@@ -110,17 +110,21 @@ def _overview(summary: dict[str, Any]) -> str:
 
 
 def results_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table of results: a row for each part and label, and the baseline's."""
-    rows: list[tuple[str, dict[str, Any]]] = []
+    """Return the heads and the rows of the table of results: a row for each part and label, and the baseline's.
+
+    The step is that of the model that was judged; a baseline has none.
+    """
+    rows: list[tuple[str, str, dict[str, Any]]] = []
     for part in ("valid", "test"):
-        for label, values in ((summary.get(part) or {}).get("labels") or {}).items():
-            rows.append((f"{part}, {label}", values))
+        found = summary.get(part) or {}
+        for label, values in (found.get("labels") or {}).items():
+            rows.append((f"{part}, {label}", str(found["step"]), values))
         baseline = summary.get("baseline") or {}
         for label, values in (baseline.get(part) or {}).items():
-            rows.append((f"{part}, {label}, {baseline['name']}", values))
-    names = [*dict.fromkeys(name for _, values in rows for name in values if name != "notes")]
-    heads = ["", *(title(name) for name in names)]
-    return heads, [[place, *(_shown(name, values) for name in names)] for place, values in rows]
+            rows.append((f"{part}, {label}, {baseline['name']}", "-", values))
+    names = [*dict.fromkeys(name for _, _, values in rows for name in values if name != "notes")]
+    heads = ["", "step", *(title(name) for name in names)]
+    return heads, [[place, step, *(_shown(name, values) for name in names)] for place, step, values in rows]
 
 
 def _results(summary: dict[str, Any]) -> str:
