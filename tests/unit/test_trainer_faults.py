@@ -94,6 +94,13 @@ def test_an_early_stop_by_gauc_needs_no_gauc_in_the_metrics(tmp_path: Path) -> N
         assert again.evaluate().value("gauc") == last.value("gauc")
 
 
+def test_rows_without_a_group_are_not_those_of_group_0() -> None:
+    table = pa.record_batch({"group": pa.array([0, None, 0, 1, None], pa.int64())})
+    groups = groups_of(table, "group")
+    assert groups[0] == groups[2] and groups[1] == groups[4]
+    assert len({*groups.tolist()}) == 3
+
+
 def test_the_table_of_results_has_the_step_of_each_part(tmp_path: Path) -> None:
     trainer, reports = fit(small(tmp_path, data={"epochs": 3}, train={"early_stop": {}, "evaluate_every": 3}))
     assert trainer.folder is not None
@@ -101,6 +108,14 @@ def test_the_table_of_results_has_the_step_of_each_part(tmp_path: Path) -> None:
     heads, rows = pages.results_table(summary)
     column = heads.index("step")
     assert [row[column] for row in rows] == [str(summary["best"]["step"])] * 2 == [str(reports[-1].step)] * 2
+
+
+def test_an_evaluation_restores_the_mode_of_each_module() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+    model[1].eval()  # frozen
+    with eval_ctx(model=model):
+        assert not model.training and not model[0].training
+    assert model.training and model[0].training and not model[1].training
 
 
 # --- files
