@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from conftest import Configure
 from trainer_files import config_of, fit, write_clicks
 
 from persia.checkpoint.snapshot import Save
@@ -110,7 +111,8 @@ def test_the_table_of_results_has_the_step_of_each_part(tmp_path: Path) -> None:
     assert [row[column] for row in rows] == [str(summary["best"]["step"])] * 2 == [str(reports[-1].step)] * 2
 
 
-def test_an_evaluation_restores_the_mode_of_each_module() -> None:
+def test_an_evaluation_restores_the_mode_of_each_module(configure: Configure) -> None:
+    configure("a: {dim: 4}")
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
     model[1].eval()  # frozen
     with eval_ctx(model=model):

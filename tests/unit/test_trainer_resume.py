@@ -95,4 +95,67 @@ def test_files_given_to_fit_are_those_of_evaluate(tmp_path: Path) -> None:
 # --- another early stop
 
 
+def test_another_metric_begins_a_best_of_its_own(tmp_path: Path) -> None:
+    interrupted(small(tmp_path, train={"early_stop": {"patience": 9}, "evaluate_every": 2}), 4)
+    other = small(tmp_path, train={"early_stop": {"patience": 9, "metric": "loss"}, "evaluate_every": 2})
+    with Trainer(other).resume() as again:
+        reports = [*again.fit()]
+    valid = [each for each in reports if isinstance(each, EvaluationReport) and each.part == "valid"]
+    assert again.folder is not None
+    best = again.folder.read_json("summary.json")["best"]
+    losses = {each.step: each.loss for each in valid}
+    assert best["metric"] == "loss" and best["value"] == min(losses.values()) == losses[best["step"]]
+    assert valid[0].is_best
+
+
+def test_a_run_without_an_early_stop_uses_its_last_model(tmp_path: Path) -> None:
+    interrupted(small(tmp_path, train={"early_stop": {"patience": 9}, "evaluate_every": 2}), 4)
+    with Trainer(small(tmp_path, train={"evaluate_every": 2})).resume() as again:
+        reports = [*again.fit()]
+    steps = [each.step for each in reports if isinstance(each, StepReport)]
+    assert reports[-1].step == steps[-1], "the test part was scored with the best of the earlier early stop"
+    assert again.folder is not None
+    assert find_checkpoint(again.folder.path).step == steps[-1]
+
+
+@pytest.mark.parametrize("change", ["patience", "epochs"])
+def test_a_run_that_stopped_early_continues_if_it_may(tmp_path: Path, change: str) -> None:
+    config, trainer = stopped_early(tmp_path)
+    assert trainer.folder is not None
+    step = trainer.folder.read_json("summary.json")["step"]
+    with Trainer(config).resume() as again:
+        assert [*again.fit()] == []
+    stop = {"early_stop": {"patience": 3 if change == "patience" else 1}}
+    epochs = 21 if change == "epochs" else 20
+    more = small(tmp_path, data={"epochs": epochs}, train={**STOP, **FAST, **stop})
+    with Trainer(more).resume() as again:
+        reports = [*again.fit()]
+    steps = [each.step for each in reports if isinstance(each, EvaluationReport) and each.part == "valid"]
+    assert steps and steps[0] > step
+    assert again.folder is not None and again.folder.read_json("summary.json")["status"] == "finished"
+
+
 # --- what is lost
+
+
+def test_a_best_checkpoint_that_is_lost_is_judged_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"train": {"early_stop": {"patience": 9}, "evaluate_every": 2}}
+    interrupted(small(tmp_path, **options), 4)
+    shutil.rmtree(tmp_path / "runs" / "one" / "best")
+    with Trainer(small(tmp_path, **options)).resume() as again:
+        reports = [*again.fit()]
+    assert "best" in caplog.text and "lost" in caplog.text
+    valid = [each for each in reports if isinstance(each, EvaluationReport) and each.part == "valid"]
+    assert valid[0].is_best and isinstance(reports[-1], EvaluationReport) and reports[-1].part == "test"
+
+
+def test_a_run_that_stopped_and_lost_its_best_checkpoint_trains_on(tmp_path: Path) -> None:
+    config, trainer = stopped_early(tmp_path)
+    assert trainer.folder is not None
+    path = trainer.folder.path
+    shutil.rmtree(path / "best")
+    trainer.folder.write_json("summary.json", {**trainer.folder.read_json("summary.json"), "status": "interrupted"})
+    with Trainer(config).resume() as again:
+        assert isinstance([*again.fit()][-1], EvaluationReport)
+    found = again.folder.read_json("summary.json") if again.folder else {}
+    assert found["status"] == "finished" and (path / found["best"]["checkpoint"]).is_dir()

@@ -58,7 +58,8 @@ def draw(lines: list[dict[str, Any]]) -> bytes:
             if known:
                 axis.plot(*zip(*known, strict=True), "o-", label=label)
         axis.set(ylabel=f"valid {title(name)}")
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     axes[-1].set(xlabel="step")
     for axis in axes:
         axis.grid(alpha=0.3)

@@ -28,7 +28,7 @@ from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_t
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, resolved
 from persia.trainer.state import TrainerState
-from persia.trainer.validation import Validation
+from persia.trainer.validation import Validation, may_continue
 
 EVALUATIONS = 10
 """Evaluations of a run, unless told otherwise."""
@@ -76,7 +76,8 @@ class Training:
         if resumed is None:
             self._fitted = self._fit()
         else:
-            check_same(self.folder.config(), config)
+            self._before = self.folder.config()
+            check_same(self._before, config)
             facts = self.folder.read_json(FACTS)
             if "rows" not in facts:
                 raise CheckpointError(f"{self.folder.shown}: {FACTS} is missing or damaged; start a new run")
@@ -105,7 +106,9 @@ class Training:
         """Whether the run has ended before, and has no step left."""
         summary = self.folder.read_json(SUMMARY)
         left = self.total_steps is None or int(summary.get("step", 0)) < self.total_steps
-        self.is_finished = summary.get("status") == FINISHED and (bool(summary.get("early_stopped")) or not left)
+        if summary.get("early_stopped"):
+            left = may_continue(self._before, self._config)
+        self.is_finished = summary.get("status") == FINISHED and not left
         return self.is_finished
 
     def _check(self, config: Config) -> None:
@@ -187,6 +190,7 @@ class Training:
             if isinstance(self.folder, JobFolder) and self._writes:
                 self.folder.note_checkpoints()
             if resumes and self._writes:
+                self._validation.resume(self._before)
                 self.folder.write(CONFIG, resolved(config))
                 self._record = self._new_record(self._ctx.step)
             self._validation.prune()
@@ -349,6 +353,7 @@ class Training:
             return
         if best is not None and best.step != self._ctx.step:
             self._ctx.load_checkpoint(self._validation.checkpoint(best.step))
+        self._validation.end()
         tested: dict[str, Any] = {}
         if self.parts.test is not None:
             report = self._evaluate(self.parts.test, "test")

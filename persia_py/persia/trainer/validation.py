@@ -6,6 +6,7 @@ from pathlib import Path
 
 from persia.config import Config
 from persia.ctx import Checkpoints, TrainCtx
+from persia.runtime.job import MANIFEST
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_rank
 from persia.trainer.reports import EvaluationReport
@@ -30,11 +31,37 @@ class Validation:
     def __init__(
         self, config: Config, state: TrainerState, folder: RunFolder, ctx: TrainCtx, checkpoints: Checkpoints
     ) -> None:
+        self._config = config
         self._stop = config.train.early_stop
         self._state = state
         self._folder = folder
         self._ctx = ctx
         self._checkpoints = checkpoints
+
+    def resume(self, before: Config) -> None:
+        """Continue with what the newest save has of earlier evaluations, as far as it still holds; for rank 0.
+
+        Args:
+            before: The configuration with which the run was trained so far.
+        """
+        stop, state, best = self._stop, self._state, self._state.best
+        if stop is None:
+            self._forget()
+        elif best is not None and best.metric != stop.metric:
+            _logger.warning(
+                "train.early_stop.metric was %s, now it is %s: the best is sought anew", best.metric, stop.metric
+            )
+            self._forget()
+        elif best is not None and not (self.checkpoint(best.step) / MANIFEST).exists():
+            _logger.warning("the best checkpoint, %s, is lost: the best is sought anew", self.checkpoint(best.step))
+            self._forget()
+        elif state.stopped and may_continue(before, self._config):
+            state.stopped = False
+            if state.without_improvement >= stop.patience:
+                state.without_improvement = 0
+
+    def _forget(self) -> None:
+        self._state.best, self._state.without_improvement, self._state.stopped = None, 0, False
 
     def judge(self, report: EvaluationReport) -> EvaluationReport:
         """Record an evaluation on rank 0, and keep the model if it is the best so far; return the report with that."""
@@ -63,6 +90,11 @@ class Validation:
         _core.publish_latest(folder)
         self.prune()
 
+    def end(self) -> None:
+        """Delete the best checkpoints of an earlier early stop, if the run ends without a best one; for rank 0."""
+        if self._state.best is None:
+            shutil.rmtree(self._folder.best, ignore_errors=True)
+
     def prune(self) -> None:
         """Delete best checkpoints that no save of the run needs.
 
@@ -79,3 +111,8 @@ class Validation:
                 shutil.rmtree(path, ignore_errors=True)
         if best.step in steps:
             _core.publish_latest(steps[best.step])
+
+
+def may_continue(before: Config, now: Config) -> bool:
+    """Whether a run that has stopped early may train on: it is given another early stop, or more epochs."""
+    return before.train.early_stop != now.train.early_stop or now.data.epochs > before.data.epochs
