@@ -135,6 +135,19 @@ def failing_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Save, "write", write)
 
 
+def test_a_best_checkpoint_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing_best(monkeypatch)
+    trainer, reports = fit(small(tmp_path, train={"early_stop": {"patience": 99}, "evaluate_every": 2}))
+    assert "No space left" in caplog.text
+    assert trainer.folder is not None
+    found = trainer.folder.read_json("summary.json")
+    assert found["status"] == "finished" and found["best"] is None
+    assert not any(each.is_best for each in reports if isinstance(each, EvaluationReport))
+    assert reports[-1].step == found["step"]
+
+
 # --- calls and values
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from persia.config import Config
 from persia.ctx import Checkpoints, TrainCtx
+from persia.runtime.errors import StorageError
 from persia.runtime.job import MANIFEST
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_rank
@@ -65,9 +66,12 @@ class Validation:
 
     def judge(self, report: EvaluationReport) -> EvaluationReport:
         """Record an evaluation on rank 0, and keep the model if it is the best so far; return the report with that."""
+        best = self._state.best
         if self._stop is not None and self._state.judge(report, self._stop):
-            report = dataclasses.replace(report, is_best=True)
-            self._keep()
+            if self._keep():
+                report = dataclasses.replace(report, is_best=True)
+            else:
+                self._state.best = best
         self._state.evaluations.append(report.results())
         return report
 
@@ -84,11 +88,17 @@ class Validation:
         """Return the checkpoint of the best evaluation, if that is the one after ``step``."""
         return self._folder.best / f"step-{step}"
 
-    def _keep(self) -> None:
+    def _keep(self) -> bool:
+        """Save the model as the best one, and return whether that was possible; the one before stays if not."""
         folder = self.checkpoint(self._ctx.step)
-        self._ctx.dump_checkpoint(folder)
-        _core.publish_latest(folder)
+        try:
+            self._ctx.dump_checkpoint(folder)
+            _core.publish_latest(folder)
+        except StorageError as error:
+            _logger.error("the best model so far is not kept, training continues: %s", error)
+            return False
         self.prune()
+        return True
 
     def end(self) -> None:
         """Delete the best checkpoints of an earlier early stop, if the run ends without a best one; for rank 0."""
