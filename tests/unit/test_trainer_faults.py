@@ -127,7 +127,7 @@ def failing_best(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Save.write
 
     def write(save: Save) -> None:
-        if "best" in save.what:
+        if "/best/step" in save.what:
             save.abort()
             raise StorageError("/best: No space left on device")
         whole(save)
@@ -152,6 +152,42 @@ def test_a_best_checkpoint_that_cannot_be_written_ends_no_run(
 
 
 # --- several ranks
+
+
+def test_ranks_meet_before_an_evaluation_and_agree_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tmp_path, train={"evaluate_every": 2})
+    with Trainer(config) as trainer:
+        reports = trainer.fit()
+        training: Any = trainer._training
+        backend = training._ctx.common_context
+        calls: list[str] = []
+        gather, drain, evaluate = backend.all_gather, backend.engine.drain, training._evaluate
+
+        def evaluated(*arguments: Any) -> EvaluationReport:
+            calls.append("evaluate")
+            found: EvaluationReport = evaluate(*arguments)
+            return found
+
+        def drained() -> None:
+            calls.append("drain")
+            drain()
+
+        def gathered(what: str, mine: Any) -> list[Any]:
+            calls.append(what)
+            found: list[Any] = gather(what, mine)
+            return found
+
+        monkeypatch.setattr(backend, "all_gather", gathered)
+        monkeypatch.setattr(backend, "engine", _Proxy(backend.engine, drain=drained))
+        monkeypatch.setattr(training, "_evaluate", evaluated)
+        for report in reports:
+            if isinstance(report, EvaluationReport):
+                break
+    assert calls[0] == "start of training"
+    place = calls.index("evaluate")
+    assert calls[place - 2 : place] == ["drain", "evaluation"]
 
 
 class _Proxy:

@@ -184,7 +184,7 @@ def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.ND
 
 
 def groups_of(table: pa.RecordBatch, column: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of the value of each row. Null is a group of its own: that of the hash 0, which no small number has."""
+    """Return a hash of the value of each row. Null is a group of its own, with the hash 0 that no small number has."""
     values = table.column(column)
     groups = np.zeros(len(values), np.uint64)
     known = np.asarray(values.is_valid())

@@ -21,8 +21,8 @@ from persia_core import checkpoint as _core
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, the files and the rows of train, the digest of the transform,
-and of a job where its checkpoints are."""
+"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and of a
+job where its checkpoints are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
@@ -198,7 +198,7 @@ def check_same(before: Config, now: Config) -> None:
 def check_files(folder: RunFolder, files: Files) -> None:
     """Check that files are those that the run was trained on, by their names, sizes and order.
 
-    A row belongs to train, valid or test by its place in the files, so that other files would divide the rows otherwise.
+    A row belongs to train, valid or test by its place in the files, so other files divide the rows otherwise.
 
     Raises:
         CheckpointError: The run does not say which files it was trained on.

@@ -213,8 +213,7 @@ class Training:
         """Train, and yield reports; the last is that of the test part."""
         if self.is_finished:
             return
-        if not self._state.stopped:
-            yield from self._make_up()
+        yield from self._make_up()
         if not self._state.stopped:
             yield from self._train()
             yield from self._evaluate_end()
@@ -222,16 +221,28 @@ class Training:
         yield from self._finish()
 
     def _make_up(self) -> Iterator[EvaluationReport]:
-        """Evaluate after a resume, if the run was interrupted after a step but before its evaluation."""
-        step, valid = self._ctx.step, self.parts.valid
-        done = {each["step"] for each in self._state.evaluations}
-        if valid is not None and step and self._is_due(step) and step not in done:
+        """Evaluate after a resume, if the run was interrupted after a step but before its evaluation.
+
+        Rank 0 alone has loaded the save by now. All ranks learn from it what comes next.
+        """
+        step = self._ctx.step
+        state = [step, self._state.stopped, step in {each["step"] for each in self._state.evaluations}]
+        step, self._state.stopped, is_evaluated = self._gather("start of training", state)
+        self._evaluated = step if is_evaluated else 0
+        valid = self.parts.valid
+        if valid is not None and step and self._is_due(step) and not is_evaluated and not self._state.stopped:
             yield from self._validate(valid)
+            self._evaluated = step
+
+    def _gather(self, what: str, mine: Any) -> Any:
+        """Return the value of rank 0; every rank calls this."""
+        backend = self._ctx.common_context
+        return mine if backend is None else backend.all_gather(what, mine)[0]
 
     def _evaluate_end(self) -> Iterator[EvaluationReport]:
         """Evaluate after the last step, if the data has ended at another one than was expected."""
         step, valid = self._ctx.step, self.parts.valid
-        if valid is None or not step or step in {each["step"] for each in self._state.evaluations}:
+        if valid is None or not step or step == self._evaluated:
             return
         yield from self._validate(valid)
 
@@ -315,7 +326,9 @@ class Training:
         return max(1, min(-(-self.total_steps // EVALUATIONS), self._steps_per_epoch))
 
     def _validate(self, part: Part) -> Iterator[EvaluationReport]:
-        """Evaluate the valid part on rank 0, and record the result."""
+        """Evaluate the valid part on rank 0, and record the result; every rank calls this after the same step."""
+        self._validation.meet()
+        self._evaluated = self._ctx.step
         if (record := self._record) is not None:
             report = self._validation.judge(self._evaluate(part, "valid"))
             record.add(report)

@@ -64,6 +64,17 @@ class Validation:
     def _forget(self) -> None:
         self._state.best, self._state.without_improvement, self._state.stopped = None, 0, False
 
+    def meet(self) -> None:
+        """Wait until the pushes of all ranks are applied; every rank calls this before rank 0 evaluates.
+
+        Ranks push together, so that none does before rank 0 takes the next step: the evaluation and the best checkpoint
+        are of the same state.
+        """
+        backend = self._ctx.common_context
+        if backend is not None:
+            backend.engine.drain()
+            backend.all_gather("evaluation", None)
+
     def judge(self, report: EvaluationReport) -> EvaluationReport:
         """Record an evaluation on rank 0, and keep the model if it is the best so far; return the report with that."""
         best = self._state.best
