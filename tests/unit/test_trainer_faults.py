@@ -154,6 +154,28 @@ def test_a_best_checkpoint_that_cannot_be_written_ends_no_run(
 # --- several ranks
 
 
+def test_another_rank_learns_from_rank_0_what_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Trainer(small(tmp_path, run={"log_every": 1})) as trainer:
+        next(trainer.fit())
+        training: Any = trainer._training
+        backend, written = training._ctx.common_context, [True, False]
+        gather = backend.all_gather
+
+        def gathered(what: str, mine: Any) -> list[Any]:
+            if what == "saved run":  # as on rank 1, whose disk may be another
+                assert mine is None
+                return [["/of/rank0/step-1", written.pop(0)], mine]
+            found: list[Any] = gather(what, mine)
+            return found
+
+        monkeypatch.setattr(backend, "all_gather", gathered)
+        monkeypatch.setattr(training, "_writes", False)
+        assert trainer.save() == Path("/of/rank0/step-1")
+        with pytest.raises(StorageError, match="/of/rank0/step-1: the checkpoint could not be written"):
+            trainer.save()
+        monkeypatch.undo()
+
+
 def test_ranks_meet_before_an_evaluation_and_agree_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

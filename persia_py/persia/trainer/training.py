@@ -217,7 +217,7 @@ class Training:
         if not self._state.stopped:
             yield from self._train()
             yield from self._evaluate_end()
-        self._save_last()
+        self.save()
         yield from self._finish()
 
     def _make_up(self) -> Iterator[EvaluationReport]:
@@ -344,20 +344,16 @@ class Training:
             return evaluate(ctx, self.objective, rows, config, name, self._ctx.step)
 
     def save(self) -> Path:
-        """Save the run now, and return the checkpoint."""
+        """Save the run now, and return the checkpoint; every rank calls this after the same step."""
         self._ctx.save_run()
-        return self._check_saved()
-
-    def _save_last(self) -> None:
-        self._ctx.save_run()
-        if self._writes:
-            self._check_saved()
-
-    def _check_saved(self) -> Path:
-        path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
-        if self._checkpoints.written != self._ctx.step:
-            raise StorageError(f"{path}: the checkpoint could not be written; see the log for the reason")
-        return path
+        mine = None
+        if self._writes:  # only rank 0 knows what is written, and where
+            path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
+            mine = [str(path), self._checkpoints.written == self._ctx.step]
+        saved, is_written = self._gather("saved run", mine)
+        if not is_written:
+            raise StorageError(f"{saved}: the checkpoint could not be written; see the log of rank 0 for the reason")
+        return Path(saved)
 
     def _finish(self) -> Iterator[StepReport | EvaluationReport]:
         """Score the test part with the best model, and write the summary and the pages."""
