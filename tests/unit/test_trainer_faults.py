@@ -148,6 +148,18 @@ def test_a_best_checkpoint_that_cannot_be_written_ends_no_run(
     assert reports[-1].step == found["step"]
 
 
+def test_latest_names_a_run_only_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(small(tmp_path))
+
+    def full(*_: object) -> None:
+        raise StorageError("transform.json: No space left on device")
+
+    monkeypatch.setattr("persia.trainer.fitting.save", full)
+    with Trainer(small(tmp_path, run={"name": "two"})) as trainer, pytest.raises(StorageError):
+        trainer.fit()
+    assert (tmp_path / "runs" / "LATEST").read_text() == "one\n"
+
+
 # --- calls and values
 
 

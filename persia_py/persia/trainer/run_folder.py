@@ -85,7 +85,7 @@ class RunFolder:
         return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
 
     def make(self, config: Config) -> None:
-        """Make the folder with its configuration, and name it in ``LATEST``.
+        """Make the folder with its configuration.
 
         Raises:
             StorageError: It cannot be made.
@@ -95,6 +95,13 @@ class RunFolder:
             self.path.mkdir()
         self.write(CONFIG, resolved(config))
         self.write(METRICS, "")
+
+    def publish(self) -> None:
+        """Name the folder in ``LATEST``; the run is whole.
+
+        Raises:
+            StorageError: It cannot be written; ``LATEST`` names the run before.
+        """
         with self._naming():
             write_whole(self.path.parent / LATEST, f"{self.path.name}\n".encode())
 

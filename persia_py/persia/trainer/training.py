@@ -156,6 +156,7 @@ class Training:
             "train_files": self.parts.train.files.sizes,
         }
         self.folder.write_json(FACTS, facts)
+        self.folder.publish()
 
     def _open(self, resumes: bool) -> None:
         """Open the training context, which loads the newest save."""
