@@ -160,6 +160,14 @@ def test_latest_names_a_run_only_when_it_is_whole(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "runs" / "LATEST").read_text() == "one\n"
 
 
+def test_the_page_of_a_run_has_its_status(tmp_path: Path) -> None:
+    trainer, _ = fit(small(tmp_path))
+    assert trainer.folder is not None
+    trainer.folder.write_json("summary.json", {**trainer.folder.read_json("summary.json"), "status": "running"})
+    pages.write(trainer.folder, trainer.config, status="finished")
+    assert "<td class=n>finished</td>" in (trainer.folder.path / "report.html").read_text()
+
+
 # --- calls and values
 
 

@@ -160,7 +160,7 @@ def compare(config: Config, folder: RunFolder) -> None:
         **results,
     }
     folder.write_json(SUMMARY, summary)
-    pages.write(folder, config)
+    pages.write(folder, config, status=summary["status"])
 
 
 def _named(parts: Parts) -> list[tuple[str, Part]]:

@@ -24,13 +24,18 @@ margin-top:2rem}.note{color:#666}
 """
 
 
-def write(folder: RunFolder, config: Config) -> None:
+def write(folder: RunFolder, config: Config, *, status: str) -> None:
     """Draw the curves and write the page of a run.
+
+    Args:
+        folder: The run's folder.
+        config: The configuration.
+        status: The status that is shown. The summary of a job has its own only when all ranks have ended.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    lines, summary = read_lines(folder), folder.read_json(SUMMARY)
+    lines, summary = read_lines(folder), {**folder.read_json(SUMMARY), "status": status}
     picture = draw(lines)
     folder.write(CURVES, picture)
     folder.write(PAGE, page(folder, summary, picture, config))

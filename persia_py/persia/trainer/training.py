@@ -377,7 +377,7 @@ class Training:
             distributed.report({name: value for name, value in record.summary.items() if name != "status"})
         else:
             record.write({"status": FINISHED})
-        pages.write(self.folder, self._config)
+        pages.write(self.folder, self._config, status=FINISHED)
 
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""
