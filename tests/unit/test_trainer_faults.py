@@ -168,6 +168,24 @@ def test_the_page_of_a_run_has_its_status(tmp_path: Path) -> None:
     assert "<td class=n>finished</td>" in (trainer.folder.path / "report.html").read_text()
 
 
+def test_a_fit_that_ranks_share_keeps_the_error_of_the_data(tmp_path: Path) -> None:
+    rows = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet", 100))
+    wrong = rows.set_column(rows.column_names.index("dense0"), "dense0", pa.array(["x"] * 100))
+    pa.parquet.write_table(wrong, tmp_path / "clicks.parquet")
+    config = config_of(tmp_path)
+    with pytest.raises(DataError, match="dense0"):
+        fit_once.fit_once(config, Parts(config), tmp_path / "fits")
+    write_clicks(tmp_path / "clicks.parquet", 100)
+    first = fit_once.fit_once(config, Parts(config), tmp_path / "fits")
+    kept = next((tmp_path / "fits").glob("*.json"))
+    kept.write_text(kept.read_text()[:20])
+    with pytest.raises(StorageError, match=kept.name) as caught:
+        fit_once.fit_once(config, Parts(config), tmp_path / "fits")
+    assert "remove the file to fit again" in caught.value.hint
+    kept.unlink()
+    assert fit_once.fit_once(config, Parts(config), tmp_path / "fits").transform.digest == first.transform.digest
+
+
 # --- calls and values
 
 
