@@ -189,6 +189,23 @@ def test_a_fit_that_ranks_share_keeps_the_error_of_the_data(tmp_path: Path) -> N
 # --- calls and values
 
 
+def test_a_configuration_that_was_not_read_is_refused(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 100)
+    content = {"data": {"train": "clicks.parquet"}, "features": {"id0": {"type": "id", "dim": 4}}, "labels": {"y": {}}}
+    with pytest.raises(UsageError, match="made by a program") as caught:
+        Trainer(Config.model_validate(content))
+    assert "load_config" in caught.value.hint
+
+
+def test_a_row_without_a_time_is_named(tmp_path: Path) -> None:
+    table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet", 500))
+    times = pa.array([None if row == 7 else row for row in range(500)], pa.int64())
+    pa.parquet.write_table(table.append_column("at", times), tmp_path / "clicks.parquet")
+    config = small(tmp_path, data={"split": {"by": "time", "column": "at", "valid": 300, "test": 400}})
+    with Trainer(config) as trainer, pytest.raises(DataError, match=r"clicks\.parquet: .*row 7 has no time"):
+        trainer.fit()
+
+
 # --- several ranks
 
 

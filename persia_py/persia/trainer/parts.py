@@ -13,6 +13,7 @@ from persia.config import Config
 from persia.config.blocks import DataBlock, Paths
 from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files, presets
 from persia.data.records.files import FORMATS
+from persia.data.records.split import parts_in
 from persia.runtime.errors import ConfigError, DataError
 from persia.runtime.files import is_url
 
@@ -78,7 +79,7 @@ class Part:
                 if self.split is None:
                     rows += batch.num_rows
                 else:
-                    rows += int(np.count_nonzero(self.split.parts(batch, unit.file, first) == wanted))
+                    rows += int(np.count_nonzero(parts_in(self.split, unit, batch, first) == wanted))
                 first += batch.num_rows
         return rows
 

@@ -198,7 +198,7 @@ def check_same(before: Config, now: Config) -> None:
     ]
     if changed:
         error = ConfigError("the configuration differs from that of the run: " + "; ".join(changed))
-        error.hint = "give the run's own persia.yml, or start a new run without --resume"
+        error.hint = "give the run's own persia.yml, or start a new run: without --resume, or a job with another --name"
         raise error
 
 

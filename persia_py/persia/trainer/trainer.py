@@ -58,10 +58,15 @@ class Trainer:
 
     Raises:
         ConfigError: The file has mistakes; the message has all of them.
+        UsageError: The configuration is not one of :func:`persia.load_config`.
     """
 
     def __init__(self, config: Config | str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
         self.config = config if isinstance(config, Config) else load_config(config)
+        if not self.config.is_located:
+            error = UsageError("Trainer(config): the configuration was made by a program, and not checked")
+            error.hint = "write it into a file, and read that: persia.load_config('persia.yml')"
+            raise error
         self.folder: RunFolder | None = None
         self._given_model = model
         self._resumes: Found | RunFolder | None = None
