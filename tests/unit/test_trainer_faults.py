@@ -116,8 +116,8 @@ def test_an_evaluation_restores_the_mode_of_each_module(configure: Configure) ->
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
     model[1].eval()  # frozen
     with eval_ctx(model=model):
-        assert not model.training and not model[0].training
-    assert model.training and model[0].training and not model[1].training
+        assert [each.training for each in model.modules()] == [False, False, False]
+    assert [each.training for each in model.modules()] == [True, True, False]
 
 
 # --- files

@@ -14,7 +14,7 @@ from persia.config.blocks import DataBlock, Paths
 from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files, presets
 from persia.data.records.files import FORMATS
 from persia.data.records.split import parts_in
-from persia.runtime.errors import ConfigError, DataError
+from persia.runtime.errors import DataError
 from persia.runtime.files import is_url
 
 TYPES: Mapping[str, pa.DataType] = MappingProxyType(
@@ -122,7 +122,6 @@ class Parts:
         config: The configuration.
 
     Raises:
-        ConfigError: The split lacks a key, or has one that does not fit.
         UsageError: A file does not exist.
         DataError: A file lacks a column, or is damaged.
     """
@@ -177,9 +176,7 @@ def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
     data = config.data
     given = [paths] if isinstance(paths, str) else [*paths]
     whole = [path if is_url(path) else str(config.folder / Path(path).expanduser()) for path in given]
-    types = {name: TYPES[kind] for name, kind in data.columns.items() if kind in TYPES}
-    if unknown := {name: kind for name, kind in data.columns.items() if kind not in TYPES}:
-        raise ConfigError(f"data.columns: {unknown}: want one of {', '.join(TYPES)}")
+    types = {name: TYPES[kind] for name, kind in data.columns.items()}
     given_format: dict[str, Any] = {"file_format": data.format, "types": types, "header": data.header}
     if data.preset is not None:
         preset = presets.options(data.preset)
@@ -236,14 +233,8 @@ def _split_of(data: DataBlock) -> Split | None:
         if data.test is not None:
             train, test = train + test, 0.0
         return HashSplit((train, valid, test), split.group, split.seed)
-    if split.column is None:
-        raise ConfigError("data.split: by time needs `column`, the column of the time")
-    wanted = {"valid": data.valid is None, "test": data.test is None}
-    bounds: dict[str, Any] = {name: getattr(split, name) for name in wanted if wanted[name]}
-    if not any(bound is not None for bound in bounds.values()):
-        lacking = " or ".join(f"`{name}`" for name in bounds)
-        raise ConfigError(f"data.split: by time needs {lacking}, the first time of that part")
-    return TimeSplit(split.column, bounds.get("valid"), bounds.get("test"))
+    assert split.column is not None  # noqa: S101 - persia.config has checked it
+    return TimeSplit(split.column, split.valid, split.test)
 
 
 def _takes_rows(split: Split | None, part: str) -> bool:

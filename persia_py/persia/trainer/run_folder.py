@@ -1,7 +1,6 @@
 """The folder of a run: what is in it, and how it is found again."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,13 @@ from persia.config.show import to_yaml
 from persia.data.records import Files
 from persia.runtime.errors import CheckpointError, ConfigError, DataError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
-from persia.trainer.optimizers import optimizer_of_rows
 from persia_core import checkpoint as _core
 
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and of a
-job where its checkpoints are."""
+"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and the
+place of a job's checkpoints."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
@@ -53,8 +51,6 @@ class RunFolder:
         parent = Path(config.run.dir).expanduser()
         name = config.run.name
         if name is not None:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) or name == LATEST:
-                raise ConfigError(f"run.name: {name!r}, want letters, digits, '.', '_' and '-'")
             if (parent / name).exists():
                 error = UsageError(f"{parent / name}: there is a run of this name already")
                 error.hint = f"continue it with --resume {parent / name}, or give another one: --set run.name=NAME"
@@ -165,7 +161,7 @@ def resolved(config: Config) -> str:
 
 def _content(config: Config) -> dict[str, Any]:
     content: dict[str, Any] = config.model_dump(mode="json", by_alias=True)
-    data, train = content["data"], content["train"]
+    data = content["data"]
     for part in ("train", "valid", "test"):
         if data[part] is not None:
             paths = [data[part]] if isinstance(data[part], str) else data[part]
@@ -173,7 +169,6 @@ def _content(config: Config) -> dict[str, Any]:
             data[part] = whole[0] if isinstance(data[part], str) else whole
     if content["checkpoint"]["dir"] is not None:
         content["checkpoint"]["dir"] = str(Path(content["checkpoint"]["dir"]).expanduser().absolute())
-    train["embedding_optimizer"] = optimizer_of_rows(config.train, config.data.batch_size)
     return content
 
 

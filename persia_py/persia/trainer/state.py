@@ -63,6 +63,19 @@ class TrainerState:
         self.stopped = self.stopped or self.without_improvement >= stop.patience
         return improved
 
+    def results(self) -> dict[str, Any]:
+        """Return what the summary of the run has of it, JSON-ready; ``valid`` is of the model that is used."""
+        best = self.best
+        used = [each for each in self.evaluations if best is None or each["step"] == best.step]
+        return {
+            "early_stopped": self.stopped,
+            "samples_per_s": round(self.samples / self.seconds) if self.seconds else None,
+            "training_seconds": round(self.seconds, 3),
+            "unusual": {"rows": self.unusual.rows, "counts": self.unusual.counts},
+            "valid": used[-1] if used else None,
+            "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
         best = self.best

@@ -18,13 +18,13 @@ from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, Sto
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
-from persia.trainer.evaluation import check_evaluation, evaluate
+from persia.trainer.evaluation import evaluate
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, group_of, with_train
-from persia.trainer.record import FAILED, FINISHED, INTERRUPTED, Record, check_tensorboard
+from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, resolved
 from persia.trainer.state import TrainerState
@@ -120,7 +120,6 @@ class Training:
         """
         if config.run.tensorboard:
             check_tensorboard()
-        check_evaluation(config, has_valid=self.parts.valid is not None)
         for part in (self.parts.train, self.parts.valid, self.parts.test):
             if part is not None:
                 part.check_not_empty()
@@ -135,7 +134,7 @@ class Training:
         self._device = get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
         if self._device is not None:
             self.model.cuda(self._device)
-        self._rows_optimizer = optimizers.of_rows(train, self._config.data.batch_size, steps or 1)
+        self._rows_optimizer = optimizers.of_rows(train, steps or 1)
         self._optimizer = optimizers.of_model(train, self.model)
         self._schedule = optimizers.of_torch(optimizers.schedule(train, steps or 1), self._optimizer)
         self._state = TrainerState(self.transform.digest)
@@ -196,7 +195,8 @@ class Training:
                 self._record = self._new_record(self._ctx.step)
             self._validation.prune()
         except BaseException as error:
-            self._end_record(error)
+            if self._record is not None:
+                self._record.end(self._results(), error)
             self.close(error)
             raise
 
@@ -381,20 +381,10 @@ class Training:
 
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""
-        state, best = self._state, self._state.best
-        used = [each for each in state.evaluations if best is None or each["step"] == best.step]
-        speed = round(state.samples / state.seconds) if state.seconds else None
-        return {
-            "step": self._last_step,
-            "early_stopped": state.stopped,
-            "samples_per_s": speed,
-            "training_seconds": round(state.seconds, 3),
-            "skipped_steps": self._ctx.skipped_steps,
-            # In a job data-compose counts them, and logs them.
-            "unusual": None if self._in_job else {"rows": state.unusual.rows, "counts": state.unusual.counts},
-            "valid": used[-1] if used else None,
-            "best": None if best is None else {**vars(best), "checkpoint": f"best/step-{best.step}"},
-        }
+        results = self._state.results()
+        if self._in_job:
+            results["unusual"] = None  # data-compose counts them, and logs them
+        return {"step": self._last_step, "skipped_steps": self._ctx.skipped_steps, **results}
 
     def close(self, error: BaseException | None) -> None:
         """End the context; the summary says how the run ended."""
@@ -402,19 +392,9 @@ class Training:
             return
         self.is_open = False
         try:
-            with contextlib.suppress(PersiaError):
-                self._end_record(error)
+            if self._record is not None:
+                with contextlib.suppress(PersiaError):
+                    self._record.end(self._results(), error)
         finally:
             kind = None if error is None else type(error)
             self._ctx.__exit__(kind, error, None if error is None else error.__traceback__)
-
-    def _end_record(self, error: BaseException | None) -> None:
-        record = self._record
-        if record is None:
-            return
-        record.close()
-        if record.summary["status"] == FINISHED:
-            return
-        stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
-        why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
-        record.write({**self._results(), "status": INTERRUPTED if stopped else FAILED, **why})

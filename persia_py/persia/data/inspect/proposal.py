@@ -101,7 +101,7 @@ def make(
         label,
         _label_name(label),
         settings.model(features),
-        settings.train(size.value),
+        settings.train(),
         options,
         alone,
     )

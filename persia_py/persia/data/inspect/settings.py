@@ -81,18 +81,10 @@ def epochs(rows: int) -> Setting:
     return Setting(number, f"for {rows:,} rows; early_stop ends training before if valid no longer improves")
 
 
-def train(size: int) -> dict[str, Setting]:
-    """Return the block ``train``.
-
-    Args:
-        size: Rows of a batch. The gradient of a mean over it is inversely proportional to it.
-    """
-    start = float(f"{1e-6 * (256 / size) ** 2:.1g}")
+def train() -> dict[str, Setting]:
+    """Return the block ``train``."""
     return {
-        "embedding_optimizer": Setting(
-            {"name": "adagrad", "lr": 0.1, "initial_accumulator_value": start, "vectorwise_shared": True},
-            "rows of rare ids take large steps; the start is below the squared gradients of a batch",
-        ),
+        "embedding_optimizer": Setting({"name": "adagrad", "lr": 0.1}, "rows of rare ids take large steps"),
         "dense_optimizer": Setting({"name": "adam", "lr": 0.001}, "of the model's weights"),
         "lr_schedule": Setting("linear", "small steps at the end lower the noise"),
         "early_stop": Setting({"metric": "auc", "patience": 3}, "the model of the best evaluation is kept"),

@@ -108,6 +108,7 @@ class TimeSplit:
 
     def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
         """Return the part of each row."""
+        del file
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
         if valid is not None and test is not None and pc.less(test, valid).as_py():
