@@ -159,3 +159,15 @@ def test_a_run_that_stopped_and_lost_its_best_checkpoint_trains_on(tmp_path: Pat
         assert isinstance([*again.fit()][-1], EvaluationReport)
     found = again.folder.read_json("summary.json") if again.folder else {}
     assert found["status"] == "finished" and (path / found["best"]["checkpoint"]).is_dir()
+
+
+def test_the_best_checkpoint_is_uploaded_beside_the_saves(tmp_path: Path) -> None:
+    for name in ("", "best"):  # a folder as an object store
+        (tmp_path / "store" / "one" / name).mkdir(parents=True, exist_ok=True)
+    upload = {"upload_to": f"file://{tmp_path}/store"}
+    trainer, reports = fit(small(tmp_path, train={"early_stop": {}, "evaluate_every": 3}, checkpoint=upload))
+    assert trainer.folder is not None
+    best = trainer.folder.read_json("summary.json")["best"]["step"]
+    assert reports[-1].step == best
+    assert [path.name for path in (tmp_path / "store" / "one" / "best").iterdir()] == [f"step-{best}"]
+    assert (tmp_path / "store" / "one" / "best" / f"step-{best}" / "MANIFEST.json").exists()

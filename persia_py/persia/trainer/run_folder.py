@@ -19,8 +19,8 @@ from persia_core import checkpoint as _core
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and the
-place of a job's checkpoints."""
+"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and
+where the checkpoints of a job are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"

@@ -115,7 +115,7 @@ class Training:
         """Check what has to be right before anything is read as a whole.
 
         Raises:
-            ConfigError: Keys do not fit together.
+            ConfigError: The package ``tensorboard`` is missing.
             DataError: A part has no rows.
         """
         if config.run.tensorboard:
