@@ -388,6 +388,7 @@ def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartU
     pyarrow.parquet.write_table(whole, tmp_path / "test.parquet")
     again = up(table, *sizes)
     assert again.wait() == 0, again.output
+    assert "training resumes after" in again.output and "epoch" not in again.output, "it does not train again"
     result = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text())["result"]
     assert result["early_stopped"] and result["test"]["step"] == result["valid"]["step"] == result["best"]["step"]
     assert "<td class=n>finished</td>" in (tmp_path / "runs" / "early" / "report.html").read_text()

@@ -4,14 +4,15 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+from persia.checkpoint.object_store import ObjectStore
 from persia.config import Config
 from persia.ctx import Checkpoints, TrainCtx
-from persia.runtime.errors import StorageError
+from persia.runtime.errors import PersiaError, StorageError
 from persia.runtime.job import MANIFEST
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_rank
 from persia.trainer.reports import EvaluationReport
-from persia.trainer.run_folder import RunFolder
+from persia.trainer.run_folder import BEST, RunFolder
 from persia.trainer.state import TrainerState
 from persia_core import checkpoint as _core
 
@@ -56,10 +57,10 @@ class Validation:
         elif best is not None and not (self.checkpoint(best.step) / MANIFEST).exists():
             _logger.warning("the best checkpoint, %s, is lost: the best is sought anew", self.checkpoint(best.step))
             self._forget()
-        elif state.stopped and may_continue(before, self._config):
+        elif state.without_improvement < stop.patience:
             state.stopped = False
-            if state.without_improvement >= stop.patience:
-                state.without_improvement = 0
+        elif state.stopped and may_continue(before, self._config):
+            state.stopped, state.without_improvement = False, 0
 
     def _forget(self) -> None:
         self._state.best, self._state.without_improvement, self._state.stopped = None, 0, False
@@ -112,9 +113,19 @@ class Validation:
         return True
 
     def end(self) -> None:
-        """Delete the best checkpoints of an earlier early stop, if the run ends without a best one; for rank 0."""
-        if self._state.best is None:
+        """Upload the best checkpoint, below ``best`` beside the saves; for rank 0. A failure is logged.
+
+        If the run ends without a best one, those of an earlier early stop are deleted.
+        """
+        best, store = self._state.best, self._checkpoints.store()
+        if best is None:
             shutil.rmtree(self._folder.best, ignore_errors=True)
+        elif store is not None:
+            path = self.checkpoint(best.step)
+            try:
+                ObjectStore(f"{store.url}/{BEST}").put(path, path.name)
+            except PersiaError as error:
+                _logger.error("%s is written, but not uploaded: %s", path, error)
 
     def prune(self) -> None:
         """Delete best checkpoints that no save of the run needs.
