@@ -1,10 +1,12 @@
 """``persia train``, ``eval`` and ``predict`` as processes: killed, interrupted, resumed, and with bad input."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import pytest
 from conftest import ROOT
 from waiting import wait_until
 
+from persia.cli.main import main
 from persia.errors import StorageError
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from trainer_files import write_clicks, write_config
 
+Verb = Callable[..., tuple[str, str]]
 RUN: dict[str, Any] = {
     "data": {"batch_size": 64, "epochs": 3},
     "train": {"early_stop": {"patience": 99}, "evaluate_every": 50, "lr_schedule": "linear"},
@@ -51,6 +55,26 @@ def done(folder: Path, *arguments: str, code: int = 0, largest_file: int | None 
     return out, errors
 
 
+@pytest.fixture
+def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Verb]:
+    """Run a verb in this process: ``verb("eval", "runs/one", code=2)`` returns the output and the errors."""
+    monkeypatch.chdir(tmp_path)
+    levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["persia", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert (ended.value.code or 0) == code, captured.err
+        return captured.out, captured.err
+
+    yield run
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
 def interrupt(process: "subprocess.Popen[str]", folder: Path, save: str, number: int) -> tuple[str, str]:
     """Send a signal when a save is written, and return the output."""
     with process:
@@ -61,7 +85,7 @@ def interrupt(process: "subprocess.Popen[str]", folder: Path, save: str, number:
         return process.communicate(timeout=60)
 
 
-def test_a_run_that_is_killed_and_interrupted_equals_one_that_is_not(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_interrupted_equals_one_that_is_not(tmp_path: Path, verb: Verb) -> None:
     write_clicks(tmp_path / "clicks.parquet", 9000)
     config = str(write_config(tmp_path, **RUN))
     runs = tmp_path / "runs"
@@ -85,18 +109,18 @@ def test_a_run_that_is_killed_and_interrupted_equals_one_that_is_not(tmp_path: P
     for folder in (f"checkpoints/step-{one['step']}", one["best"]["checkpoint"]):
         for path in (runs / "one" / folder).glob("*.arrow"):
             assert path.read_bytes() == (runs / "two" / folder / path.name).read_bytes(), path
-    out, _ = done(tmp_path, "eval", "runs/two", "--json")
+    out, _ = verb("eval", "runs/two", "--json")
     assert json.loads(out)["labels"] == other["test"]["labels"]
-    out, _ = done(tmp_path, "predict", "runs/LATEST", "clicks.parquet", "-o", "scores.parquet", "--keep", "id0")
+    out, _ = verb("predict", "runs/LATEST", "clicks.parquet", "-o", "scores.parquet", "--keep", "id0")
     assert "9,000 rows, score" in out
     assert pyarrow.parquet.read_table(tmp_path / "scores.parquet").column_names == ["id0", "score"]
     predict = ("predict", "runs/two", "clicks.parquet", "-o", "full.parquet")
     _, errors = done(tmp_path, *predict, largest_file=4096, code=StorageError.exit_code)
-    assert "full.parquet: File too large" in errors
+    assert "error: full.parquet: " in errors and "File too large" in errors
     assert not [path for path in tmp_path.iterdir() if "full" in path.name]
 
 
-def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path) -> None:
+def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path, verb: Verb) -> None:
     write_clicks(tmp_path / "clicks.parquet")
     config = str(write_config(tmp_path, data={"split": {"fractions": [1, 0, 0]}}))
     _, errors = done(tmp_path, "train", config, largest_file=8192, code=StorageError.exit_code)
@@ -104,7 +128,7 @@ def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())
     assert found["status"] == "failed" and "StorageError" in found["error"]
     assert not [*(tmp_path / "runs" / "one").rglob("MANIFEST.json")]
-    done(tmp_path, "train", config, "--resume", "runs/one")
+    verb("train", config, "--resume", "runs/one")
 
 
 @pytest.mark.parametrize(
@@ -118,9 +142,11 @@ def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path) -> None:
         (["predict", "runs/one", "clicks.parquet", "-o", "out.csv"], "no run"),
     ],
 )
-def test_a_mistake_is_one_message_and_leaves_nothing(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_one_message_and_leaves_nothing(
+    tmp_path: Path, verb: Verb, arguments: list[str], message: str
+) -> None:
     write_clicks(tmp_path / "clicks.parquet", 100)
     write_config(tmp_path)
-    _, errors = done(tmp_path, *arguments, code=2)
+    _, errors = verb(*arguments, code=2)
     assert message in errors
     assert not [*tmp_path.glob("runs/*")]

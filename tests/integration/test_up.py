@@ -397,6 +397,6 @@ def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartU
 def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> None:
     broken = up((TABLE % 1).replace("type: id, dim: 4", "type: idd, dim: 0"))
     assert broken.wait() == 2 and "nats" not in broken.output
-    assert "line 3" in broken.output and "found `idd`" in broken.output, broken.output
+    assert "job.yml:3:15: features.id0.type: found `idd`" in broken.output, broken.output
     wrong = up("embedding_config: slots.yml\nservers: 2\n", "--servers", "3")
     assert wrong.wait() == 2 and "--servers: job.yml is no persia.yml" in wrong.output

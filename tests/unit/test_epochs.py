@@ -147,7 +147,7 @@ def test_a_pass_that_was_at_its_end_is_a_warning(
     script.start(5)
     with caplog.at_level(logging.WARNING):
         assert script.start() != whole
-    assert caplog.text.count("had no batch, because the checkpoint is at the end of its pass") == 1
+    assert caplog.text.count("had no batch: its checkpoint is at the end of pass 1 over the data") == 1
     assert "second training loop" not in caplog.text
     assert script.seen[-1][1] == PASS * (EPOCHS - 1)
 

@@ -182,6 +182,12 @@ def test_names_that_features_may_not_have_are_changed(inspected: Inspect, tmp_pa
     assert loaded(found, tmp_path).compiled.columns()[:4] == ["größe", " a ", "b: {c}", "no"]
 
 
+def test_wide_tables_get_a_cross_network_of_low_rank(inspected: Inspect) -> None:
+    codes = RANDOM.integers(0, 5, ROWS)
+    assert "low_rank" not in inspected({f"c{number}": codes for number in range(64)}).proposal.model.value
+    assert inspected({f"c{number}": codes for number in range(65)}).proposal.model.value["low_rank"] == 64
+
+
 # Labels.
 
 
@@ -374,6 +380,10 @@ def test_the_command_writes_a_proposal_that_loads(
     assert yaml.safe_load(shown[shown.index("# Proposed") : shown.index("next:")])["labels"] == {
         "label": {"column": "label"}
     }
+    (tmp_path / "jobs").mkdir()
+    app([*arguments, "-o", "jobs/a.yml"], standalone_mode=False)
+    assert load_config("jobs/a.yml").data.train == "../clicks.parquet"
+    capsys.readouterr()
     app([*arguments, "--json"], standalone_mode=False)
     found = json.loads(capsys.readouterr().out)
     assert found["columns"]["item"]["distinct"] == 50 and found["rows_read"] == ROWS

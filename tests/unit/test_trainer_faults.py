@@ -151,13 +151,17 @@ def test_a_best_checkpoint_that_cannot_be_written_ends_no_run(
 def test_latest_names_a_run_only_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(small(tmp_path))
 
-    def full(*_: object) -> None:
-        raise StorageError("transform.json: No space left on device")
+    whole = RunFolder.write
 
-    monkeypatch.setattr("persia.trainer.fitting.save", full)
+    def write(folder: RunFolder, name: str, content: str | bytes) -> None:
+        if name == "run.json":
+            raise StorageError("run.json: No space left on device")
+        whole(folder, name, content)
+
+    monkeypatch.setattr(RunFolder, "write", write)
     with Trainer(small(tmp_path, run={"name": "two"})) as trainer, pytest.raises(StorageError):
         trainer.fit()
-    assert (tmp_path / "runs" / "LATEST").read_text() == "one\n"
+    assert (tmp_path / "runs" / "LATEST").read_text() == "one\n" and not (tmp_path / "runs" / "two").exists()
 
 
 def test_the_page_of_a_run_has_its_status(tmp_path: Path) -> None:

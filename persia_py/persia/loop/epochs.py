@@ -107,14 +107,16 @@ class Epochs:
         self._loop, self._began = loop, loop.step
 
     def on_end(self, complete: bool) -> None:
-        """Warn where a resumed script may train too few steps."""
+        """Warn where a resumed script may train too many or too few steps."""
         loop, self._loop = self._loop, None
         if complete and loop is not None and loop.step == self._began and self.resumed and self._running is None:
-            self.resumed = False
+            self.resumed, before = False, self._state.passes_loaded
             _logger.warning(
-                "the first training loop of this resumed run had no batch, because the checkpoint is at the end of its "
-                "pass over the data. A script that begins at the next pass, as in `range(ctx.step // STEPS, N)`, is "
-                "one pass short: write `for epoch in ctx.epochs(N)`"
+                "the first training loop of this resumed run had no batch: its checkpoint is at the end of %s over the "
+                "data. A script that counts its passes from 0 again, as in `for epoch in range(N)`, trains too many; "
+                "one that begins at the next pass, as in `range(ctx.step // STEPS, N)`, trains one too few. Write "
+                "`for epoch in ctx.epochs(N)`",
+                "a pass" if before is None else f"pass {before + 1}",
             )
 
     def _warn(self, text: str, epoch: int) -> None:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from persia.config import Config
 from persia.features import Fitter, Transform
-from persia.runtime.errors import CheckpointError, DataError, StorageError
-from persia.runtime.files import write_whole
+from persia.runtime.errors import CheckpointError, DataError
 from persia.runtime.logging import get_logger
 from persia.trainer.parts import Part, Parts
 
@@ -63,19 +62,6 @@ def _with_place(config: Config, train: Part, error: DataError) -> DataError:
             except DataError as found:
                 return DataError(f"{unit.path}: {found}")
     return error
-
-
-def save(transform: Transform, folder: Path) -> None:
-    """Write the transform into a run's folder.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
-    path = folder / FILE
-    try:
-        write_whole(path, transform.to_json().encode())
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
 
 
 def load(config: Config, folder: Path) -> Transform:

@@ -1,5 +1,6 @@
 """The folder of a run that is a job: ``PERSIA_RUN_DIR``, which all ranks share and rank 0 writes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from persia.config import Config
@@ -59,14 +60,11 @@ class JobFolder(RunFolder):
         """The folder of the best checkpoint, on rank 0."""
         return self.checkpoints / BEST
 
-    def make(self, config: Config) -> None:
-        """Write the configuration of a new run.
+    def make(self, config: Config, files: Mapping[str, str]) -> None:
+        """Write the configuration and other files of a new run.
 
         Raises:
             StorageError: It cannot be written.
         """
-        self.write(CONFIG, resolved(config))
-        self.write(METRICS, "")
-
-    def publish(self) -> None:
-        """Do nothing: a job is found by its name."""
+        for name, content in {CONFIG: resolved(config), METRICS: "", **files}.items():
+            self.write(name, content)

@@ -142,6 +142,16 @@ class Parts:
             return Part(open_like(self._config, own, self._columns), None, name)
         return Part(self.train.files, self._split, name) if divided else None
 
+    def check_not_empty(self) -> None:
+        """Check that each part has a row.
+
+        Raises:
+            DataError: One has none.
+        """
+        for part in (self.train, self.valid, self.test):
+            if part is not None:
+                part.check_not_empty()
+
     def count_train(self) -> int:
         """Return the number of rows of train, reading as few columns as possible."""
         needed = [] if self._split is None else self._split.columns

@@ -64,21 +64,24 @@ class Record:
         self.summary["updated"] = _now()
         self._folder.write_json(SUMMARY, self.summary)
 
-    def end(self, results: dict[str, Any], error: BaseException | None) -> None:
-        """End the event files, and write how the run ended, unless it is finished.
+    def end(self, error: BaseException | None, results: dict[str, Any]) -> None:
+        """Record how the run ended, unless it is finished.
 
         Args:
+            error: What ended it, if anything: ``interrupted`` by a signal or by its script, else ``failed``.
             results: More of the summary.
-            error: What ended the run, if anything; a signal or the end of an iteration is no failure.
         """
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        self._close()
         if self.summary["status"] == FINISHED:
             return
         stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
         why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
         self.write({**results, "status": INTERRUPTED if stopped else FAILED, **why})
+
+    def _close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
 
 
 def check_tensorboard() -> None:

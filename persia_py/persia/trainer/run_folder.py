@@ -1,8 +1,9 @@
 """The folder of a run: what is in it, and how it is found again."""
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -80,26 +81,23 @@ class RunFolder:
         """The folder of the best checkpoint."""
         return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
 
-    def make(self, config: Config) -> None:
-        """Make the folder with its configuration.
+    def make(self, config: Config, files: Mapping[str, str]) -> None:
+        """Make the folder with its configuration and other files, and name it in ``LATEST``.
 
         Raises:
-            StorageError: It cannot be made.
+            StorageError: It cannot be made; nothing is left of it.
         """
         with self._naming():
             make_folders(self.path.parent)
             self.path.mkdir()
-        self.write(CONFIG, resolved(config))
-        self.write(METRICS, "")
-
-    def publish(self) -> None:
-        """Name the folder in ``LATEST``; the run is whole.
-
-        Raises:
-            StorageError: It cannot be written; ``LATEST`` names the run before.
-        """
-        with self._naming():
-            write_whole(self.path.parent / LATEST, f"{self.path.name}\n".encode())
+        try:
+            for name, content in {CONFIG: resolved(config), METRICS: "", **files}.items():
+                self.write(name, content)
+            with self._naming():
+                write_whole(self.path.parent / LATEST, f"{self.path.name}\n".encode())
+        except StorageError:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def check_parent(self) -> None:
         """Check that the folder can be made, before any work is done.
@@ -124,7 +122,7 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Write a JSON file of the run atomically."""
-        self.write(name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        self.write(name, json_text(content))
 
     def read_json(self, name: str) -> dict[str, Any]:
         """Read a JSON file of the run; a missing one is empty.
@@ -152,6 +150,11 @@ class RunFolder:
             yield
         except OSError as error:
             raise StorageError(f"{error.filename or self.path}: {error.strerror or error}") from error
+
+
+def json_text(content: Any) -> str:
+    """Return JSON as the files of a run have it."""
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def resolved(config: Config) -> str:

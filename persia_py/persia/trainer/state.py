@@ -64,7 +64,7 @@ class TrainerState:
         return improved
 
     def results(self) -> dict[str, Any]:
-        """Return what the summary of the run has of it, JSON-ready; ``valid`` is of the model that is used."""
+        """Return the part of a run's summary that follows from the state; ``valid`` is that of the model in use."""
         best = self.best
         used = [each for each in self.evaluations if best is None or each["step"] == best.step]
         return {

@@ -26,7 +26,7 @@ from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, group_of, with_train
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, resolved
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, json_text, resolved
 from persia.trainer.state import TrainerState
 from persia.trainer.validation import Validation, may_continue
 
@@ -69,7 +69,9 @@ class Training:
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
         self.parts = Parts(config)
-        self._check(config)
+        if config.run.tensorboard:
+            check_tensorboard()
+        self.parts.check_not_empty()
         self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
         if isinstance(self.folder, JobFolder) and self.folder.is_interrupted:
             resumed = self.folder
@@ -111,19 +113,6 @@ class Training:
         self.is_finished = summary.get("status") == FINISHED and not left
         return self.is_finished
 
-    def _check(self, config: Config) -> None:
-        """Check what has to be right before anything is read as a whole.
-
-        Raises:
-            ConfigError: The package ``tensorboard`` is missing.
-            DataError: A part has no rows.
-        """
-        if config.run.tensorboard:
-            check_tensorboard()
-        for part in (self.parts.train, self.parts.valid, self.parts.test):
-            if part is not None:
-                part.check_not_empty()
-
     def _build(self, model: torch.nn.Module | None) -> None:
         """Make the model and the optimizers, from the seed."""
         train = self._config.train
@@ -143,19 +132,15 @@ class Training:
         """Make the run's folder."""
         if not self._writes:
             return
-        config = self._config
-        self.folder.make(config)
-        fitting.save(self.transform, self.folder.path)
         facts = {
-            "folder": str(config.folder),
+            "folder": str(self._config.folder),
             "model_given_by_script": given,
             "rows": self._fitted.rows,
             "steps_per_epoch": self._steps_per_epoch,
             "transform": self.transform.digest,
             "train_files": self.parts.train.files.sizes,
         }
-        self.folder.write_json(FACTS, facts)
-        self.folder.publish()
+        self.folder.make(self._config, {fitting.FILE: self.transform.to_json(), FACTS: json_text(facts)})
 
     def _open(self, resumes: bool) -> None:
         """Open the training context, which loads the newest save."""
@@ -195,8 +180,8 @@ class Training:
                 self._record = self._new_record(self._ctx.step)
             self._validation.prune()
         except BaseException as error:
-            if self._record is not None:
-                self._record.end(self._results(), error)
+            if self._record is not None and not self.is_open:
+                self._record.end(error, {})
             self.close(error)
             raise
 
@@ -253,7 +238,8 @@ class Training:
     def _train(self) -> Iterator[StepReport | EvaluationReport]:
         train, log_every = self._config.train, self._config.run.log_every
         dataset = self._dataset()
-        loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=self._staleness())
+        staleness = None if train.reproducible or settings.reproducible else train.staleness
+        loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=staleness)
         limits = Limits()
         losses, samples = MeanLoss(), 0
         for batch in loader:
@@ -312,10 +298,6 @@ class Training:
             data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
         )
         return TrainingBatches(self.parts.train, reader, self.transform, train.weight)
-
-    def _staleness(self) -> int | None:
-        reproducible = self._config.train.reproducible or settings.reproducible
-        return None if reproducible else self._config.train.staleness
 
     @property
     def _evaluate_every(self) -> int:
@@ -381,10 +363,13 @@ class Training:
 
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""
-        results = self._state.results()
-        if self._in_job:
-            results["unusual"] = None  # data-compose counts them, and logs them
-        return {"step": self._last_step, "skipped_steps": self._ctx.skipped_steps, **results}
+        return {
+            "step": self._last_step,
+            "skipped_steps": self._ctx.skipped_steps,
+            **self._state.results(),
+            # In a job data-compose counts them, and logs them.
+            **({"unusual": None} if self._in_job else {}),
+        }
 
     def close(self, error: BaseException | None) -> None:
         """End the context; the summary says how the run ended."""
@@ -394,7 +379,7 @@ class Training:
         try:
             if self._record is not None:
                 with contextlib.suppress(PersiaError):
-                    self._record.end(self._results(), error)
+                    self._record.end(error, self._results())
         finally:
             kind = None if error is None else type(error)
             self._ctx.__exit__(kind, error, None if error is None else error.__traceback__)

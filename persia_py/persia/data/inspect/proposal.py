@@ -101,7 +101,7 @@ def make(
         label,
         _label_name(label),
         settings.model(features),
-        settings.train(),
+        settings.train(size.value),
         options,
         alone,
     )

@@ -9,11 +9,14 @@ from persia.data.inspect.features import DAY, Feature, times_of
 from persia.data.inspect.roles import Roles, moments
 from persia.data.inspect.scan import Table
 
-EPOCHS_BELOW = {200_000: 5, 2_000_000: 3}
-"""Passes over tables of fewer rows; one over larger ones."""
+ROWS_TO_TRAIN = 800_000
+"""Training sees about this many rows in all, in 1 to :data:`MOST_EPOCHS` epochs."""
+MOST_EPOCHS = 8
 BATCH_BELOW = {1_000_000: 512}
 """Rows of a batch of tables of fewer rows; :data:`LARGE_BATCH` of larger ones."""
 LARGE_BATCH = 1024
+WIDE, RANK = 1024, 64
+"""Of more inputs than this, the cross network has matrices of this rank."""
 
 
 @dataclass
@@ -63,10 +66,15 @@ def _bound(column: Column, seconds: float) -> Any:
 def model(features: list[Feature]) -> Setting:
     """Return the block ``model``."""
     reason = "its cross network multiplies features of any dims, and floats too"
-    dims = {feature.keys["dim"] for feature in features if feature.keys.get("dim")}
-    if len(dims) == 1:
+    dims = [feature.keys.get("dim", 0) for feature in features]
+    if len({dim for dim in dims if dim}) == 1:
         reason += "; all have one dim, so `name: dlrm` is possible"
-    return Setting({"name": "dcnv2", "cross_layers": 2, "deep_mlp": [128, 64], "dropout": 0.2}, reason)
+    keys: dict[str, Any] = {"name": "dcnv2", "cross_layers": 2, "deep_mlp": [128, 64], "dropout": 0.2}
+    width = sum(dims) + dims.count(0)
+    if width > WIDE:
+        keys["low_rank"] = RANK
+        reason += f"; {width} inputs, so matrices of rank {RANK} save time"
+    return Setting(keys, reason)
 
 
 def batch_size(rows: int) -> Setting:
@@ -77,14 +85,22 @@ def batch_size(rows: int) -> Setting:
 
 def epochs(rows: int) -> Setting:
     """Return ``data.epochs``."""
-    number = next((number for bound, number in EPOCHS_BELOW.items() if rows < bound), 1)
+    number = max(1, min(MOST_EPOCHS, round(ROWS_TO_TRAIN / max(rows, 1))))
     return Setting(number, f"for {rows:,} rows; early_stop ends training before if valid no longer improves")
 
 
-def train() -> dict[str, Setting]:
-    """Return the block ``train``."""
+def train(size: int) -> dict[str, Setting]:
+    """Return the block ``train``.
+
+    Args:
+        size: Rows of a batch. The gradient of a mean over it is inversely proportional to it.
+    """
+    start = float(f"{1e-6 * (1024 / size) ** 2:.1g}")
     return {
-        "embedding_optimizer": Setting({"name": "adagrad", "lr": 0.1}, "rows of rare ids take large steps"),
+        "embedding_optimizer": Setting(
+            {"name": "adagrad", "lr": 0.1, "initial_accumulator_value": start, "vectorwise_shared": True},
+            "rows of rare ids take large steps; the start is below the squared gradients of a batch",
+        ),
         "dense_optimizer": Setting({"name": "adam", "lr": 0.001}, "of the model's weights"),
         "lr_schedule": Setting("linear", "small steps at the end lower the noise"),
         "early_stop": Setting({"metric": "auc", "patience": 3}, "the model of the best evaluation is kept"),

@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use persia_engine::device::Device;
-use persia_engine::{DrainOutcome, Engine as RankEngine, EngineOptions};
+use persia_engine::{DrainOutcome, EngineOptions};
 use persia_store::checkpoint::probe;
 use persia_store::{Store, StoreOptions};
 use persia_types::tables::{Mode, Run};

@@ -274,7 +274,7 @@ fn the_features_of_persia_yml_are_the_slots() {
     assert_eq!(code, 2, "{line}");
     for found in [
         "persia.yml: line 3, column 25: features.user.dim: found `0`",
-        "line 5, column 10: features.seen.type: missing, allowed: id, bag",
+        "line 5, column 9: features.seen.type: missing, allowed: id, bag",
     ] {
         assert!(line.contains(found), "{line}");
     }

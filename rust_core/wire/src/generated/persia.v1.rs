@@ -2407,7 +2407,7 @@ pub mod feed_reply {
         Stop(super::FeedStop),
     }
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedWelcome {
     #[prost(uint64, tag = "1")]
     pub generation: u64,
@@ -2427,6 +2427,9 @@ pub struct FeedWelcome {
     /// of the skipped batches, in order; absent: unknown
     #[prost(fixed32, optional, tag = "7")]
     pub digest: ::core::option::Option<u32>,
+    /// makes the batches, as JSON: the same for all ranks; empty: the script makes its own batches
+    #[prost(string, tag = "8")]
+    pub transform: ::prost::alloc::string::String,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedTaken {
