@@ -8,7 +8,6 @@ import pytest
 
 from persia.cli.main import app
 from persia.config import load_config
-from persia.config.blocks import CRITEO_HEADER
 from persia.data.records import HashSplit, RecordReader, open_files, presets
 from persia.errors import DataError, UsageError
 
@@ -33,7 +32,6 @@ def train(tmp_path: Path) -> Path:
 
 def test_criteo_has_names_and_types(train: Path) -> None:
     files = open_files(str(train), **presets.options("criteo"))
-    assert presets.CRITEO_HEADER == CRITEO_HEADER
     assert files.schema.names == ["label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27))]
     rows = pa.Table.from_batches([*RecordReader(files, ROWS, split=HashSplit((1, 0, 0)))])
     assert rows.num_rows == ROWS and rows.schema.types == [pa.int64()] * 14 + [pa.string()] * 26

@@ -117,10 +117,15 @@ class Files:
         return None if None in counts else sum(count or 0 for count in counts)
 
     @cached_property
+    def sizes(self) -> list[tuple[str, int]]:
+        """The name and the bytes of each file, in the order of :attr:`paths`."""
+        found = self._dataset.filesystem.get_file_info(self.paths)
+        return [(Path(info.path).name, int(info.size)) for info in found]
+
+    @cached_property
     def digest(self) -> str:
         """A digest of the names and sizes of the files, which a resumed run compares."""
-        sizes = self._dataset.filesystem.get_file_info(self.paths)
-        text = "\n".join(f"{Path(info.path).name} {info.size}" for info in sizes)
+        text = "\n".join(f"{name} {size}" for name, size in self.sizes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self, unit: Unit) -> Iterator[pa.RecordBatch]:

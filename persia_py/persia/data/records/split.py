@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from persia.data.records.files import Unit
 from persia.runtime.errors import DataError, UsageError
 from persia_core.features import Features, Transform
 
@@ -35,7 +36,7 @@ class Split(Protocol):
             first_row: The number of the batch's first row in it.
 
         Raises:
-            DataError: A value does not determine a part.
+            DataError: A value does not determine a part; the message has its row. :func:`parts_in` names the file.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -111,13 +112,14 @@ class TimeSplit:
 
     def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row."""
+        del file
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
         if valid is not None and test is not None and pc.less(test, valid).as_py():
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}: row {row} of file {file} has no time")
+            raise DataError(f"split by {self.column!r}: row {row} has no time")
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
@@ -144,6 +146,18 @@ class TimeSplit:
         bounds = {name: getattr(self, name) for name in ("valid", "test")}
         texts = {name: None if bound is None else str(bound) for name, bound in bounds.items()}
         return {"by": "time", "column": self.column, **texts}
+
+
+def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) -> Numbers:
+    """Return the part of each row of a unit of files; ``first_row`` is the number of the first one in its file.
+
+    Raises:
+        DataError: A value does not determine a part; the message has file and row.
+    """
+    try:
+        return split.parts(batch, unit.file, first_row)
+    except DataError as error:
+        raise DataError(f"{unit.path}: {error}") from error
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
