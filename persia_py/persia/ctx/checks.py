@@ -2,8 +2,11 @@
 
 import torch
 
-from persia.runtime.errors import FeatureTypeError
+from persia.embedding import EmbeddingConfig
+from persia.runtime.errors import FeatureTypeError, UsageError
 from persia.runtime.logging import get_logger
+from persia_core.config import EmbeddingConfig as Slots
+from persia_core.forward import TrainingBatch
 
 _logger = get_logger("ctx")
 
@@ -111,3 +114,38 @@ def _title(kind: str, index: int, name: str | None) -> str:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+class TruncatedSlots:
+    """Logs once for each raw slot whose samples have more ids than places."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, batch: TrainingBatch) -> None:
+        """Log the slots of a batch that were not logged before."""
+        for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
+            if truncated and slot not in self._logged:
+                self._logged.add(slot)
+                _logger.warning(
+                    "slot %r: %d ids of the batch are dropped, because their samples have more than "
+                    "sample_fixed_size; the first ones are used. Engine.stats()['slots'] counts them from now on",
+                    slot,
+                    truncated,
+                )
+
+
+def check_rows(given: object, where: str) -> None:
+    """Refuse slots, whose class has the same name, and anything else that does not say how rows begin."""
+    if given is None or isinstance(given, EmbeddingConfig):
+        return
+    if isinstance(given, Slots):
+        error = UsageError(
+            f"{where}(embedding_config=...): got slots, such as features.embedding_config() returns; want "
+            "persia.embedding.EmbeddingConfig, which says how rows begin"
+        )
+        error.hint = "take the slots from the features: PERSIA_CONFIG=persia.yml in the environment"
+        raise error
+    raise UsageError(
+        f"{where}(embedding_config=...): want persia.embedding.EmbeddingConfig, got {type(given).__name__}"
+    )

@@ -13,7 +13,7 @@ from persia.backend.inputs import Arranger
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
-from persia.ctx.checks import LabelCheck, named_error
+from persia.ctx.checks import LabelCheck, TruncatedSlots, check_rows, named_error
 from persia.ctx.tensors import given_tensors, with_mask
 from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig, inputs
@@ -22,12 +22,8 @@ from persia.embedding.inputs import Arrangement, arranged
 from persia.runtime import preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
-from persia.runtime.logging import get_logger
 from persia_core import forward as _forward
-from persia_core.config import EmbeddingConfig as Slots
 from persia_core.data import Batch
-
-_logger = get_logger("ctx")
 
 
 class EmbeddingCtx(BaseCtx):
@@ -54,7 +50,7 @@ class EmbeddingCtx(BaseCtx):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        _check_rows(embedding_config, type(self).__name__)
+        check_rows(embedding_config, type(self).__name__)
         self.preprocess_mode = preprocess_mode
         self.model = model
         self.embedding_config = embedding_config
@@ -62,7 +58,7 @@ class EmbeddingCtx(BaseCtx):
         self._embeddings: list[torch.Tensor] = []
         self._modes: list[tuple[torch.nn.Module, bool]] = []  # of the model's modules, before an evaluation
         self._outer: RowSettings | None = None
-        self._truncated_slots: set[str] = set()  # those that were logged
+        self._truncated = TruncatedSlots()
         self._arranger = Arranger()
         self._label_check = LabelCheck()
         self._evaluation: Evaluation | None = None
@@ -96,7 +92,7 @@ class EmbeddingCtx(BaseCtx):
         Raises:
             UsageError: It is something else, such as slots.
         """
-        _check_rows(embedding_config, "configure_embedding_parameter_servers")
+        check_rows(embedding_config, "configure_embedding_parameter_servers")
         self._backend.begin(config=embedding_config)
 
     @property
@@ -174,7 +170,7 @@ class EmbeddingCtx(BaseCtx):
             rows if mask is None else with_mask(rows, from_dlpack(mask))
             for rows, mask in zip(self._embeddings, batch.masks(), strict=True)
         ]
-        self._log_truncated(batch)
+        self._truncated.log(batch)
         return dense, arranged(embeddings, places.id_features), labels
 
     def _trains_on(self, batch: "_forward.TrainingBatch") -> bool:
@@ -183,18 +179,6 @@ class EmbeddingCtx(BaseCtx):
     def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:
         known, training = self._backend.inputs, self._trains_on(batch)
         return self._arranger.arrange(batch, known, self.model, training=training, whole=whole)
-
-    def _log_truncated(self, batch: "_forward.TrainingBatch") -> None:
-        """Log once for each raw slot whose samples have more ids than places."""
-        for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
-            if truncated and slot not in self._truncated_slots:
-                self._truncated_slots.add(slot)
-                _logger.warning(
-                    "slot %r: %d ids of the batch are dropped, because their samples have more than "
-                    "sample_fixed_size; the first ones are used. Engine.stats()['slots'] counts them from now on",
-                    slot,
-                    truncated,
-                )
 
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
@@ -408,19 +392,3 @@ def _local(caller: str, path: str | os.PathLike[str]) -> Path:
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
     """Return a context for evaluation; its exit restores the mode of each module of the model."""
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)
-
-
-def _check_rows(given: object, where: str) -> None:
-    """Refuse slots, whose class has the same name, and anything else that does not say how rows begin."""
-    if given is None or isinstance(given, EmbeddingConfig):
-        return
-    if isinstance(given, Slots):
-        error = UsageError(
-            f"{where}(embedding_config=...): got slots, such as features.embedding_config() returns; want "
-            "persia.embedding.EmbeddingConfig, which says how rows begin"
-        )
-        error.hint = "take the slots from the features: PERSIA_CONFIG=persia.yml in the environment"
-        raise error
-    raise UsageError(
-        f"{where}(embedding_config=...): want persia.embedding.EmbeddingConfig, got {type(given).__name__}"
-    )
