@@ -1,5 +1,6 @@
 """What a checkpoint keeps of a trainer, beside rows, model, optimizers and the position in the data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,16 @@ class TrainerState:
             self.without_improvement += 1
         self.stopped = self.stopped or self.without_improvement >= stop.patience
         return improved
+
+    def empty_features(self, types: Mapping[str, str]) -> list[str]:
+        """Return the features without a value in any row that was trained on.
+
+        Args:
+            types: The type of each feature.
+        """
+        rows, counts = self.unusual.rows, self.unusual.counts
+        one_value = [name for name, kind in types.items() if kind not in ("bag", "sequence", "cross")]
+        return [name for name in one_value if rows and counts.get(name, {}).get("null", 0) == rows]
 
     def results(self) -> dict[str, Any]:
         """Return the part of a run's summary that follows from the state; ``valid`` is that of the model in use."""
