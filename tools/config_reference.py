@@ -49,28 +49,29 @@ config = persia.load_config("persia.yml", ["train.seed=7"])  # a ConfigError has
 is_valid, errors = persia.config.validate_config("persia.yml")
 ```
 
-* **`--set KEY=VALUE`** changes a key, or adds one. `KEY` is a path such as `train.dense_optimizer.lr`; `VALUE` is
-  YAML. It can be repeated; the last value of a key counts.
-* **`persia config check`** takes `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order,
-  and tells them apart by their blocks. It compares the slots of the first two. Without files it checks those that a job
-  in this folder would read.
-* **The slots** of a script are those of `PERSIA_CONFIG=persia.yml`, or of
-  `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`; both together are refused. Capacity and other limits of a job are in
-  [`global_config.yml`](running.md).
+* **`--set KEY=VALUE`** changes or adds a key. `KEY` is a path such as `train.dense_optimizer.lr`; `VALUE` is YAML. The
+  option can be repeated. If a key is set twice, the last value is used.
+* **`persia config check`** takes `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order;
+  it recognises each by its blocks. It compares the slots of the first two. Without arguments it checks the files that a
+  job in this folder would read.
+* **Slots.** A script takes its slots from `PERSIA_CONFIG=persia.yml` or from
+  `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. Capacity and other limits of a job
+  are in [`global_config.yml`](running.md).
 * **Values.** Numbers may be written `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and `on`
   are texts. A text needs quotes only where it looks like a number, `true`, `false` or `null`. `null`, or no value,
   means "not given". An alias (`*name`) repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`)
   are refused.
-* **Features and labels** are shown by `config show` as the file has them; [transforms.md](transforms.md) has their keys
-  and defaults.
-* **The column of a label** is refused for a feature, a weight, a group or a split: the model would know the label.
+* **Features and labels** are printed by `config show` as they are in the file, without defaults.
+  [transforms.md](transforms.md) describes their keys and defaults.
+* **The column of a label** cannot be the column of a feature, a weight, a group or a split. The model would be trained
+  on the label.
 """
 
 TAIL = """## Not in this version
 
 These blocks are refused by name: {reserved}.
 
-These keys are refused, with a message that names the other way: `data.workers` (Arrow reads with all threads;
+These keys are refused, with a message that names the alternative: `data.workers` (Arrow reads with all threads;
 data-compose has replicas), `train.accumulate` (give a larger `data.batch_size`), `train.baseline` (an option of
 `persia train`).
 """

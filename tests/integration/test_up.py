@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
+import pyarrow
+import pyarrow.parquet
 import pytest
 from stack import missing
 from waiting import is_running, wait_until
@@ -365,6 +367,31 @@ def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path
     assert 0 <= summary["steps"] - 12 * -(-rows // 100) <= 12, "each of two replicas ends an epoch with a small batch"
     assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
     assert not re.search("differ from those it received", one.output)
+
+
+@pytest.mark.usefixtures("binaries")
+def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartUp, tmp_path: Path) -> None:
+    synth.write(tmp_path / "rows.parquet", 1500, synth.Teacher((40, 30), 1))
+    synth.write(tmp_path / "test.parquet", 300, synth.Teacher((40, 30), 1))
+    whole = pyarrow.parquet.read_table(tmp_path / "test.parquet")
+    labels = [*whole["label"].to_pylist()[:-1], 2]
+    broken = whole.set_column(whole.column_names.index("label"), "label", pyarrow.array(labels))
+    pyarrow.parquet.write_table(broken, tmp_path / "test.parquet")
+    train = "reproducible: true, evaluate_every: 4, early_stop: {patience: 1}, dense_optimizer: {name: adam, lr: 0.3}"
+    table = (
+        (TABLE % 20).replace("reproducible: true", train).replace("rows.parquet,", "rows.parquet, test: test.parquet,")
+    )
+    sizes = ("--servers", "1", "--ranks", "2", "--name", "early")
+    one = up(table, *sizes)
+    assert one.wait() == 2, one.output
+    assert "training stops" in one.output and "row 299" in one.output, "it failed after its last save"
+    pyarrow.parquet.write_table(whole, tmp_path / "test.parquet")
+    again = up(table, *sizes)
+    assert again.wait() == 0, again.output
+    assert "training resumes after" in again.output and "epoch" not in again.output, "it does not train again"
+    result = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text())["result"]
+    assert result["early_stopped"] and result["test"]["step"] == result["valid"]["step"] == result["best"]["step"]
+    assert "<td class=n>finished</td>" in (tmp_path / "runs" / "early" / "report.html").read_text()
 
 
 def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> None:

@@ -12,6 +12,7 @@ import torch
 from conftest import Batches, Configure
 from test_collection import TABLES, bits, collection, fresh, rows, step
 from test_training import SLOTS, make, train
+from trainer_files import config_of
 from typer.testing import CliRunner, Result
 
 from persia.checkpoint import rows_export, rows_import
@@ -21,9 +22,10 @@ from persia.ctx import Checkpoints, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Adagrad, Adam
-from persia.errors import CheckpointError, DataError, PersiaError, StorageError, UsageError
+from persia.errors import CheckpointError, ConfigError, DataError, PersiaError, StorageError, UsageError
 from persia.features import hash_text
 from persia.nn import EmbeddingCollection, TableConfig
+from persia.trainer import Trainer
 
 
 def persia(*words: str | Path) -> Result:
@@ -329,3 +331,24 @@ def test_a_checkpoint_of_persiaml_is_refused_by_name(configure: Configure, tmp_p
     for verb in ("show", "verify", "rows", "list"):
         assert "of PersiaML" in str(refused("ckpt", verb, folder)), verb
     assert "of PersiaML" in str(refused("ckpt", "import", folder, "--table", "a", "-o", tmp_path / "made"))
+
+
+def test_a_trainer_starts_from_imported_rows(tmp_path: Path) -> None:
+    """An id that is not in the data keeps its vector to the end of training."""
+    config = config_of(tmp_path, train={"start_from": "pretrained"})
+    ids = pq.read_table(tmp_path / "clicks.parquet")["id0"].unique().to_pylist()
+    far = 10_000
+    source = write(tmp_path / "v.parquet", pa.array([*ids[:2], far]), vectors(3))
+    import_rows([(source, "id0")], tmp_path / "pretrained")
+    with Trainer(config) as trainer:
+        last = [*trainer.fit()][-1].step
+        assert trainer.folder is not None
+        save = trainer.folder.saves(config) / f"step-{last}"
+    said("ckpt", "rows", save, "--table", "id0", "-o", tmp_path / "after.parquet")
+    found = read(tmp_path / "after.parquet")
+    assert found[far] == [1.0, 1.125, 1.25, 1.375] and len(found) == len(ids) + 1
+    assert found[ids[1]] != [0.5, 0.625, 0.75, 0.875]
+    other = config_of(tmp_path, train={"start_from": str(save)}, run={"name": "two"})
+    with pytest.raises(ConfigError, match="is a checkpoint of a run, not of") as caught:
+        Trainer(other).__enter__().fit().__next__()
+    assert "persia ckpt import" in caught.value.hint

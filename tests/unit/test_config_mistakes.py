@@ -242,6 +242,18 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
             "did you mean `float64`?",
         ),
         (
+            "{train: a, columns: {price: float64, user: string, price: int64}}",
+            "1:58: data.columns.price: appears twice, first on line 1: remove one",
+        ),
+        (
+            "{train: a, columns: {price: float64, <<: {user: string}}}",
+            "1:44: data.columns.<<: merge keys are not read; an alias (`*name`) repeats a whole value",
+        ),
+        (
+            "{train: a, format: parquett}",
+            "1:26: data.format: found `parquett`, allowed: parquet, csv, tsv, ipc; did you mean `parquet`?",
+        ),
+        (
             "{train: a, preset: criteo, format: csv}",
             "1:42: data.format: found beside `preset: criteo`, which sets it: remove it",
         ),
@@ -405,6 +417,14 @@ def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing
         ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
         ("class: my_modell:Tower", "8:16: model.class: no module `my_modell` in . nor among the installed packages"),
         ("name: dlrm, class: my_model:Free", "8:15: model.name: found beside `class`; allowed: one of the two"),
+        (
+            "class: my_model:Free, any: [{a: 1, a: 2}]",
+            "8:44: model.any.a: appears twice, first on line 8: remove one",
+        ),
+        (
+            "class: my_model:Free, any: {<<: {a: 1}}",
+            "8:37: model.any.<<: merge keys are not read; an alias (`*name`) repeats a whole value",
+        ),
         ("class: my_model:Tower", "8:8: model.width: missing, allowed: a whole number"),
         ("class: my_model:Tower, width: x", "8:39: model.width: found `x`, allowed: a whole number"),
         (

@@ -6,10 +6,8 @@ import torch
 from test_tools import load
 
 from persia.config import values
-from persia.config.blocks import CRITEO_HEADER
 from persia.config.models import MODELS, REFUSED, arguments_of
 from persia.config.optimizers import OF_MODEL, OF_ROWS
-from persia.data.records import presets
 from persia.embedding import optim
 from persia.nn import default_optimizer
 
@@ -59,7 +57,3 @@ def test_arguments_of_models_are_those_of_their_classes() -> None:
                 assert argument.default is values.COMPUTED
             else:
                 assert argument.default == ([*default] if isinstance(default, tuple) else default)
-
-
-def test_the_columns_of_a_preset_are_those_that_are_read() -> None:
-    assert CRITEO_HEADER == presets.CRITEO_HEADER

@@ -16,12 +16,14 @@ import yaml
 from persia.cli.main import app
 from persia.config import load_config
 from persia.data.inspect import Inspection, inspect
+from persia.data.inspect.settings import Setting
 from persia.errors import DataError, UsageError
 
 ROWS = 2000
 RANDOM = np.random.default_rng(0)
 LABEL = (RANDOM.random(ROWS) < 0.3).astype(np.int8)
 Inspect = Callable[..., Inspection]
+SETTING = Setting({}, "")
 
 
 @pytest.fixture
@@ -331,6 +333,35 @@ def test_few_rows_are_warned_of(inspected: Inspect) -> None:
 
 
 # Text files.
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        (["2024-02-29", "2024-02-31"], "'2024-02-31', which is no date"),
+        (["2024-02-29 10:00", "2024-02-29 25:00"], "'2024-02-29 25:00', which is no timestamp"),
+    ],
+)
+def test_a_date_that_does_not_exist_is_named(
+    inspected: Inspect, tmp_path: Path, values: list[str], wrong: str, suffix: str
+) -> None:
+    days = [values[number == 1234] for number in range(ROWS)]
+    found = inspected({"day": days, "price": RANDOM.random(ROWS)}, suffix=suffix)
+    (warning,) = found.proposal.warnings
+    assert warning.startswith(f"column day: row 1,234 is {wrong}") and "strings" in warning
+    assert "day" not in found.proposal.data.get("columns", SETTING).value
+    assert features(found)["day"]["type"] == "id"
+    assert loaded(found, tmp_path).data.columns.get("day") is None
+
+
+def test_times_with_nanoseconds_are_times(inspected: Inspect) -> None:
+    """They have no type that `data.columns` can declare; features read them from the text."""
+    found = inspected(
+        {"at": [f"2024-05-{1 + row % 20:02d} 1{row % 9}:00:00.123456789" for row in range(ROWS)]}, suffix=".csv"
+    )
+    assert found.proposal.data["columns"].value == {"label": "int64"} and not found.proposal.warnings
+    assert features(found)["at_hour"]["type"] == "date"
 
 
 def test_types_of_text_columns_are_declared_where_all_values_agree(inspected: Inspect, tmp_path: Path) -> None:

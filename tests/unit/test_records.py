@@ -131,6 +131,61 @@ def test_a_hash_split_divides_and_keeps_groups_together(folder: Path, group: str
     assert sorted(again) == sorted(rows["valid"])
 
 
+def test_files_are_read_in_the_order_given(folder: Path) -> None:
+    """Those of a folder or a glob are sorted by their paths."""
+    a, b = str(folder / "a.parquet"), str(folder / "b.parquet")
+    assert rows_of(RecordReader(open_files([b, a]), 64)) == [*range(600, ROWS), *range(600)]
+    (folder / "day").mkdir()
+    for name in ("day2", "day10"):
+        pa.parquet.write_table(table(), folder / "day" / f"{name}.parquet")
+    for given in ([str(folder / "day"), a], [str(folder / "d*" / "*.parquet"), a]):
+        assert [Path(path).name for path in open_files(given).paths] == ["day10.parquet", "day2.parquet", "a.parquet"]
+    assert len(open_files(str(folder / "**")).paths) == 4, "a glob that matches a folder and its files"
+    state = RecordReader(open_files([b, a]), 64).state_dict()
+    with pytest.raises(DataError, match="files:"):
+        RecordReader(open_files([a, b]), 64).load_state_dict(state)
+
+
+def test_a_file_is_given_once(folder: Path) -> None:
+    a = str(folder / "a.parquet")
+    for other in (a, str(folder), str(folder / "*.parquet"), str(folder / "x" / ".." / "a.parquet")):
+        (folder / "x").mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match=r"a\.parquet: the file is given twice, by .* and by ") as caught:
+            open_files([a, other])
+        assert f"{a} and by {other}" in str(caught.value)
+        assert caught.value.hint == "give each file once"
+
+
+def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
+    """Not even one that is sorted before it, nor another order or folder; partitions are files of their own."""
+    for name, start in (("day=2/m", 0), ("day=3/m", 1000), ("more/day=1/m", 2000)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        pa.parquet.write_table(table(start), tmp_path / f"{name}.parquet")
+    second, third, first = (str(tmp_path / name) for name in ("day=2/m.parquet", "day=3/m.parquet", "more"))
+
+    def parts(given: str | list[str], split: HashSplit) -> list[set[int]]:
+        files = open_files(given, columns=["row", "user"])
+        return [{*rows_of(RecordReader(files, 64, split=split, part=part))} for part in PARTS]
+
+    for split in (HashSplit((0.5, 0.25, 0.25)), HashSplit((0.5, 0.25, 0.25), group="user")):
+        alone = parts([second, third], split)
+        assert parts([third, second], split) == alone
+        for given in ([first, third, second], str(tmp_path)):
+            assert [{row for row in part if row < 2000} for part in parts(given, split)] == alone
+    lower = set(parts(second, HashSplit((0.5, 0.25, 0.25)))[0])
+    upper = {row - 1000 for row in parts(third, HashSplit((0.5, 0.25, 0.25)))[0]}
+    assert 200 < len(lower & upper) < 300, "the parts of two files are independent"
+
+
+def test_a_position_of_an_older_split_is_refused_by_name(folder: Path) -> None:
+    """Rows were divided by the number of their file."""
+    reader = RecordReader(open_files(str(folder)), 32, split=HashSplit())
+    state = json.loads(json.dumps(reader.state_dict()))
+    del state["of"]["split"]["row"]
+    with pytest.raises(DataError, match="split: .*'row': 'file name and number'.* now"):
+        reader.load_state_dict(state)
+
+
 def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
     split = TimeSplit("time", valid="2024-01-06", test=datetime(2024, 1, 9))
     files = open_files(str(folder))
@@ -145,6 +200,22 @@ def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
         rows_of(RecordReader(files, 50, split=TimeSplit("time", valid="2024-01-09", test="2024-01-06")))
     with pytest.raises(UsageError, match="valid='spring'"):
         rows_of(RecordReader(files, 50, split=TimeSplit("time", valid="spring", test="2024-01-06")))
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("s", "UTC"), pa.date32()])
+@pytest.mark.parametrize(
+    ("given", "wanted"), [(20240106, "2024-01-06"), (1704499200, "2024-05-01"), (2024.5, "2024-05-01")]
+)
+def test_a_number_is_no_time(kind: pa.DataType, given: float, wanted: str) -> None:
+    """As an epoch, 20240106 would be a moment of 1970: all rows were test rows."""
+    batch = pa.record_batch({"time": table()["time"].combine_chunks().cast(pa.date32()).cast(kind)})
+    with pytest.raises(
+        UsageError, match=f"split by 'time': valid={given} is a number, the column is of type"
+    ) as caught:
+        TimeSplit("time", valid=given).parts(batch, "a.parquet", 0)
+    assert caught.value.hint == f"write a date or a time, such as `valid: {wanted}`"
+    numbers = pa.record_batch({"time": pa.array([20240105, 20240106])})
+    assert TimeSplit("time", valid=20240106).parts(numbers, "a.parquet", 0).tolist() == [0, 1]
 
 
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
@@ -252,5 +323,5 @@ def test_splits_are_pinned() -> None:
     assert hash_values(pa.array(["a"]).dictionary_encode()).tolist() == [a] == [hash_text("a")]
     assert hash_values(pa.array([1.5])).tolist() == [hash_text("1.5")]
     batch = pa.record_batch({"x": np.arange(12)})
-    assert HashSplit().parts(batch, 0, 0).tolist() == [1, *[0] * 11]
-    assert HashSplit(seed=1).parts(batch, 1, 100).tolist() == [0, 0, 1, *[0] * 9]
+    assert HashSplit((0.5, 0.25, 0.25)).parts(batch, "a.csv", 0).tolist() == [1, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0]
+    assert HashSplit(seed=1).parts(batch, "day=1/a.csv", 100).tolist() == [0, 0, 0, 2, 2, *[0] * 7]

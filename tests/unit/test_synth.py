@@ -10,6 +10,7 @@ import pytest
 
 from persia.cli.main import app
 from persia.data import synth
+from persia.data.records import HashSplit
 from persia.errors import StorageError, UsageError
 
 TEACHER = synth.Teacher(ids=(100, 5_000), dense=2)
@@ -59,6 +60,22 @@ def test_rows_depend_on_the_seed_alone_and_more_begin_with_the_same(tmp_path: Pa
     synth.write(tmp_path / "c.parquet", 1_000, synth.Teacher(ids=(100, 5_000), dense=2, seed=1))
     assert pa.parquet.read_table(tmp_path / "c.parquet")["id0"] != few["id0"]
     assert {each.name for each in tmp_path.iterdir()} == {"a.parquet", "b.csv", "c.parquet"}
+
+
+@pytest.mark.parametrize("group", [None, "id0"])
+def test_labels_do_not_depend_on_the_split_whatever_its_seed(group: str | None) -> None:
+    """The teacher's random numbers and a split's hash are of the same function."""
+    teacher = synth.Teacher(ids=(20_000,), exponent=0, dense=0)
+    rows, labels = [], []
+    for batch, _ in teacher.batches(40_000):
+        rows.append(batch)
+        labels.append(np.asarray(batch["label"]))
+    (batch,) = pa.Table.from_batches(rows).combine_chunks().to_batches()
+    label = np.concatenate(labels)
+    for seed in (0, 1, 2, 7919, 7920):  # 1: the seed of labels; 7919 and 7920: those of the weights of id0
+        parts = HashSplit((0.5, 0.25, 0.25), group, seed).parts(batch, "a.parquet", 0)
+        shares = [label[parts == part].mean() for part in range(3)]
+        assert shares == pytest.approx([0.2] * 3, abs=0.02), f"seed {seed}"
 
 
 def test_wrong_numbers_are_listed_at_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import yaml
 import persia
 from persia.config import Config
 from persia.data import synth
+from persia.trainer import EvaluationReport, StepReport, Trainer
 
 FEATURES: dict[str, Any] = {
     "id0": {"type": "id", "dim": 4},
@@ -50,3 +51,9 @@ def config_of(folder: Path, **blocks: Any) -> Config:
         write_clicks(folder / "clicks.parquet")
     config: Config = persia.load_config(write_config(folder, **blocks))
     return config
+
+
+def fit(config: Config, **arguments: Any) -> tuple[Trainer, list[StepReport | EvaluationReport]]:
+    """Train to the end, and return the closed trainer and its reports."""
+    with Trainer(config, **arguments) as trainer:
+        return trainer, [*trainer.fit()]

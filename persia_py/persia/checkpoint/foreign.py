@@ -1,5 +1,6 @@
 """Opens a checkpoint; one of PersiaML is refused by its name."""
 
+import json
 import os
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> _core.Checkpoint:
     except CheckpointError:
         check_not_persiaml(directory)
         raise
+
+
+def is_imported(opened: _core.Checkpoint) -> bool:
+    """Whether a checkpoint has rows that ``persia ckpt import`` has written, and nothing else."""
+    return bool(json.loads(opened.manifest)["head"]["build"].get("origin") == "import")
 
 
 def check_not_persiaml(directory: str | os.PathLike[str]) -> None:

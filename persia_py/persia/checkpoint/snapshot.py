@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from persia.checkpoint.foreign import open_checkpoint
+from persia.checkpoint.foreign import is_imported, open_checkpoint
 from persia.embedding import inputs
 from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
@@ -216,7 +216,7 @@ class Load:
         self._opened = open_checkpoint(directory)
         self._opened.verify()
         head = json.loads(self._opened.manifest)["head"]
-        self.imported = head["build"].get("origin") == "import"
+        self.imported = is_imported(self._opened)
         self.tables = [table["name"] for table in head["run"]["schema"]["tables"]]
         self._has_state = head["run"]["optimizer"] is not None
         self.names: list[str] = [file["name"] for file in self._opened.files]

@@ -2,11 +2,23 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from persia.cli.config import Overrides
+
+if TYPE_CHECKING:
+    from persia.trainer.run_folder import RunFolder
+
+
+def _finished(folder: "RunFolder") -> str:
+    """Return what is said of a run that has no step left."""
+    from persia.trainer.run_folder import SUMMARY
+
+    if folder.read_json(SUMMARY).get("early_stopped"):
+        return "the run has stopped early; to train on, give it more patience: --set train.early_stop.patience=N"
+    return "the run is finished; to train on, give more epochs: --set data.epochs=N"
 
 
 def train(
@@ -47,7 +59,7 @@ def train(
         if folder is None:
             return
         if shown.reports == 0:
-            typer.echo("the run is finished; to train on, give more epochs: --set data.epochs=N")
+            typer.echo(_finished(folder))
         if compare is not None:
             compare(config, folder)
         show_results(folder.read_json(SUMMARY))

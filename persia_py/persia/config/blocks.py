@@ -14,9 +14,6 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Paths = str | list[str]
 ColumnType = Literal["int64", "float64", "string", "bool", "timestamp", "date"]
 
-CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""The columns of ``preset: criteo``."""
-
 
 class Block(BaseModel):
     """A block of keys. Unknown keys are refused."""
@@ -28,18 +25,18 @@ class SplitBlock(Block):
     """How the rows of ``data.train`` are divided into the parts train, valid and test."""
 
     by: Literal["hash", "time", "file"] = "hash"
-    """``hash``: by a hash of the row's number or of ``group``. ``time``: by ``column``. ``file``: the files of
-    ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
+    """``hash``: by a hash of ``group``, or of the file's name and the row's number. ``time``: by ``column``. ``file``:
+    the files of ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
     fractions: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
     """With ``hash``: the shares of train, valid and test; their sum is 1."""
     group: str | None = None
-    """With ``hash``: a column; rows of one value are in one part, so that no user is in two."""
+    """With ``hash``: a column, such as the user. Rows with equal values are in the same part."""
     column: str | None = None
     """With ``time``: the column of the time."""
     valid: str | int | float | None = None
-    """With ``time``: the first time of valid."""
+    """With ``time``: the first time of valid, such as 2024-05-01. It is a number only if the column has numbers."""
     test: str | int | float | None = None
-    """With ``time``: the first time of test."""
+    """With ``time``: the first time of test, likewise."""
     seed: Seed = 0
     """With ``hash``: the seed of the hash."""
 
@@ -50,11 +47,11 @@ class DataBlock(Block):
     train: Paths
     """Files, folders, globs or ``s3://`` addresses; relative paths are relative to the folder of ``persia.yml``."""
     valid: Paths | None = None
-    """Files of the valid part. None: ``split`` takes it from ``train``."""
+    """Files of the valid part. None: ``split`` takes its rows from ``train``."""
     test: Paths | None = None
-    """Files of the test part. None: ``split`` takes it from ``train``."""
+    """Files of the test part. None: ``split`` takes its rows from ``train``."""
     format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
-    """None: from the name of the first file."""
+    """The format of the files. None: the ending of the first file's name determines it."""
     preset: Literal["criteo"] | None = None
     """``criteo``: tab-separated files without a header, with the columns label, I1 to I13, C1 to C26."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
@@ -64,13 +61,13 @@ class DataBlock(Block):
     split: SplitBlock = SplitBlock()
     """How ``train`` is divided."""
     shuffle: bool = True
-    """Shuffle the rows of train, another order in each epoch."""
+    """Shuffle the rows of train, in a new order for each epoch."""
     window_rows: Annotated[int, Field(ge=1)] = 1 << 18
-    """Rows that are shuffled together."""
+    """The number of rows that are shuffled together. More rows shuffle better and take more memory."""
     batch_size: Annotated[int, Field(ge=1)] = 4096
-    """Rows of a batch, of all ranks together."""
+    """The number of rows of a batch, over all ranks."""
     epochs: Annotated[int, Field(ge=1)] = 1
-    """Passes over train."""
+    """The number of passes over the rows of train."""
 
 
 class OptimizerBlock(BaseModel):
@@ -95,7 +92,7 @@ class ModelBlock(BaseModel):
     name: str | None = None
     """``dlrm`` or ``dcnv2``."""
     class_: Annotated[str | None, Field(alias="class")] = None
-    """``module:Class`` of your own, found from the folder of ``persia.yml``."""
+    """A model of your own as ``module:Class``. The module is imported from the folder of ``persia.yml``."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -104,14 +101,14 @@ class ModelBlock(BaseModel):
 
 
 class EarlyStopBlock(Block):
-    """Stop when a metric of the valid part no longer improves, and keep the model of the best one."""
+    """Stop when a metric of the valid part no longer improves, and keep the model of the best evaluation."""
 
     metric: Literal["auc", "log_loss", "ne", "gauc", "loss"] = "auc"
-    """What is judged: a metric of the first label, or ``loss``, the loss of all labels together."""
+    """The metric that must improve: a metric of the first label, or ``loss``, the loss of all labels together."""
     patience: Annotated[int, Field(ge=1)] = 3
-    """Evaluations without an improvement before training stops."""
+    """The number of evaluations without an improvement after which training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """The least difference that is an improvement."""
+    """The smallest difference that counts as an improvement."""
 
 
 class TrainBlock(Block):
@@ -122,27 +119,30 @@ class TrainBlock(Block):
     dense_optimizer: OptimizerBlock = OptimizerBlock(name="adam")
     """The optimizer of the model's weights."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """The course of both learning rates over all epochs, after ``warmup``."""
+    """How both learning rates change over all epochs, after ``warmup``."""
     warmup: Annotated[int, Field(ge=0)] = 0
-    """Steps in which both learning rates rise from 0."""
+    """The number of steps in which both learning rates rise from 0."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """The largest norm of the gradient of the model's weights; embeddings are not clipped."""
+    """The largest norm of the gradient of the model's weights. Gradients of embeddings are not clipped."""
     staleness: Annotated[int, Field(ge=1, le=MAX_STALENESS)] = 4
-    """At most staleness - 1 pushes are in flight when a look-up is served."""
+    """When a look-up is served, at most ``staleness - 1`` pushes are in flight."""
     reproducible: bool = False
-    """Equal runs give equal bits; the staleness is 1."""
+    """Runs with equal configuration and data give bit-identical results. ``staleness`` is 1."""
     seed: Seed = 0
-    """The seed of the model, of the rows and of the order of the data."""
+    """The seed of the initial weights of the model and of the rows, and of the order of the data."""
     threads: Annotated[int, Field(ge=1)] = 1
-    """Threads of torch for the dense model."""
+    """The number of threads that torch uses for the model."""
+    start_from: str | None = None
+    """A checkpoint of ``persia ckpt import``, with whose rows a new run starts. In a job, below ``PERSIA_CKPT_DIR``.
+    None: new rows."""
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between evaluations of the valid part. None: ten times in a run, at least once an epoch."""
+    """Steps between evaluations of the valid part. None: ten evaluations in a run, at least one in each epoch."""
     early_stop: EarlyStopBlock | None = None
-    """When to stop early. None: after all epochs."""
+    """When to stop early. None: training ends after all epochs."""
     metrics: list[Literal["auc", "log_loss", "ne", "calibration", "gauc"]] = Field(
         default_factory=lambda: ["auc", "log_loss", "ne", "calibration"]  # type: ignore[arg-type]
     )
-    """What an evaluation reports."""
+    """The metrics that an evaluation reports."""
     gauc_group: str | None = None
     """The column whose values are the groups of ``gauc``, such as the user."""
     weight: str | None = None
@@ -153,11 +153,11 @@ class CheckpointBlock(Block):
     """What is saved while training."""
 
     dir: str | None = None
-    """None: ``checkpoints`` in the run's folder."""
+    """The folder of the checkpoints. None: ``checkpoints`` in the run's folder."""
     every: Annotated[int, Field(ge=1)] = 1000
     """Steps between saves. The end of training is always saved."""
     keep: Annotated[int, Field(ge=1)] = 3
-    """Saves that are kept, beside the best one."""
+    """The number of saves that are kept, beside the best one."""
     upload_to: str | None = None
     """An address such as ``s3://bucket/prefix`` to which each save is uploaded."""
 
@@ -166,13 +166,13 @@ class RunBlock(Block):
     """The folder of a run, and what is shown."""
 
     dir: str = "runs"
-    """The folder of all runs; relative to the working directory."""
+    """The folder of all runs. A relative path is relative to the working directory."""
     name: str | None = None
-    """None: the time of the start."""
+    """The name of the run's folder. None: the time of the start."""
     log_every: Annotated[int, Field(ge=1)] = 50
     """Steps between two lines of ``metrics.jsonl``."""
     tensorboard: bool = False
-    """Write event files for TensorBoard too."""
+    """Also write event files for TensorBoard."""
 
 
 class Config(Block):

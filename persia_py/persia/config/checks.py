@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from persia.config.blocks import CRITEO_HEADER, SplitBlock
+from persia.config.blocks import SplitBlock
 from persia.config.findings import Findings, near
+from persia.runtime.criteo import CRITEO_HEADER
 from persia.runtime.files import is_url
 from persia.runtime.yaml_tree import Entries, Items, Node, Place, Scalar, number
 from persia_core.features import Features

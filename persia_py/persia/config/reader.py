@@ -14,7 +14,7 @@ from persia.config.findings import Findings, near
 from persia.config.models import MODELS, REFUSED, SUPPLIED, arguments_of, arguments_of_class
 from persia.config.optimizers import OPTIMIZERS
 from persia.config.values import COMPUTED, REQUIRED, Argument, RefusedError, is_optional, read
-from persia.runtime.yaml_tree import NOWHERE, Entries, Node, Place, Scalar, node_of
+from persia.runtime.yaml_tree import NOWHERE, Entries, Items, Node, Place, Scalar, node_of
 
 FREE = ("features", "labels")
 """Blocks that the Rust parser reads."""
@@ -54,6 +54,7 @@ class Reader:
         """Return the values of all blocks but ``features`` and ``labels``."""
         values: dict[str, Any] = {}
         fields = Config.model_fields
+        self._check_notation(root, "")
         self._check_keys(root, "", fields, _LATER)
         for key, field in fields.items():
             node = root.get(key)
@@ -65,12 +66,10 @@ class Reader:
             self.tree.entries.append((Scalar(NOWHERE, key), shown))
         return values
 
-    def _check_keys(
-        self, block: Entries, path: str, known: Mapping[str, Any], refused: Mapping[str, str] = _EMPTY
-    ) -> None:
-        """Report keys that appear twice, unknown ones, and those in ``refused``, which says why."""
+    def _check_notation(self, node: Node, path: str) -> None:
+        """Report keys that appear twice, and merge keys, in a value and in all values in it."""
         first: dict[str, Place] = {}
-        for key, _ in block.entries:
+        for key, value in node.entries if isinstance(node, Entries) else []:
             at = _join(path, key.text)
             if key.text in first:
                 before = first[key.text].line
@@ -78,11 +77,22 @@ class Reader:
                 self.findings.error(key.place, at, f"appears twice{where}: remove one")
                 continue
             first[key.text] = key.place
+            if key.text == "<<":
+                self.findings.error(key.place, at, "merge keys are not read; an alias (`*name`) repeats a whole value")
+            elif at not in FREE:
+                self._check_notation(value, at)
+        for item in node.items if isinstance(node, Items) else []:
+            self._check_notation(item, path)
+
+    def _check_keys(
+        self, block: Entries, path: str, known: Mapping[str, Any], refused: Mapping[str, str] = _EMPTY
+    ) -> None:
+        """Report unknown keys, and those in ``refused``, which says why."""
+        for key, _ in block.entries:
+            at = _join(path, key.text)
             if key.text in refused:
                 self.findings.error(key.place, at, refused[key.text])
-            elif key.text == "<<":
-                self.findings.error(key.place, at, "merge keys are not read; an alias (`*name`) repeats a whole value")
-            elif key.text not in known:
+            elif key.text not in known and key.text != "<<":
                 absent = [name for name in known if block.get(name) is None]
                 guess = near(key.text, absent) or near(key.text, known)
                 self.guessed |= {_join(path, name) for name in absent if guess.endswith(f" `{name}`?")}

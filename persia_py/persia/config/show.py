@@ -7,6 +7,7 @@ from persia.config.document import Document
 from persia.config.reader import FREE
 from persia.config.render import Rendered
 from persia.runtime.files import is_url
+from persia.runtime.settings import settings
 from persia.runtime.yaml_tree import NOWHERE, Entries, Items, Node, Place, Scalar, node_of, parse
 
 
@@ -42,6 +43,9 @@ def to_yaml(config: Config) -> str:
     saves = tree.at("checkpoint").get("dir")
     if saves is not None and not saves.is_null:
         tree.at("checkpoint").put("dir", _absolute(saves, Path.cwd()))
+    start = tree.at("train").get("start_from")
+    if start is not None and not start.is_null and settings.nats_url is None:  # in a job, below PERSIA_CKPT_DIR
+        tree.at("train").put("start_from", _absolute(start, config.folder))
     return Rendered(tree).text
 
 

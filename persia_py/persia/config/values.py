@@ -220,7 +220,8 @@ def _read_union(annotation: Any, node: Node, metadata: Sequence[Any]) -> Any:
         except RefusedError as refused:
             inner.append(refused)
     deeper = next((refused for refused in inner if refused.node is not node), None)
-    raise deeper or RefusedError(node, allowed(annotation, metadata))
+    choices = [word for one in _members(annotation) if get_origin(one) is Literal for word in get_args(one)]
+    raise deeper or RefusedError(node, allowed(annotation, metadata), choices)
 
 
 def _is_list(annotation: Any) -> bool:
@@ -252,4 +253,4 @@ def _read_dict(annotation: Any, node: Node) -> Any:
     if not isinstance(node, Entries):
         raise RefusedError(node, allowed(annotation))
     item = (get_args(annotation) or (str, Any))[1]
-    return {name: read(item, value) for name, value in node.first.items()}
+    return {name: read(item, value) for name, value in node.first.items() if name != "<<"}

@@ -60,7 +60,7 @@ class EmbeddingCtx(BaseCtx):
         self.embedding_config = embedding_config
         self.current_batch: _forward.TrainingBatch | None = None
         self._embeddings: list[torch.Tensor] = []
-        self._was_training = False
+        self._modes: list[tuple[torch.nn.Module, bool]] = []  # of the model's modules, before an evaluation
         self._outer: RowSettings | None = None
         self._truncated_slots: set[str] = set()  # those that were logged
         self._arranger = Arranger()
@@ -74,14 +74,17 @@ class EmbeddingCtx(BaseCtx):
         if self.preprocess_mode is not PreprocessMode.TRAIN:
             self._evaluation = Evaluation(self._backend, "ctx.load_checkpoint(DIRECTORY)")
         if self._evaluation is not None and self.model is not None:
-            self._was_training = self.model.training
+            self._modes = [(module, module.training) for module in self.model.modules()]
             self.model.eval()
 
     def _on_exit(self) -> None:
         if self._evaluation is not None:
             self._evaluation.end()
-        if self.preprocess_mode is not PreprocessMode.TRAIN and self.model is not None:
-            self.model.train(self._was_training)
+        if self._modes and self.model is not None:
+            self.model.train(self._modes[0][1])
+            for module, was_training in self._modes:  # a part may be frozen, such as a BatchNorm
+                module.training = was_training
+            self._modes = []
         self.current_batch = None
         self._embeddings = []
         if self._outer is not None and self._outer != self._backend.row_settings:
@@ -403,7 +406,7 @@ def _local(caller: str, path: str | os.PathLike[str]) -> Path:
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
-    """Return a context for evaluation; its exit restores the mode of the model."""
+    """Return a context for evaluation; its exit restores the mode of each module of the model."""
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)
 
 

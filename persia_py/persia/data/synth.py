@@ -21,6 +21,8 @@ Ids = npt.NDArray[np.uint64]
 _CHUNK = 1 << 17
 _FACTORS = 4
 _BINS = 1 << 18
+_DOMAIN = 0x7465616368657273
+"""Random numbers are hashed a second time with this seed: a split that hashes rows or ids must not follow labels."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ def _xlogx(values: Floats) -> Floats:
 
 
 def _uniform(numbers: Ids, seed: int) -> Floats:
-    shares: Floats = (mix(numbers, seed) >> np.uint64(11)).astype(np.float64) + 0.5
+    shares: Floats = (mix(mix(numbers, seed), _DOMAIN) >> np.uint64(11)).astype(np.float64) + 0.5
     return shares / 2.0**53
 
 

@@ -6,6 +6,7 @@
 * :mod:`persia.trainer.fitting`: the transform, fitted once
 * :mod:`persia.trainer.models`, :mod:`persia.trainer.optimizers`, :mod:`persia.trainer.objective`: what is trained
 * :mod:`persia.trainer.evaluation`, :mod:`persia.trainer.metrics`: how good it is
+* :mod:`persia.trainer.validation`: the best checkpoint, and the early stop
 * :mod:`persia.trainer.state`: what a checkpoint keeps of a trainer
 * :mod:`persia.trainer.run_folder`, :mod:`persia.trainer.record`, :mod:`persia.trainer.pages`: the files of a run
 * :mod:`persia.trainer.prediction`: scores in a Parquet file

@@ -13,7 +13,7 @@ import torch
 
 from persia.data import IterableDataset
 from persia.data.records import RecordReader
-from persia.data.records.split import hash_values
+from persia.data.records.split import hash_values, mix
 from persia.embedding.data import PersiaBatch
 from persia.features import Samples, Transform, to_batch
 from persia.runtime.errors import DataError, FeatureTypeError
@@ -184,11 +184,11 @@ def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.ND
 
 
 def groups_of(table: pa.RecordBatch, column: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of the value of each row; null is a group of its own."""
+    """Return a hash of the value of each row. Null is a group of its own, with the hash 0 that no small number has."""
     values = table.column(column)
     groups = np.zeros(len(values), np.uint64)
     known = np.asarray(values.is_valid())
-    groups[known] = hash_values(values.drop_null())
+    groups[known] = mix(hash_values(values.drop_null()), 0)
     return groups
 
 

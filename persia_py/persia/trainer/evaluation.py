@@ -11,10 +11,10 @@ import numpy.typing as npt
 from persia.config import Config
 from persia.ctx import EmbeddingCtx
 from persia.features import to_batch
-from persia.runtime.errors import ConfigError
 from persia.trainer import metrics
 from persia.trainer.batches import Rows, Unusual
 from persia.trainer.objective import Objective
+from persia.trainer.parts import metric_names
 from persia.trainer.reports import EvaluationReport
 
 Item = TypeVar("Item")
@@ -107,34 +107,6 @@ def evaluate(
         {slot: missing for slot, missing in report.slot_shares.items() if missing},
         time.perf_counter() - started,
     )
-
-
-def check_evaluation(config: Config, *, has_valid: bool) -> None:
-    """Check that the metrics and the early stop can be computed.
-
-    Raises:
-        ConfigError: They cannot; the message has all reasons.
-    """
-    train, (label, _, kind) = config.train, config.compiled.labels[0]
-    wrong = []
-    if train.early_stop is not None:
-        if not has_valid:
-            wrong.append("train.early_stop needs a valid part: set data.valid or data.split")
-        if kind != "bce" and train.early_stop.metric != "loss":
-            wrong.append(f"train.early_stop.metric: {label} is no label of 0 and 1; want loss")
-    if "gauc" in metric_names(config) and train.gauc_group is None:
-        wrong.append("train.gauc_group is not set, and gauc needs it")
-    if wrong:
-        raise ConfigError("; ".join(wrong))
-
-
-def metric_names(config: Config) -> list[str]:
-    """Return the metrics of an evaluation; that of the early stop is one."""
-    names: list[str] = [*config.train.metrics]
-    stop = config.train.early_stop
-    if stop is not None and stop.metric != "loss" and stop.metric not in names:
-        names.append(stop.metric)
-    return names
 
 
 def _joined(parts: list[Floats]) -> Floats:

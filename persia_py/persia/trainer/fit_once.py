@@ -42,26 +42,42 @@ def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]  # s3:// has none here
     determined_by = json.dumps([config.described, train.files.digest, times, train.files.schema.to_string(), split])
     path = folder / f"{sha256(determined_by.encode()).hexdigest()[:16]}.json"
-    try:
-        make_folders(folder)
-        with _locked(folder / _LOCK):
-            if path.exists():
-                content = json.loads(path.read_text(encoding="utf-8"))
-                return Fitted(config.compiled.load(content["transform"]), content["rows"])
-            fitted = fitting.fit(config, parts)
+    with _locked(folder / _LOCK):
+        if path.exists():
+            return _read(path, config)
+        fitted = fitting.fit(config, parts)
+        with _naming(path):
             for other in folder.glob("*.json"):
                 other.unlink()
             kept = {"rows": fitted.rows, "transform": fitted.transform.to_json()}
             write_whole(path, json.dumps(kept).encode())
-            return fitted
-    except (OSError, ValueError, KeyError) as error:
-        raise StorageError(f"{path}: {error}; remove the file to fit again") from error
+        return fitted
+
+
+def _read(path: Path, config: Config) -> Fitted:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Fitted(config.compiled.load(content["transform"]), int(content["rows"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        damaged = StorageError(f"{path}: {error}")
+        damaged.hint = f"remove the file to fit again: rm {path}"
+        raise damaged from error
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file. The kernel releases the lock of a process that ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    """Lock a file, whose folder is made. The kernel releases the lock of a process that ends."""
+    with _naming(path):
+        make_folders(path.parent)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -52,10 +52,10 @@ def fit(config: Config, parts: Parts) -> Fitted:
 
 def _with_place(config: Config, train: Part, error: DataError) -> DataError:
     """Return the error of a fit with the file, and the number of the row in it. The files are read again."""
-    fitter, file = Fitter(config.compiled), 0
+    fitter, path = Fitter(config.compiled), None
     for unit in train.files.units:
-        if unit.file != file:
-            fitter, file = Fitter(config.compiled), unit.file  # it counts rows from 0
+        if unit.path != path:
+            fitter, path = Fitter(config.compiled), unit.path  # it counts rows from 0
         for batch in train.files.read(unit):
             try:
                 fitter.update(batch)

@@ -18,8 +18,7 @@ from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia.trainer import fitting, metrics, pages
 from persia.trainer.batches import Rows, read_rows
-from persia.trainer.evaluation import metric_names
-from persia.trainer.parts import Part, Parts
+from persia.trainer.parts import Part, Parts, group_of, metric_names
 from persia.trainer.run_folder import FACTS, SUMMARY, RunFolder
 
 _logger = get_logger("trainer")
@@ -161,7 +160,7 @@ def compare(config: Config, folder: RunFolder) -> None:
         **results,
     }
     folder.write_json(SUMMARY, summary)
-    pages.write(folder, config)
+    pages.write(folder, config, status=summary["status"])
 
 
 def _named(parts: Parts) -> list[tuple[str, Part]]:
@@ -170,8 +169,7 @@ def _named(parts: Parts) -> list[tuple[str, Part]]:
 
 
 def _read(part: Part, transform: Transform, config: Config) -> list[Rows]:
-    group = config.train.gauc_group if "gauc" in metric_names(config) else None
-    return [*read_rows(part, transform, _READ_ROWS, weight=config.train.weight, group=group)]
+    return [*read_rows(part, transform, _READ_ROWS, weight=config.train.weight, group=group_of(config))]
 
 
 def _weights(rows: list[Rows]) -> npt.NDArray[np.float32] | None:

@@ -23,7 +23,7 @@ class Limits:
     """
 
     def __init__(self) -> None:
-        self._dense = self._waited = self._apart = 0.0
+        self._dense = self._waited = 0.0
         self._before = dict.fromkeys(STAGES, 0.0)
         self._mark = time.perf_counter()
 
@@ -37,7 +37,7 @@ class Limits:
 
     def apart(self) -> None:
         """Something else is done, such as an evaluation, which does not count."""
-        self._apart += self._lap()
+        self._lap()
 
     def _lap(self) -> float:
         now = time.perf_counter()

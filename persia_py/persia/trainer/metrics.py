@@ -52,6 +52,8 @@ def binary(
     scores, truth = _flat(logits), _flat(labels)
     share = np.ones(len(scores)) if weights is None else _flat(weights)
     found = Metrics(len(scores))
+    if _set_undefined(found, scores, names):
+        return found
     computed = {
         "auc": lambda: auc(scores, truth, share),
         "log_loss": lambda: log_loss(scores, truth, share),
@@ -71,11 +73,23 @@ def regression(
     scores, truth = _flat(predictions), _flat(labels)
     share = np.ones(len(scores)) if weights is None else _flat(weights)
     found = Metrics(len(scores))
+    if _set_undefined(found, scores, ["mse", "mae", *(name for name in names if name == "calibration")]):
+        return found
     _set(found, "mse", lambda: _mean((scores - truth) ** 2, share))
     _set(found, "mae", lambda: _mean(np.abs(scores - truth), share))
     if "calibration" in names:
         _set(found, "calibration", lambda: calibration(scores, truth, share))
     return found
+
+
+def _set_undefined(metrics: Metrics, scores: Floats, names: Sequence[str]) -> bool:
+    """Give no metric a value if scores are NaN or infinite: sorting would put NaN last, as if it were a score."""
+    wrong = int(np.count_nonzero(~np.isfinite(scores)))
+    if wrong:
+        why = f"{wrong} output{' is' if wrong == 1 else 's are'} NaN or infinite"
+        metrics.values.update(dict.fromkeys(names))
+        metrics.notes.update(dict.fromkeys(names, why))
+    return wrong > 0
 
 
 def _set(metrics: Metrics, name: str, compute: Any) -> None:

@@ -14,7 +14,6 @@ from persia.embedding.config import Configuration
 from persia.embedding.data import split_mask
 from persia.models import DLRM, DCNv2
 from persia.runtime.errors import ConfigError
-from persia.trainer.optimizers import check_arguments
 
 
 @dataclass(frozen=True)
@@ -90,44 +89,33 @@ def build(config: Config) -> torch.nn.Module:
     Built-in models get the mean of a sequence's rows.
 
     Raises:
-        ConfigError: The model is unknown or its class cannot be imported, or an argument does not fit.
+        ConfigError: The class cannot be imported, or the model refuses an argument.
     """
     inputs = inputs_of(config)
     block = config.model
-    if not inputs.slots:
-        raise ConfigError("features: none has an embedding; a model needs at least one feature with `dim`")
     if block.class_ is not None:
         return _own(config, block.class_, inputs)
-    makers: dict[str, Callable[[Inputs, dict[str, Any]], torch.nn.Module]] = {"dlrm": _dlrm, "dcnv2": _dcnv2}
-    if block.name not in makers:
-        raise ConfigError(f"model.name: {block.name!r}, want one of {', '.join(makers)}, or `class: module:Class`")
-    model = makers[block.name](inputs, block.arguments)
+    model = (_dlrm if block.name == "dlrm" else _dcnv2)(inputs, block.arguments)
     return PooledSequences(model) if inputs.sequences else model
 
 
 def _dlrm(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
-    if len({*inputs.dims}) > 1:
-        listed = ", ".join(f"{slot} {dim}" for slot, dim in zip(inputs.slots, inputs.dims, strict=True))
-        raise ConfigError(f"model: dlrm needs features of equal dim, but they have {listed}; or use `name: dcnv2`")
-    dim = inputs.dims[0]
+    dim = inputs.dims[0]  # that of all, which persia.config has checked
     given = {"num_dense": len(inputs.dense), "num_slots": len(inputs.slots), "embedding_dim": dim}
     defaults = {"bottom_mlp": [64, dim], "top_mlp": [256, 64, len(inputs.labels)], "num_labels": len(inputs.labels)}
-    return _make("model", DLRM, "dlrm", {**given, **defaults, **arguments}, arguments)
+    return _make(DLRM, "dlrm", {**given, **defaults, **arguments})
 
 
 def _dcnv2(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
     given = {"num_dense": len(inputs.dense), "embedding_dims": inputs.dims, "num_labels": len(inputs.labels)}
-    return _make("model", DCNv2, "dcnv2", {**given, **arguments}, arguments)
+    return _make(DCNv2, "dcnv2", {**given, **arguments})
 
 
-def _make(
-    key: str, make: Callable[..., torch.nn.Module], name: str, all_: dict[str, Any], own: dict[str, Any]
-) -> torch.nn.Module:
-    check_arguments(key, make, own, name)
+def _make(make: Callable[..., torch.nn.Module], name: str, arguments: dict[str, Any]) -> torch.nn.Module:
     try:
-        return make(**all_)
+        return make(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {name}: {error}") from error
+        raise ConfigError(f"model: {name}: {error}") from error
 
 
 def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
@@ -142,10 +130,21 @@ def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
     }
     parameters = inspect.signature(kind).parameters
     wanted = {name: value for name, value in known.items() if name in parameters}
-    model = _make("model", kind, place, {**wanted, **config.model.arguments}, config.model.arguments)
+    _check_arguments(place, [*parameters.values()], config.model.arguments)
+    model = _make(kind, place, {**wanted, **config.model.arguments})
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model.class: {place} made a {type(model).__name__}, want a torch.nn.Module")
     return model
+
+
+def _check_arguments(place: str, parameters: list[inspect.Parameter], arguments: dict[str, Any]) -> None:
+    """Check the names of arguments, which :mod:`persia.config` cannot where the source of a class does not say them."""
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    allowed = [each.name for each in parameters]
+    if wrong := [argument for argument in arguments if argument not in allowed]:
+        listed = ", ".join(f"model.{argument}" for argument in wrong)
+        raise ConfigError(f"{listed}: unknown; {place} has {', '.join(allowed) or 'no arguments'}")
 
 
 def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:

@@ -24,13 +24,18 @@ margin-top:2rem}.note{color:#666}
 """
 
 
-def write(folder: RunFolder, config: Config) -> None:
+def write(folder: RunFolder, config: Config, *, status: str) -> None:
     """Draw the curves and write the page of a run.
+
+    Args:
+        folder: The run's folder.
+        config: The configuration.
+        status: The status that is shown. The summary of a job has its own only when all ranks have ended.
 
     Raises:
         StorageError: A file cannot be written.
     """
-    lines, summary = read_lines(folder), folder.read_json(SUMMARY)
+    lines, summary = read_lines(folder), {**folder.read_json(SUMMARY), "status": status}
     picture = draw(lines)
     folder.write(CURVES, picture)
     folder.write(PAGE, page(folder, summary, picture, config))
@@ -40,7 +45,7 @@ def draw(lines: list[dict[str, Any]]) -> bytes:
     """Return the curves of a run as a PNG picture."""
     from matplotlib.figure import Figure
 
-    trained = [line for line in lines if "loss" in line]
+    trained = [line for line in lines if line.get("loss") is not None]
     judged = [line for line in lines if "valid" in line]
     names = _metrics(judged)
     figure = Figure(figsize=(8, 3 + 2.2 * len(names)), layout="constrained")
@@ -58,7 +63,8 @@ def draw(lines: list[dict[str, Any]]) -> bytes:
             if known:
                 axis.plot(*zip(*known, strict=True), "o-", label=label)
         axis.set(ylabel=f"valid {title(name)}")
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     axes[-1].set(xlabel="step")
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -110,17 +116,21 @@ def _overview(summary: dict[str, Any]) -> str:
 
 
 def results_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table of results: a row for each part and label, and the baseline's."""
-    rows: list[tuple[str, dict[str, Any]]] = []
+    """Return the heads and the rows of the table of results: a row for each part and label, and the baseline's.
+
+    The step is that of the model that was judged; a baseline has none.
+    """
+    rows: list[tuple[str, str, dict[str, Any]]] = []
     for part in ("valid", "test"):
-        for label, values in ((summary.get(part) or {}).get("labels") or {}).items():
-            rows.append((f"{part}, {label}", values))
+        found = summary.get(part) or {}
+        for label, values in (found.get("labels") or {}).items():
+            rows.append((f"{part}, {label}", str(found["step"]), values))
         baseline = summary.get("baseline") or {}
         for label, values in (baseline.get(part) or {}).items():
-            rows.append((f"{part}, {label}, {baseline['name']}", values))
-    names = [*dict.fromkeys(name for _, values in rows for name in values if name != "notes")]
-    heads = ["", *(title(name) for name in names)]
-    return heads, [[place, *(_shown(name, values) for name in names)] for place, values in rows]
+            rows.append((f"{part}, {label}, {baseline['name']}", "-", values))
+    names = [*dict.fromkeys(name for _, _, values in rows for name in values if name != "notes")]
+    heads = ["", "step", *(title(name) for name in names)]
+    return heads, [[place, step, *(_shown(name, values) for name in names)] for place, step, values in rows]
 
 
 def _results(summary: dict[str, Any]) -> str:

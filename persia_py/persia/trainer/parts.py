@@ -13,7 +13,8 @@ from persia.config import Config
 from persia.config.blocks import DataBlock, Paths
 from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files, presets
 from persia.data.records.files import FORMATS
-from persia.runtime.errors import ConfigError, DataError
+from persia.data.records.split import parts_in
+from persia.runtime.errors import DataError
 from persia.runtime.files import is_url
 
 TYPES: Mapping[str, pa.DataType] = MappingProxyType(
@@ -78,7 +79,7 @@ class Part:
                 if self.split is None:
                     rows += batch.num_rows
                 else:
-                    rows += int(np.count_nonzero(self.split.parts(batch, unit.file, first) == wanted))
+                    rows += int(np.count_nonzero(parts_in(self.split, unit, batch, first) == wanted))
                 first += batch.num_rows
         return rows
 
@@ -121,7 +122,6 @@ class Parts:
         config: The configuration.
 
     Raises:
-        ConfigError: The split lacks a key, or has one that does not fit.
         UsageError: A file does not exist.
         DataError: A file lacks a column, or is damaged.
     """
@@ -186,9 +186,7 @@ def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
     data = config.data
     given = [paths] if isinstance(paths, str) else [*paths]
     whole = [path if is_url(path) else str(config.folder / Path(path).expanduser()) for path in given]
-    types = {name: TYPES[kind] for name, kind in data.columns.items() if kind in TYPES}
-    if unknown := {name: kind for name, kind in data.columns.items() if kind not in TYPES}:
-        raise ConfigError(f"data.columns: {unknown}: want one of {', '.join(TYPES)}")
+    types = {name: TYPES[kind] for name, kind in data.columns.items()}
     given_format: dict[str, Any] = {"file_format": data.format, "types": types, "header": data.header}
     if data.preset is not None:
         preset = presets.options(data.preset)
@@ -217,8 +215,21 @@ def labelled_columns(config: Config) -> list[str]:
 
 def _more_columns(config: Config) -> list[str]:
     train = config.train
-    group = train.gauc_group if "gauc" in train.metrics else None
-    return [name for name in (train.weight, group) if name is not None]
+    return [name for name in (train.weight, group_of(config)) if name is not None]
+
+
+def metric_names(config: Config) -> list[str]:
+    """Return the metrics of an evaluation; that of the early stop is one."""
+    names: list[str] = [*config.train.metrics]
+    stop = config.train.early_stop
+    if stop is not None and stop.metric != "loss" and stop.metric not in names:
+        names.append(stop.metric)
+    return names
+
+
+def group_of(config: Config) -> str | None:
+    """Return the column of the groups of rows, if an evaluation needs it."""
+    return config.train.gauc_group if "gauc" in metric_names(config) else None
 
 
 def _split_of(data: DataBlock) -> Split | None:
@@ -232,14 +243,8 @@ def _split_of(data: DataBlock) -> Split | None:
         if data.test is not None:
             train, test = train + test, 0.0
         return HashSplit((train, valid, test), split.group, split.seed)
-    if split.column is None:
-        raise ConfigError("data.split: by time needs `column`, the column of the time")
-    wanted = {"valid": data.valid is None, "test": data.test is None}
-    bounds: dict[str, Any] = {name: getattr(split, name) for name in wanted if wanted[name]}
-    if not any(bound is not None for bound in bounds.values()):
-        lacking = " or ".join(f"`{name}`" for name in bounds)
-        raise ConfigError(f"data.split: by time needs {lacking}, the first time of that part")
-    return TimeSplit(split.column, bounds.get("valid"), bounds.get("test"))
+    assert split.column is not None  # noqa: S101 - persia.config has checked it
+    return TimeSplit(split.column, split.valid, split.test)
 
 
 def _takes_rows(split: Split | None, part: str) -> bool:

@@ -52,7 +52,7 @@ class Record:
         line = report.as_dict()
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         except OSError as error:
             raise StorageError(f"{path}: {error.strerror or error}") from error
         if self._board is not None:

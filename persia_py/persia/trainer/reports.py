@@ -1,5 +1,6 @@
 """What a training run reports."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ class StepReport:
         step: The last step.
         total_steps: The steps of the whole run; None if they are not known.
         epoch: The epoch of the step, from 1.
-        loss: The mean loss of these steps; steps that were skipped for NaN or infinity do not count.
+        loss: The mean loss of these steps; steps that were skipped for NaN or infinity do not count. NaN if all were.
         samples_per_s: Rows trained on in a second, evaluations left out.
         learning_rate: Of the model, for the next step.
         staleness: Pushes in flight when this report was made.
@@ -36,7 +37,7 @@ class StepReport:
         return {
             "step": self.step,
             "epoch": self.epoch,
-            "loss": round(self.loss, 6),
+            "loss": round(self.loss, 6) if math.isfinite(self.loss) else None,
             "samples_per_s": round(self.samples_per_s),
             "learning_rate": self.learning_rate,
             "staleness": self.staleness,
@@ -61,7 +62,7 @@ class EvaluationReport:
         step: The step of the model.
         part: ``valid``, ``test``, or the name of other rows.
         labels: The metrics of each label.
-        loss: The loss over all rows, as in training; None without rows.
+        loss: The loss over all rows, as in training; None without rows, or if an output is NaN or infinite.
         unusual: What was unusual about the rows.
         without_row: The share of looked-up ids that have no row.
         slots_without_row: The same for each slot that has such ids, in a sample of the batches.

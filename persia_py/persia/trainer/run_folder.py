@@ -1,8 +1,8 @@
 """The folder of a run: what is in it, and how it is found again."""
 
 import json
-import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from typing import Any
 
 from persia.config import Config, load_config
 from persia.config.show import to_yaml
-from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.data.records import Files
+from persia.runtime.errors import CheckpointError, ConfigError, DataError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
-from persia.trainer.optimizers import optimizer_of_rows
+from persia.runtime.settings import settings
 from persia_core import checkpoint as _core
 
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, the rows of train, the digest of the transform, and of a job
-where its checkpoints are."""
+"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and
+where the checkpoints of a job are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
@@ -52,8 +53,6 @@ class RunFolder:
         parent = Path(config.run.dir).expanduser()
         name = config.run.name
         if name is not None:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name) or name == LATEST:
-                raise ConfigError(f"run.name: {name!r}, want letters, digits, '.', '_' and '-'")
             if (parent / name).exists():
                 error = UsageError(f"{parent / name}: there is a run of this name already")
                 error.hint = f"continue it with --resume {parent / name}, or give another one: --set run.name=NAME"
@@ -156,7 +155,7 @@ class RunFolder:
 
 def json_text(content: Any) -> str:
     """Return JSON as the files of a run have it."""
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def resolved(config: Config) -> str:
@@ -166,7 +165,7 @@ def resolved(config: Config) -> str:
 
 def _content(config: Config) -> dict[str, Any]:
     content: dict[str, Any] = config.model_dump(mode="json", by_alias=True)
-    data, train = content["data"], content["train"]
+    data = content["data"]
     for part in ("train", "valid", "test"):
         if data[part] is not None:
             paths = [data[part]] if isinstance(data[part], str) else data[part]
@@ -174,7 +173,9 @@ def _content(config: Config) -> dict[str, Any]:
             data[part] = whole[0] if isinstance(data[part], str) else whole
     if content["checkpoint"]["dir"] is not None:
         content["checkpoint"]["dir"] = str(Path(content["checkpoint"]["dir"]).expanduser().absolute())
-    train["embedding_optimizer"] = optimizer_of_rows(config.train, config.data.batch_size)
+    train = content["train"]
+    if train["start_from"] is not None and settings.nats_url is None:
+        train["start_from"] = str(config.folder / Path(train["start_from"]).expanduser())
     return content
 
 
@@ -199,8 +200,42 @@ def check_same(before: Config, now: Config) -> None:
     ]
     if changed:
         error = ConfigError("the configuration differs from that of the run: " + "; ".join(changed))
-        error.hint = "give the run's own persia.yml, or start a new run without --resume"
+        error.hint = "give the run's own persia.yml, or start a new run: without --resume, or a job with another --name"
         raise error
+
+
+def check_files(folder: RunFolder, files: Files) -> None:
+    """Check that files are those that the run was trained on, by their names, sizes and order.
+
+    A row belongs to train, valid or test by its place in the files, so other files divide the rows otherwise.
+
+    Raises:
+        CheckpointError: The run does not say which files it was trained on.
+        DataError: Other files; the message names what differs.
+    """
+    before = folder.read_json(FACTS).get("train_files")
+    if before is None:
+        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
+    then, now = Counter((str(name), int(size)) for name, size in before), Counter(files.sizes)
+    if [*map(tuple, before)] == files.sizes:
+        return
+    gone, new = dict((then - now).keys()), dict((now - then).keys())
+    listed = {
+        "added": [name for name in new if name not in gone],
+        "missing": [name for name in gone if name not in new],
+        "of another size": [name for name in new if name in gone],
+    }
+    shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
+    error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
+    error.hint = (
+        f"to judge the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
+        "evaluate(FILE); to train on these files, start a new run"
+    )
+    raise error
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from persia.trainer import fitting, models
 from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, labelled_columns, open_given
+from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_given
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import FACTS, Found, RunFolder, find_checkpoint, find_run
+from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, check_same, find_checkpoint, find_run
 from persia.trainer.training import Training
 
 Report = StepReport | EvaluationReport
@@ -58,10 +58,15 @@ class Trainer:
 
     Raises:
         ConfigError: The file has mistakes; the message has all of them.
+        UsageError: The configuration is not one of :func:`persia.load_config`.
     """
 
     def __init__(self, config: Config | str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
         self.config = config if isinstance(config, Config) else load_config(config)
+        if not self.config.is_located:
+            error = UsageError("Trainer(config): the configuration was made by a program, and not checked")
+            error.hint = "write it into a file, and read that: persia.load_config('persia.yml')"
+            raise error
         self.folder: RunFolder | None = None
         self._given_model = model
         self._resumes: Found | RunFolder | None = None
@@ -226,15 +231,18 @@ class Trainer:
     def _labelled(self, source: Paths | None) -> Part:
         if source is not None:
             return Part(open_given(self.config, source, labelled_columns(self.config)), None, "test")
-        parts = Parts(self.config)
+        training = self._training  # its files may be those that were given to fit
+        parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
             raise UsageError("Trainer.evaluate: the configuration has no test and no valid part; give files")
+        if training is None and part.split is not None and self.folder is not None:
+            check_files(self.folder, part.files)
         return part
 
     def _rows(self, part: Part, transform: Transform) -> Iterator[Rows]:
         train = self.config.train
-        group = train.gauc_group if "gauc" in train.metrics else None
+        group = group_of(self.config)
         return read_rows(part, transform, self.config.data.batch_size, weight=train.weight, group=group)
 
     @contextlib.contextmanager
@@ -271,6 +279,7 @@ class _Loaded:
                 f"{found.folder.shown}: a script gave the model of this run; use it in a script: "
                 f"Trainer(config, model).resume({found.folder.shown!r})"
             )
+        check_same(found.folder.config(), config)
         self.transform = fitting.load(config, found.folder.path)
         self.objective = Objective(config.compiled.labels)
         self.model = models.build(config) if model is None else model

@@ -15,24 +15,21 @@ from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.features import Transform
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
-from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
-from persia.trainer.best import prune
-from persia.trainer.evaluation import check_evaluation, evaluate, metric_names
+from persia.trainer.evaluation import evaluate
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
-from persia.trainer.parts import Part, Parts, with_train
+from persia.trainer.parts import Part, Parts, group_of, with_train
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, json_text, resolved
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, json_text, resolved
+from persia.trainer.start_rows import start_rows
 from persia.trainer.state import TrainerState
-from persia_core import checkpoint as _core
-
-_logger = get_logger("trainer")
+from persia.trainer.validation import Validation, may_continue
 
 EVALUATIONS = 10
 """Evaluations of a run, unless told otherwise."""
@@ -50,6 +47,7 @@ class Training:
         resumed: The folder of the run to resume; None begins a new one. A job resumes by itself.
 
     Attributes:
+        parts: The rows of train, valid and test.
         folder: The run's folder.
         transform: The transform.
         model: The model.
@@ -71,21 +69,22 @@ class Training:
         self._config = config = config if isinstance(source, IterableDataset) else with_train(config, source)
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
-        self._parts = Parts(config)
+        self.parts = Parts(config)
         if config.run.tensorboard:
             check_tensorboard()
-        check_evaluation(config, has_valid=self._parts.valid is not None)
-        self._parts.check_not_empty()
+        self.parts.check_not_empty()
         self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
         if isinstance(self.folder, JobFolder) and self.folder.is_interrupted:
             resumed = self.folder
         if resumed is None:
             self._fitted = self._fit()
         else:
-            check_same(self.folder.config(), config)
+            self._before = self.folder.config()
+            check_same(self._before, config)
             facts = self.folder.read_json(FACTS)
             if "rows" not in facts:
                 raise CheckpointError(f"{self.folder.shown}: {FACTS} is missing or damaged; start a new run")
+            check_files(self.folder, self.parts.train.files)
             self._fitted = fitting.Fitted(fitting.load(config, self.folder.path), int(facts["rows"]))
         self.transform: Transform = self._fitted.transform
         self.objective = Objective(config.compiled.labels)
@@ -102,15 +101,17 @@ class Training:
     def _fit(self) -> fitting.Fitted:
         """Fit the features: in a job one process for all that share its folder."""
         if self._in_job:
-            return fit_once(self._config, self._parts, self.folder.path / FITS)
+            return fit_once(self._config, self.parts, self.folder.path / FITS)
         self.folder.check_parent()
-        return fitting.fit(self._config, self._parts)
+        return fitting.fit(self._config, self.parts)
 
     def _was_finished(self) -> bool:
         """Whether the run has ended before, and has no step left."""
         summary = self.folder.read_json(SUMMARY)
         left = self.total_steps is None or int(summary.get("step", 0)) < self.total_steps
-        self.is_finished = summary.get("status") == FINISHED and (bool(summary.get("early_stopped")) or not left)
+        if summary.get("early_stopped"):
+            left = may_continue(self._before, self._config)
+        self.is_finished = summary.get("status") == FINISHED and not left
         return self.is_finished
 
     def _build(self, model: torch.nn.Module | None) -> None:
@@ -123,7 +124,7 @@ class Training:
         self._device = get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
         if self._device is not None:
             self.model.cuda(self._device)
-        self._rows_optimizer = optimizers.of_rows(train, self._config.data.batch_size, steps or 1)
+        self._rows_optimizer = optimizers.of_rows(train, steps or 1)
         self._optimizer = optimizers.of_model(train, self.model)
         self._schedule = optimizers.of_torch(optimizers.schedule(train, steps or 1), self._optimizer)
         self._state = TrainerState(self.transform.digest)
@@ -138,7 +139,7 @@ class Training:
             "rows": self._fitted.rows,
             "steps_per_epoch": self._steps_per_epoch,
             "transform": self.transform.digest,
-            "train_files": self._parts.train.files.paths,
+            "train_files": self.parts.train.files.sizes,
         }
         self.folder.make(self._config, {fitting.FILE: self.transform.to_json(), FACTS: json_text(facts)})
 
@@ -166,17 +167,20 @@ class Training:
             checkpoints=self._checkpoints,
             configuration=models.slots_of(config),
         )
+        self._validation = Validation(config, self._state, self.folder, self._ctx, self._checkpoints)
         self._last_step = 0
         self._record = None if resumes or not self._writes else self._new_record(None)
         try:
             self._ctx.__enter__()
+            start_rows(self._ctx, config, in_job=self._in_job)
             self.is_open, self._last_step = True, self._ctx.step
             if isinstance(self.folder, JobFolder) and self._writes:
                 self.folder.note_checkpoints()
             if resumes and self._writes:
+                self._validation.resume(self._before)
                 self.folder.write(CONFIG, resolved(config))
                 self._record = self._new_record(self._ctx.step)
-            self._prune_best()
+            self._validation.prune()
         except BaseException as error:
             if self._record is not None and not self.is_open:
                 self._record.end(error, {})
@@ -197,8 +201,7 @@ class Training:
         """Train, and yield reports; the last is that of the test part."""
         if self.is_finished:
             return
-        if not self._state.stopped:
-            yield from self._make_up()
+        yield from self._make_up()
         if not self._state.stopped:
             yield from self._train()
             yield from self._evaluate_end()
@@ -206,21 +209,30 @@ class Training:
         yield from self._finish()
 
     def _make_up(self) -> Iterator[EvaluationReport]:
-        """Evaluate after a resume, if the run was interrupted after a step but before its evaluation."""
-        step, valid = self._ctx.step, self._parts.valid
-        done = {each["step"] for each in self._state.evaluations}
-        if valid is not None and step and self._is_due(step) and step not in done:
-            if (report := self._validate(valid)) is not None:
-                yield report
-            self._agree_to_stop()
+        """Evaluate after a resume, if the run was interrupted after a step but before its evaluation.
+
+        Rank 0 alone has loaded the save by now. All ranks learn from it what comes next.
+        """
+        step = self._ctx.step
+        state = [step, self._state.stopped, step in {each["step"] for each in self._state.evaluations}]
+        step, self._state.stopped, is_evaluated = self._gather("start of training", state)
+        self._evaluated = step if is_evaluated else 0
+        valid = self.parts.valid
+        if valid is not None and step and self._is_due(step) and not is_evaluated and not self._state.stopped:
+            yield from self._validate(valid)
+            self._evaluated = step
+
+    def _gather(self, what: str, mine: Any) -> Any:
+        """Return the value of rank 0; every rank calls this."""
+        backend = self._ctx.common_context
+        return mine if backend is None else backend.all_gather(what, mine)[0]
 
     def _evaluate_end(self) -> Iterator[EvaluationReport]:
         """Evaluate after the last step, if the data has ended at another one than was expected."""
-        step, valid = self._ctx.step, self._parts.valid
-        if valid is None or not step or step in {each["step"] for each in self._state.evaluations}:
+        step, valid = self._ctx.step, self.parts.valid
+        if valid is None or not step or step == self._evaluated:
             return
-        if (report := self._validate(valid)) is not None:
-            yield report
+        yield from self._validate(valid)
 
     def _is_due(self, step: int) -> bool:
         return step % self._evaluate_every == 0 or step == self.total_steps
@@ -250,10 +262,9 @@ class Training:
                 yield self._report_steps(limits, dataset, losses.take(), samples)
                 samples = 0
                 limits.apart()
-            if self._parts.valid is not None and self._is_due(step):
-                if (report := self._validate(self._parts.valid)) is not None:
-                    yield report
-                if self._agree_to_stop():
+            if self.parts.valid is not None and self._is_due(step):
+                yield from self._validate(self.parts.valid)
+                if self._state.stopped:
                     return
                 limits.apart()
 
@@ -283,10 +294,10 @@ class Training:
         if self._in_job:
             return StreamingDataset(transform=self.transform)
         data, train = self._config.data, self._config.train
-        reader = self._parts.train.reader(
+        reader = self.parts.train.reader(
             data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
         )
-        return TrainingBatches(self._parts.train, reader, self.transform, train.weight)
+        return TrainingBatches(self.parts.train, reader, self.transform, train.weight)
 
     @property
     def _evaluate_every(self) -> int:
@@ -297,73 +308,48 @@ class Training:
             return EVALUATE_EVERY
         return max(1, min(-(-self.total_steps // EVALUATIONS), self._steps_per_epoch))
 
-    def _validate(self, part: Part) -> EvaluationReport | None:
-        """Evaluate the valid part, on rank 0; record the result, and keep the model if it is the best so far."""
-        record = self._record
-        if record is None:
-            return None
-        stop = self._config.train.early_stop
-        report = self._evaluate(part, "valid")
-        if stop is not None and self._state.judge(report, stop):
-            report = EvaluationReport(**{**vars(report), "is_best": True})
-            self._keep_best()
-        self._state.evaluations.append(report.results())
-        record.add(report)
-        record.write(self._results())
-        return report
+    def _validate(self, part: Part) -> Iterator[EvaluationReport]:
+        """Evaluate the valid part on rank 0, and record the result; every rank calls this after the same step."""
+        self._validation.meet()
+        self._evaluated = self._ctx.step
+        if (record := self._record) is not None:
+            report = self._validation.judge(self._evaluate(part, "valid"))
+            record.add(report)
+            record.write(self._results())
+            yield report
+        self._validation.agree_to_stop()
 
     def _evaluate(self, part: Part, name: str) -> EvaluationReport:
         config = self._config
-        group = config.train.gauc_group if "gauc" in metric_names(config) else None
-        rows = read_rows(part, self.transform, config.data.batch_size, weight=config.train.weight, group=group)
+        weight, group = config.train.weight, group_of(config)
+        rows = read_rows(part, self.transform, config.data.batch_size, weight=weight, group=group)
         with eval_ctx(model=self.model) as ctx:
             return evaluate(ctx, self.objective, rows, config, name, self._ctx.step)
 
-    def _agree_to_stop(self) -> bool:
-        """Return whether training ends early; all ranks ask after the same step, and rank 0 decides."""
-        backend = self._ctx.common_context
-        if self._config.train.early_stop is None or backend is None:
-            return False
-        self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
-        if self._state.stopped and self._writes:
-            _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
-        return self._state.stopped
-
-    def _keep_best(self) -> None:
-        folder = self.folder.best / f"step-{self._ctx.step}"
-        self._ctx.dump_checkpoint(folder)
-        _core.publish_latest(folder)
-        self._prune_best()
-
-    def _prune_best(self) -> None:
-        best = self._state.best
-        if self._writes and best is not None:
-            prune(self.folder.best, best.step, self._checkpoints.written)
-
     def save(self) -> Path:
-        """Save the run now, on all ranks, and return the checkpoint; on ranks above 0 the folder of the run."""
+        """Save the run now, and return the checkpoint; every rank calls this after the same step."""
         self._ctx.save_run()
-        if not self._writes:
-            return self.folder.path
-        path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
-        if self._checkpoints.written != self._ctx.step:
-            raise StorageError(f"{path}: the checkpoint could not be written; see the log for the reason")
-        return path
+        mine = None
+        if self._writes:  # only rank 0 knows what is written, and where
+            path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
+            mine = [str(path), self._checkpoints.written == self._ctx.step]
+        saved, is_written = self._gather("saved run", mine)
+        if not is_written:
+            raise StorageError(f"{saved}: the checkpoint could not be written; see the log of rank 0 for the reason")
+        return Path(saved)
 
     def _finish(self) -> Iterator[StepReport | EvaluationReport]:
         """Score the test part with the best model, and write the summary and the pages."""
         record, best = self._record, self._state.best
         if record is None:
             return
-        for name in self._state.empty_features(dict(self._config.compiled.types)):
-            _logger.warning(
-                "feature %r is null in all rows that were trained on: correct its column, or remove it", name
-            )
+        self._state.warn_of_empty_features(dict(self._config.compiled.types))
         if best is not None and best.step != self._ctx.step:
-            self._ctx.load_checkpoint(self.folder.best / f"step-{best.step}")
+            self._ctx.load_checkpoint(self._validation.checkpoint(best.step))
+        self._validation.end()
         tested: dict[str, Any] = {}
-        if self._parts.test is not None:
-            report = self._evaluate(self._parts.test, "test")
+        if self.parts.test is not None:
+            report = self._evaluate(self.parts.test, "test")
             record.add(report)
             tested = {"test": report.results()}
             record.write(tested)
@@ -374,7 +360,7 @@ class Training:
             distributed.report({name: value for name, value in record.summary.items() if name != "status"})
         else:
             record.write({"status": FINISHED})
-        pages.write(self.folder, self._config)
+        pages.write(self.folder, self._config, status=FINISHED)
 
     def _results(self) -> dict[str, Any]:
         """Return the part of the summary that changes while training."""

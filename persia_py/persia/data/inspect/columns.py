@@ -21,6 +21,7 @@ PATTERNS = {
     "timestamp": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?$",
 }
 """What all texts of a column match if it may be declared as this type. ``007`` is no number."""
+_TIMES = ("date", "timestamp")  # a text may match and be none, such as 2024-02-31
 DECLARED: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "float64": pa.float64(),
@@ -62,6 +63,7 @@ class Column:
         separator: What separates the values in a string.
         numeric: The share of the texts that are numbers.
         stray: A text among numbers, and the number of its row.
+        no_time: A text that looks like a date or timestamp and is none, its row, and the type that it looks like.
         step: The difference between each two rows, if it is always the same and not 0.
         values: The sample.
     """
@@ -86,6 +88,7 @@ class Column:
     separator: str | None = None
     numeric: float = 0.0
     stray: tuple[str, int] | None = None
+    no_time: tuple[str, int, str] | None = None
     step: int | None = None
     values: Any = None
 
@@ -120,6 +123,8 @@ class ColumnScan:
         self._rows = self._nulls = self._empty = self._items = self._longest = 0
         self._matching = dict.fromkeys(PATTERNS, True)
         self._stray: tuple[str, int] | None = None
+        self._undeclared: set[str] = set()
+        self._no_times: dict[str, tuple[str, int, str]] = {}
         self._last: int | None = None
         self._step: int | None = None
         self._regular = pa.types.is_integer(kind) or text_file
@@ -158,8 +163,19 @@ class ColumnScan:
                 place = int(np.flatnonzero(~matches)[0])
                 row = int(np.flatnonzero(np.asarray(values.is_valid()))[place])
                 self._stray = (found[place].as_py(), first_row + row)
+            if name in _TIMES and self._matching[name] and name not in self._no_times:
+                self._check_times(name, values, found, first_row)
         if self._text_file and self._matching["float64"]:
             self._numbers.add(np.asarray(found.cast(pa.float64())))
+
+    def _check_times(self, name: str, values: pa.Array, found: pa.Array, first_row: int) -> None:
+        """Note texts that look like times and cannot be read as the type, and the first that is no time at all."""
+        if _is_readable(found, DECLARED[name]):
+            return
+        self._undeclared.add(name)
+        if not _is_readable(found, pa.timestamp("ns")):
+            text = next(text for text in found.unique() if not _is_readable(pa.array([text]), pa.timestamp("ns")))
+            self._no_times[name] = (text.as_py(), first_row + values.index(text).as_py(), name)
 
     def _follow(self, found: pa.Array) -> None:
         """Follow whether each value is the one before plus a constant."""
@@ -200,6 +216,7 @@ class ColumnScan:
             self._distinct.exact,
             values=sample,
             stray=self._stray,
+            no_time=next((found for name, found in self._no_times.items() if self._matching[name]), None),
             step=self._step if self._regular else None,
         )
         if not self._distinct.exact:
@@ -211,7 +228,8 @@ class ColumnScan:
             column.quantiles, column.skew = _moments(sample)
         column.span, column.unit = _span(column)
         if kind == "text":
-            column.separator = _separator(sample)
+            if column.span is None and column.no_time is None:  # `2024-05-01 10:00` is no list
+                column.separator = _separator(sample)
             column.numeric = pc.mean(pc.match_substring_regex(sample, PATTERNS["float64"])).as_py() or 0.0
         column.top = _top(sample)
         return column
@@ -220,7 +238,17 @@ class ColumnScan:
         """Return the type that a column of a text file may be declared as."""
         if not self._text_file or self._rows == self._nulls:
             return None
-        return next((name for name, matching in self._matching.items() if matching), None)
+        return next(
+            (name for name, matching in self._matching.items() if matching and name not in self._undeclared), None
+        )
+
+
+def _is_readable(texts: pa.Array, kind: pa.DataType) -> bool:
+    try:
+        texts.cast(kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
 
 
 def _kind(kind: pa.DataType) -> Kind:
@@ -271,16 +299,19 @@ def _span(column: Column) -> tuple[tuple[float, float] | None, str | None]:
             low, high = column.numbers.low / parts, column.numbers.high / parts
             if low >= _FROM and high <= _TO:
                 return (low, high), unit
-    if column.kind == "text":
+    if column.kind == "text" and column.no_time is None:
         texts = column.values.drop_null()
-        for name in ("date", "timestamp"):
+        for name in _TIMES:
             if len(texts) and pc.all(pc.match_substring_regex(texts, PATTERNS[name])).as_py():
-                try:
-                    times = pc.min_max(texts.cast(pa.timestamp("us")))
-                except pa.ArrowInvalid:  # 2024-02-31
-                    return None, None
+                times = pc.min_max(times_in(texts))
                 return (times["min"].value / 1e6, times["max"].value / 1e6), None
     return None, None
+
+
+def times_in(texts: pa.Array) -> pa.Array:
+    """Return texts as timestamps in microseconds; further digits are cut off."""
+    kind = pa.timestamp("us")
+    return texts.cast(kind) if _is_readable(texts, kind) else texts.cast(pa.timestamp("ns")).cast(kind, safe=False)
 
 
 def snake(name: str) -> str:

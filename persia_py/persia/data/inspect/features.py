@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from persia.data.inspect.columns import EPOCHS, Column, numbers_of, snake
+from persia.data.inspect.columns import EPOCHS, Column, numbers_of, snake, times_in
 from persia.data.inspect.labels import Label
 from persia.data.inspect.roles import Roles
 from persia.data.inspect.scan import Table
@@ -187,6 +187,9 @@ def _id(column: Column, names: _Names) -> Feature:
         reason += (
             f"; {column.numeric:.1%} are numbers, but row {row:,} is {text!r}: replace it by an empty field to use them"
         )
+    elif column.no_time is not None:
+        text, row, kind = column.no_time
+        reason += f"; they look like times, but row {row:,} is {text!r}, which is no {kind}"
     elif column.kind == "text" and column.declared is None and column.numeric == 1 and column.distinct > FEW:
         reason += "; numbers stored as strings: cast the column if their order matters"
     name = names.new(column.name)
@@ -249,7 +252,8 @@ def times_of(column: Column) -> npt.NDArray[np.float64]:
     values = column.values
     if column.unit is not None:
         return numbers_of(values) / EPOCHS[column.unit]
-    micros = values.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+    times = times_in(values) if is_text(values.type) else values.cast(pa.timestamp("us"), safe=False)
+    micros = times.cast(pa.int64())
     return numbers_of(micros) / 1e6
 
 
@@ -283,7 +287,8 @@ def _boundaries(column: Column) -> list[float] | None:
     """Return boundaries where quantiles of all rows would be few, else None.
 
     With up to :data:`INTERVALS` different numbers each is an interval. If one number has more than a quarter of the
-    rows, it is an interval, and the others are divided by their own quantiles.
+    rows, it is an interval, and the others are divided by their own quantiles. The sample is of all rows, those of
+    valid and test included: boundaries depend on the numbers only, not on labels.
     """
     values = numbers_of(column.values)
     values = values[~np.isnan(values)]

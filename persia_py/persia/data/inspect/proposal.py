@@ -154,3 +154,6 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
         if column.kind == "text" and 0.9 <= column.numeric < 1 and column.stray is not None:
             text, row = column.stray
             yield f"column {column.name}: {column.numeric:.1%} are numbers, but row {row:,} is {text!r}"
+        if column.no_time is not None:
+            text, row, kind = column.no_time
+            yield f"column {column.name}: row {row:,} is {text!r}, which is no {kind}: the column is read as strings"

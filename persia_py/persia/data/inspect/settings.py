@@ -10,9 +10,10 @@ from persia.data.inspect.roles import Roles, moments
 from persia.data.inspect.scan import Table
 
 ROWS_TO_TRAIN = 800_000
-"""Training sees about this many rows in all, in 1 to :data:`MOST_EPOCHS` epochs."""
+"""Training sees about this many rows in all, in 3 to :data:`MOST_EPOCHS` epochs; one, beyond :data:`LARGE_ROWS`."""
 MOST_EPOCHS = 8
-BATCH_BELOW = {1_000_000: 512}
+LARGE_ROWS = 10_000_000
+BATCH_BELOW = {2_000_000: 512}
 """Rows of a batch of tables of fewer rows; :data:`LARGE_BATCH` of larger ones."""
 LARGE_BATCH = 1024
 WIDE, RANK = 1024, 64
@@ -46,7 +47,7 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
     if roles.group is not None:
         reason = f"{what} of {roles.group}, so that its rows are in one part"
         return Setting({"by": "hash", "fractions": shares, "group": roles.group}, reason)
-    return Setting({"by": "hash", "fractions": shares}, f"{what} of the number of the row")
+    return Setting({"by": "hash", "fractions": shares}, f"{what} of the file's name and the number of the row")
 
 
 def _bound(column: Column, seconds: float) -> Any:
@@ -85,7 +86,8 @@ def batch_size(rows: int) -> Setting:
 
 def epochs(rows: int) -> Setting:
     """Return ``data.epochs``."""
-    number = max(1, min(MOST_EPOCHS, round(ROWS_TO_TRAIN / max(rows, 1))))
+    least = 3 if rows < LARGE_ROWS else 1
+    number = max(least, min(MOST_EPOCHS, round(ROWS_TO_TRAIN / rows)))
     return Setting(number, f"for {rows:,} rows; early_stop ends training before if valid no longer improves")
 
 

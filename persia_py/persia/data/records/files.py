@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,23 +35,27 @@ class Unit:
     Attributes:
         fragment: The part of the data set.
         path: Its file.
-        file: The number of the file.
         first_row: The number of its first row in the file.
         rows: The number of rows; None if it is not known before reading.
     """
 
     fragment: pyarrow.dataset.Fragment
     path: str
-    file: int
     first_row: int
     rows: int | None
+
+    @property
+    def file(self) -> str:
+        """The name of the file, with the folders ``key=value`` above it: what a split knows it by."""
+        *folders, name = self.path.split("/")
+        return "/".join([*(folder for folder in folders if "=" in folder), name])
 
 
 class Files:
     """Files of one format with the same columns.
 
     Attributes:
-        paths: The files, sorted by name.
+        paths: The files, in the order given; those of one folder or glob are sorted by name.
         format: One of :data:`FORMATS`.
         schema: The columns that are read, in the order of the first file; hive partitions are columns too.
     """
@@ -58,6 +63,7 @@ class Files:
     def __init__(
         self,
         dataset: pyarrow.dataset.FileSystemDataset,
+        paths: Sequence[str],
         file_format: str,
         columns: Sequence[str] | None,
         *,
@@ -65,7 +71,7 @@ class Files:
     ) -> None:
         self._dataset = dataset
         self._has_header = has_header and file_format in ("csv", "tsv")
-        self.paths: list[str] = sorted(dataset.files)
+        self.paths = [*paths]
         self.format = file_format
         names = dataset.schema.names if columns is None else [*dict.fromkeys(columns)]
         self.schema = pa.schema([dataset.schema.field(name) for name in names])
@@ -78,19 +84,19 @@ class Files:
             DataError: A file is damaged, or lacks a column.
         """
         fragments = {fragment.path: fragment for fragment in self._dataset.get_fragments()}
-        return [unit for file, path in enumerate(self.paths) for unit in self._units(fragments[path], path, file)]
+        return [unit for path in self.paths for unit in self._units(fragments[path], path)]
 
-    def _units(self, fragment: Any, path: str, file: int) -> Iterator[Unit]:
+    def _units(self, fragment: Any, path: str) -> Iterator[Unit]:
         with _named(path):
             self._check_columns(fragment, path)
             if self.format != "parquet":
                 rows = fragment.count_rows() if self.format == "ipc" else None
-                yield Unit(fragment, path, file, 0, rows)
+                yield Unit(fragment, path, 0, rows)
                 return
             first = 0
             for group in fragment.split_by_row_group():
                 rows = sum(each.num_rows for each in group.row_groups)
-                yield Unit(group, path, file, first, rows)
+                yield Unit(group, path, first, rows)
                 first += rows
 
     def _check_columns(self, fragment: Any, path: str) -> None:
@@ -111,10 +117,15 @@ class Files:
         return None if None in counts else sum(count or 0 for count in counts)
 
     @cached_property
+    def sizes(self) -> list[tuple[str, int]]:
+        """The name and the bytes of each file, in the order of :attr:`paths`."""
+        found = self._dataset.filesystem.get_file_info(self.paths)
+        return [(Path(info.path).name, int(info.size)) for info in found]
+
+    @cached_property
     def digest(self) -> str:
         """A digest of the names and sizes of the files, which a resumed run compares."""
-        sizes = self._dataset.filesystem.get_file_info(self.paths)
-        text = "\n".join(f"{Path(info.path).name} {info.size}" for info in sizes)
+        text = "\n".join(f"{name} {size}" for name, size in self.sizes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def read(self, unit: Unit) -> Iterator[pa.RecordBatch]:
@@ -168,8 +179,9 @@ def open_files(
     """Find files and check their columns.
 
     Args:
-        paths: Files, folders, globs or ``s3://`` addresses. A folder's files are those of the format, below it too;
-            ``key=value`` in the name of a folder is a column.
+        paths: Files, folders, globs or ``s3://`` addresses, which are read in this order. A folder's files are those
+            of the format, below it too; ``key=value`` in the name of a folder is a column. The files of one folder or
+            glob are sorted by their paths as text: ``day10`` comes before ``day2``.
         file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file. With it,
             files may have an ending of no format, such as ``.txt``.
         columns: What is read; None means all columns.
@@ -177,7 +189,7 @@ def open_files(
         header: The names of the columns of text files whose first line has none.
 
     Raises:
-        UsageError: No file is found, or the format is unknown.
+        UsageError: No file is found, one is given twice, or the format is unknown.
         DataError: A file is damaged, lacks a column, or has two columns of one name.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
@@ -198,7 +210,7 @@ def open_files(
         dataset = pyarrow.dataset.dataset(found, format=source, filesystem=filesystem, partitioning="hive")
     if columns is not None and (unknown := [name for name in columns if name not in dataset.schema.names]):
         raise DataError(f"{found[0]}: {'; '.join(_no_column(name, dataset.schema.names) for name in unknown)}")
-    return Files(dataset, file_format, columns, has_header=header is None)
+    return Files(dataset, found, file_format, columns, has_header=header is None)
 
 
 def _no_column(name: str, names: Sequence[str]) -> str:
@@ -210,21 +222,28 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
     """Return the file system, and the files in it."""
     endings = tuple(ending for each, found in FORMATS.items() if file_format in (None, each) for ending in found)
     filesystem: pa.fs.FileSystem = pa.fs.LocalFileSystem()
-    files: list[str] = []
+    files: dict[str, str] = {}  # each with the path that gave it
     for path in given:
         if "://" in path:
             filesystem, start = pa.fs.FileSystem.from_uri(path)
-            files += _below(filesystem, start, endings)
-            continue
-        matches = sorted(glob.glob(str(Path(path).expanduser()), recursive=True))  # noqa: PTH207  # it may be absolute
-        if not matches:
-            relative = "" if Path(path).expanduser().is_absolute() else f"; paths are relative to {Path.cwd()}"
-            raise UsageError(f"{path}: no such file{relative}")
-        for match in matches:
-            files += _below(filesystem, str(Path(match).absolute()), endings)
+            found = {*_below(filesystem, start, endings)}
+        else:
+            matches = glob.glob(str(Path(path).expanduser()), recursive=True)  # noqa: PTH207  # it may be absolute
+            if not matches:
+                relative = "" if Path(path).expanduser().is_absolute() else f"; paths are relative to {Path.cwd()}"
+                raise UsageError(f"{path}: no such file{relative}")
+            # abspath: `a.csv` and `x/../a.csv` are one file.
+            below = (_below(filesystem, os.path.abspath(match), endings) for match in matches)  # noqa: PTH100
+            found = {file for each in below for file in each}  # `**` matches a folder, and what is in it
+        for file in sorted(found):
+            if file in files:
+                error = UsageError(f"{file}: the file is given twice, by {files[file]} and by {path}")
+                error.hint = "give each file once"
+                raise error
+            files[file] = path
     if not files:
         raise UsageError(f"{', '.join(given)}: no file that ends in {', '.join(endings)}")
-    return filesystem, sorted(set(files))
+    return filesystem, [*files]
 
 
 def _below(filesystem: pa.fs.FileSystem, path: str, endings: tuple[str, ...]) -> list[str]:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from persia.runtime.criteo import CRITEO_HEADER
 from persia.runtime.errors import UsageError
 
-CRITEO_HEADER = ("label", *(f"I{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 27)))
-"""The columns of Criteo's files: the label, 13 numbers, and 26 categories, which are 32 bits in hexadecimal digits."""
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "criteo": MappingProxyType(

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from persia.data.records.files import Files, Unit
-from persia.data.records.split import PARTS, Split, mix
+from persia.data.records.split import PARTS, Split, mix, parts_in
 from persia.runtime.errors import DataError, UsageError
 
 WINDOW_ROWS = 1 << 18
@@ -192,7 +192,7 @@ class RecordReader:
         for batch in self.files.read(unit):
             wanted = np.ones(batch.num_rows, bool)
             if self._split is not None:
-                wanted &= self._split.parts(batch, unit.file, first) == PARTS.index(self._part)
+                wanted &= parts_in(self._split, unit, batch, first) == PARTS.index(self._part)
             if self._divides_rows:
                 wanted &= np.arange(first, first + batch.num_rows) % count == index
             first += batch.num_rows

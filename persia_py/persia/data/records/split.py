@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from persia.data.records.files import Unit
 from persia.runtime.errors import DataError, UsageError
 from persia_core.features import Features, Transform
 
@@ -26,16 +27,16 @@ class Split(Protocol):
     def columns(self) -> list[str]:
         """The columns that it needs."""
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row.
 
         Args:
             batch: Rows that follow each other in a file.
-            file: The number of the file.
+            file: The name of the file, with the folders ``key=value`` above it.
             first_row: The number of the batch's first row in it.
 
         Raises:
-            DataError: A value does not determine a part.
+            DataError: A value does not determine a part; the message has its row. :func:`parts_in` names the file.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -44,11 +45,14 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class HashSplit:
-    """Divide by a hash: of the values of a column, or of the number of the row.
+    """Divide by a hash: of the values of a column, or of the file's name and the number of the row in it.
+
+    The part of a row does not depend on the other files, on their order, or on their folder.
 
     Attributes:
         fractions: The shares of train, valid and test; their sum is 1.
-        group: A column whose equal values stay in one part, such as the user; None hashes the number of the row.
+        group: A column whose equal values stay in one part, such as the user; None hashes file and number of the row,
+            as for rows in which the column is null.
         seed: Another seed gives another division.
     """
 
@@ -68,10 +72,10 @@ class HashSplit:
         """The group's column."""
         return [] if self.group is None else [self.group]
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
-        """Return the part of each row; rows without a group are divided by their number."""
-        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64) + (np.uint64(file) << np.uint64(40))
-        hashes = mix(rows, self.seed)
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
+        """Return the part of each row; rows without a group are divided by file and number."""
+        rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64)
+        hashes = mix(rows + hash_values(pa.array([file])), self.seed)
         if self.group is not None:
             values = batch.column(self.group)
             known = np.asarray(values.is_valid())
@@ -83,7 +87,7 @@ class HashSplit:
 
     def identity(self) -> dict[str, Any]:
         """Return what a resumed run compares."""
-        return {"by": "hash", **asdict(self), "fractions": [*self.fractions]}
+        return {"by": "hash", "row": "file name and number", **asdict(self), "fractions": [*self.fractions]}
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,9 @@ class TimeSplit:
 
     Attributes:
         column: A timestamp, a date or a number.
-        valid: The first time of the part valid, in the column's type or as an ISO 8601 text; None means no such part.
-        test: The first time of the part test; None means no such part.
+        valid: The first time of the part valid; None means no such part. For a timestamp or a date it is a datetime or
+            an ISO 8601 text, for a number a number.
+        test: The first time of the part test, likewise.
     """
 
     column: str
@@ -105,15 +110,16 @@ class TimeSplit:
         """The time's column."""
         return [self.column]
 
-    def parts(self, batch: pa.RecordBatch, file: int, first_row: int) -> Numbers:
+    def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row."""
+        del file
         times = batch.column(self.column)
         valid, test = (self._time(name, times.type) for name in ("valid", "test"))
         if valid is not None and test is not None and pc.less(test, valid).as_py():
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}: row {row} of file {file} has no time")
+            raise DataError(f"split by {self.column!r}: row {row} has no time")
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
@@ -124,6 +130,10 @@ class TimeSplit:
         given = getattr(self, name)
         if given is None:
             return None
+        if isinstance(given, int | float) and pa.types.is_temporal(type_):
+            error = UsageError(f"split by {self.column!r}: {name}={given} is a number, the column is of type {type_}")
+            error.hint = f"write a date or a time, such as `{name}: {_date_of(given)}`"
+            raise error
         try:
             if isinstance(given, str) and pa.types.is_temporal(type_):
                 given = datetime.fromisoformat(given)
@@ -136,6 +146,18 @@ class TimeSplit:
         bounds = {name: getattr(self, name) for name in ("valid", "test")}
         texts = {name: None if bound is None else str(bound) for name, bound in bounds.items()}
         return {"by": "time", "column": self.column, **texts}
+
+
+def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) -> Numbers:
+    """Return the part of each row of a unit of files; ``first_row`` is the number of the first one in its file.
+
+    Raises:
+        DataError: A value does not determine a part; the message has file and row.
+    """
+    try:
+        return split.parts(batch, unit.file, first_row)
+    except DataError as error:
+        raise DataError(f"{unit.path}: {error}") from error
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
@@ -167,3 +189,11 @@ def _texts() -> Transform:
     """Return the transform of strings to ids."""
     described = "features: {value: {type: id, values: string, dim: 1}}\nlabels: {value: {}}"
     return Features.parse(described, "split").transform()
+
+
+def _date_of(number: float) -> str:
+    """Return the date that a number such as 20240501 was meant to be; else an example."""
+    try:
+        return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
+    except ValueError:
+        return "2024-05-01"

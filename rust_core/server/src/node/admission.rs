@@ -36,7 +36,7 @@ impl Node {
         self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
 
-    /// Returns when it is the turn of a training request; never if it has no turn.
+    /// Returns when it is the turn of a training request, or its turn has passed; never if requests have no order.
     pub async fn turn_comes(&self, token: Token, phase: Phase) {
         self.sequencer.comes(token, phase).await;
     }

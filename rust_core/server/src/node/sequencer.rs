@@ -156,7 +156,8 @@ impl RankSequencer {
         }
     }
 
-    /// Returns when it is the turn of a request; never if it has no turn.
+    /// Returns when it is the turn of a request, or its turn has passed, as that of a retry; never if requests have no
+    /// order.
     pub async fn comes(&self, token: Token, phase: Phase) {
         let position = Position { seq: token.seq, phase, rank: token.rank };
         loop {
@@ -165,7 +166,7 @@ impl RankSequencer {
             changed.as_mut().enable();
             let is_turn = |sequence: &Sequence| {
                 sequence.generation == token.generation
-                    && sequence.turn.is_some_and(|(_, turn)| turn == position)
+                    && sequence.turn.is_some_and(|(_, turn)| turn >= position)
             };
             if self.sequence.lock().as_ref().is_some_and(is_turn) {
                 return;
@@ -383,6 +384,16 @@ mod tests {
         waits.await.unwrap().unwrap().unwrap().done();
         assert!(!last.is_finished());
         last.abort();
+    }
+
+    #[tokio::test]
+    async fn a_retry_whose_turn_has_passed_does_not_wait_for_it() {
+        let sequencer = sequencer(2);
+        sequencer.turn(token(0, 1), Phase::Lookup, LONG, "").await.unwrap().unwrap().done();
+        let retry = sequencer.comes(token(0, 1), Phase::Lookup);
+        tokio::time::timeout(Duration::ZERO, retry).await.expect("the turn has passed");
+        let next = sequencer.comes(token(0, 1), Phase::Push);
+        tokio::time::timeout(Duration::ZERO, next).await.expect_err("the look-up of rank 1 is missing");
     }
 
     #[tokio::test]

@@ -1,0 +1,36 @@
+"""The rows that a new run starts with."""
+
+from pathlib import Path
+
+from persia.checkpoint.foreign import is_imported, open_checkpoint
+from persia.config import Config
+from persia.ctx import TrainCtx
+from persia.runtime.errors import ConfigError
+from persia.runtime.settings import settings
+
+
+def start_rows(ctx: TrainCtx, config: Config, *, in_job: bool) -> None:
+    """Load the rows of ``train.start_from`` into a context that has trained nothing.
+
+    Args:
+        ctx: The context, entered; a run that is resumed has its rows already.
+        config: The configuration.
+        in_job: The rows are on servers, which read below ``PERSIA_CKPT_DIR``; else a relative folder is relative to
+            that of ``persia.yml``.
+
+    Raises:
+        ConfigError: It is a checkpoint of a run, which has steps, a model and optimizer state of its own.
+        CheckpointError: There is no checkpoint, it is damaged, or its tables differ.
+    """
+    given = config.train.start_from
+    if given is None or ctx.step or settings.rank != 0:
+        return
+    folder = Path(settings.checkpoint_root or "", given) if in_job else Path(config.folder, Path(given).expanduser())
+    if not is_imported(open_checkpoint(folder)):
+        error = ConfigError(f"train.start_from: {folder} is a checkpoint of a run, not of `persia ckpt import`")
+        error.hint = (
+            f"to start a new run with its rows: persia ckpt rows {folder} --table T -o T.parquet, then: "
+            "persia ckpt import T.parquet --table T -o DIR; to continue that run: persia train --resume"
+        )
+        raise error
+    ctx.load_embedding(folder)

@@ -1,0 +1,150 @@
+"""What follows from the evaluations of the valid part: the best checkpoint, and the early stop."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+from persia.checkpoint.object_store import ObjectStore
+from persia.config import Config
+from persia.ctx import Checkpoints, TrainCtx
+from persia.runtime.errors import PersiaError, StorageError
+from persia.runtime.job import MANIFEST
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import get_rank
+from persia.trainer.reports import EvaluationReport
+from persia.trainer.run_folder import BEST, RunFolder
+from persia.trainer.state import TrainerState
+from persia_core import checkpoint as _core
+
+_logger = get_logger("trainer")
+
+
+class Validation:
+    """Judges evaluations of the valid part. Rank 0 judges, and keeps the best checkpoint; all ranks stop together.
+
+    Args:
+        config: The configuration.
+        state: The state of the trainer.
+        folder: The run's folder.
+        ctx: The training context.
+        checkpoints: The saves of the run.
+    """
+
+    def __init__(
+        self, config: Config, state: TrainerState, folder: RunFolder, ctx: TrainCtx, checkpoints: Checkpoints
+    ) -> None:
+        self._config = config
+        self._stop = config.train.early_stop
+        self._state = state
+        self._folder = folder
+        self._ctx = ctx
+        self._checkpoints = checkpoints
+
+    def resume(self, before: Config) -> None:
+        """Continue with what the newest save has of earlier evaluations, as far as it still holds; for rank 0.
+
+        Args:
+            before: The configuration with which the run was trained so far.
+        """
+        stop, state, best = self._stop, self._state, self._state.best
+        if stop is None:
+            self._forget()
+        elif best is not None and best.metric != stop.metric:
+            _logger.warning(
+                "train.early_stop.metric was %s, now it is %s: the best is sought anew", best.metric, stop.metric
+            )
+            self._forget()
+        elif best is not None and not (self.checkpoint(best.step) / MANIFEST).exists():
+            _logger.warning("the best checkpoint, %s, is lost: the best is sought anew", self.checkpoint(best.step))
+            self._forget()
+        elif state.without_improvement < stop.patience:
+            state.stopped = False
+        elif state.stopped and may_continue(before, self._config):
+            state.stopped, state.without_improvement = False, 0
+
+    def _forget(self) -> None:
+        self._state.best, self._state.without_improvement, self._state.stopped = None, 0, False
+
+    def meet(self) -> None:
+        """Wait until the pushes of all ranks are applied; every rank calls this before rank 0 evaluates.
+
+        Ranks push together, so that none does before rank 0 takes the next step: the evaluation and the best checkpoint
+        are of the same state.
+        """
+        backend = self._ctx.common_context
+        if backend is not None:
+            backend.engine.drain()
+            backend.all_gather("evaluation", None)
+
+    def judge(self, report: EvaluationReport) -> EvaluationReport:
+        """Record an evaluation on rank 0, and keep the model if it is the best so far; return the report with that."""
+        best = self._state.best
+        if self._stop is not None and self._state.judge(report, self._stop):
+            if self._keep():
+                report = dataclasses.replace(report, is_best=True)
+            else:
+                self._state.best = best
+        self._state.evaluations.append(report.results())
+        return report
+
+    def agree_to_stop(self) -> None:
+        """Stop if rank 0 has seen no improvement for long enough; all ranks ask after the same step."""
+        backend = self._ctx.common_context
+        if self._stop is None or backend is None:
+            return
+        self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
+        if self._state.stopped and get_rank() == 0:
+            _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the checkpoint of the best evaluation, if that is the one after ``step``."""
+        return self._folder.best / f"step-{step}"
+
+    def _keep(self) -> bool:
+        """Save the model as the best one, and return whether that was possible; the one before stays if not."""
+        folder = self.checkpoint(self._ctx.step)
+        try:
+            self._ctx.dump_checkpoint(folder)
+            _core.publish_latest(folder)
+        except StorageError as error:
+            _logger.error("the best model so far is not kept, training continues: %s", error)
+            return False
+        self.prune()
+        return True
+
+    def end(self) -> None:
+        """Upload the best checkpoint, below ``best`` beside the saves; for rank 0. A failure is logged.
+
+        If the run ends without a best one, those of an earlier early stop are deleted.
+        """
+        best, store = self._state.best, self._checkpoints.store()
+        if best is None:
+            shutil.rmtree(self._folder.best, ignore_errors=True)
+        elif store is not None:
+            path = self.checkpoint(best.step)
+            try:
+                ObjectStore(f"{store.url}/{BEST}").put(path, path.name)
+            except PersiaError as error:
+                _logger.error("%s is written, but not uploaded: %s", path, error)
+
+    def prune(self) -> None:
+        """Delete best checkpoints that no save of the run needs.
+
+        A save names the best one at its step, so that a resumed run needs the newest one that is not after the newest
+        save. Those after it are made again.
+        """
+        best = self._state.best
+        if best is None or get_rank() != 0:
+            return
+        steps = {int(each.name[5:]): each for each in self._folder.best.glob("step-*") if each.name[5:].isdigit()}
+        named = max((step for step in steps if step <= self._checkpoints.written), default=None)
+        for step, path in steps.items():
+            if step not in (best.step, named):
+                shutil.rmtree(path, ignore_errors=True)
+        if best.step in steps:
+            _core.publish_latest(steps[best.step])
+
+
+def may_continue(before: Config, now: Config) -> bool:
+    """Whether a run that has stopped early may train on: it is given another early stop, or more epochs."""
+    return before.train.early_stop != now.train.early_stop or now.data.epochs > before.data.epochs
