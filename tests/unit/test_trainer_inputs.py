@@ -13,6 +13,7 @@ from trainer_files import config_of, write_clicks
 
 from persia.config import Config
 from persia.errors import DataError, PersiaError, StorageError, UsageError
+from persia.runtime.logging import get_logger
 from persia.trainer import Trainer, prediction
 
 Change = Callable[[pa.Table], pa.Table]
@@ -72,6 +73,20 @@ def test_bad_training_data_is_named(tmp_path: Path, name: str) -> None:
     if folder.exists():
         found = trainer.folder.read_json("summary.json") if trainer.folder else {}
         assert found["status"] == "failed" and "row" in found["error"]
+
+
+def test_a_feature_that_is_always_null_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
+    nothing = table.set_column(table.column_names.index("id1"), "id1", pa.nulls(len(table), pa.string()))
+    pa.parquet.write_table(nothing, tmp_path / "clicks.parquet")
+    with caplog.at_level("WARNING", "persia.trainer"), Trainer(config_of(tmp_path)) as trainer:
+        get_logger("trainer").addHandler(caplog.handler)
+        for _ in trainer.fit():
+            pass
+    get_logger("trainer").removeHandler(caplog.handler)
+    said = [record.getMessage() for record in caplog.records if record.name == "persia.trainer"]
+    assert "feature 'id1' is null in all rows that were trained on: correct its column, or remove it" in said
+    assert not [each for each in said if "id0" in each]
 
 
 def test_a_row_of_a_text_file_is_named(tmp_path: Path) -> None:

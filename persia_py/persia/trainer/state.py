@@ -1,12 +1,16 @@
 """What a checkpoint keeps of a trainer, beside rows, model, optimizers and the position in the data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from persia.config.blocks import EarlyStopBlock
 from persia.runtime.errors import CheckpointError
+from persia.runtime.logging import get_logger
 from persia.trainer.batches import Unusual
 from persia.trainer.reports import EvaluationReport
+
+_logger = get_logger("trainer")
 
 HIGHER_IS_BETTER = ("auc", "gauc")
 
@@ -62,6 +66,19 @@ class TrainerState:
             self.without_improvement += 1
         self.stopped = self.stopped or self.without_improvement >= stop.patience
         return improved
+
+    def warn_of_empty_features(self, types: Mapping[str, str]) -> None:
+        """Log the features without a value in any row that was trained on.
+
+        Args:
+            types: The type of each feature.
+        """
+        rows, counts = self.unusual.rows, self.unusual.counts
+        for name in (name for name, kind in types.items() if kind not in ("bag", "sequence", "cross")):
+            if rows and counts.get(name, {}).get("null", 0) == rows:
+                _logger.warning(
+                    "feature %r is null in all rows that were trained on: correct its column, or remove it", name
+                )
 
     def results(self) -> dict[str, Any]:
         """Return the part of a run's summary that follows from the state; ``valid`` is that of the model in use."""

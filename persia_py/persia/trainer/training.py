@@ -242,8 +242,7 @@ class Training:
         dataset = self._dataset()
         staleness = None if train.reproducible or settings.reproducible else train.staleness
         loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=staleness)
-        limits = Limits()
-        losses, samples = MeanLoss(), 0
+        limits, losses, samples = Limits(), MeanLoss(), 0
         for batch in loader:
             limits.waited()
             output, labels = self._ctx.forward(batch)
@@ -253,13 +252,12 @@ class Training:
             loss = self.objective(self.objective.outputs(output), labels, weights)
             self._ctx.backward(loss)
             self._schedule.step()
-            self._last_step = self._ctx.step
+            step = self._last_step = self._ctx.step
             if isinstance(dataset, TrainingBatches):
                 dataset.trained(self._state.unusual)
             losses.add(loss.detach())
             samples += batch.batch_size * get_world_size()
             limits.stepped()
-            step = self._ctx.step
             if step % log_every == 0 or step == self.total_steps:
                 yield self._report_steps(limits, dataset, losses.take(), samples)
                 samples = 0
@@ -345,6 +343,7 @@ class Training:
         record, best = self._record, self._state.best
         if record is None:
             return
+        self._state.warn_of_empty_features(dict(self._config.compiled.types))
         if best is not None and best.step != self._ctx.step:
             self._ctx.load_checkpoint(self._validation.checkpoint(best.step))
         self._validation.end()

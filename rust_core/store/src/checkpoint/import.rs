@@ -136,8 +136,7 @@ impl Import {
         let mut found: Vec<(u64, Duplicates)> = vec![Default::default(); self.tables.len()];
         for shard in 0..VIRTUAL_SHARDS {
             let mut rows = ShardRows { shard, tables: Vec::new() };
-            for number in 0..self.tables.len() {
-                let (count, duplicates) = &mut found[number];
+            for (number, (count, duplicates)) in found.iter_mut().enumerate() {
                 let sorted = self.take(number, shard, duplicates)?;
                 *count += sorted.ids.len() as u64;
                 rows.tables.extend(Some(sorted).filter(|table| !table.ids.is_empty()));
