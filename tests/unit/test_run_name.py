@@ -16,7 +16,8 @@ FIRST, SECOND = "census-20260101-000000", "census-20260102-000000"
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of checkpoints of a job."""
+    """Return the folder of checkpoints of a job, in which no test before has failed a run."""
+    monkeypatch.setattr(run, "_process", run._Process())
     monkeypatch.setenv("PERSIA_JOB", "census")
     monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
@@ -61,15 +62,10 @@ def test_a_finished_run_is_not_resumed(root: Path) -> None:
     assert not (root / new).exists()
 
 
-def test_a_mark_that_fails_does_not_unfinish_the_run(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from persia.errors import StorageError
-
+def test_a_mark_that_fails_does_not_unfinish_the_run(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise StorageError("no bucket")
 
-    monkeypatch.setattr(run, "_process", run._Process())
     checkpoint(root, job.run_name())
     run.at_finish(refuse)
     run.finish()
