@@ -25,6 +25,7 @@ from persia.embedding.optim import Adagrad, Adam
 from persia.errors import CheckpointError, ConfigError, DataError, PersiaError, StorageError, UsageError
 from persia.features import hash_text
 from persia.nn import EmbeddingCollection, TableConfig
+from persia.runtime import contexts
 from persia.trainer import Trainer
 
 
@@ -350,5 +351,13 @@ def test_a_trainer_starts_from_imported_rows(tmp_path: Path) -> None:
     assert found[ids[1]] != [0.5, 0.625, 0.75, 0.875]
     other = config_of(tmp_path, train={"start_from": str(save)}, run={"name": "two"})
     with pytest.raises(ConfigError, match="is a checkpoint of a run, not of") as caught:
-        Trainer(other).__enter__().fit().__next__()
+        Trainer(other).fit()
     assert "persia ckpt import" in caught.value.hint
+    assert not (tmp_path / "runs" / "two").exists(), "nothing is made"
+    import_rows([(source, "nope")], tmp_path / "other")
+    third = config_of(tmp_path, train={"start_from": "other"}, run={"name": "three"})
+    with Trainer(third) as trainer, pytest.raises(CheckpointError):
+        trainer.fit()
+    assert contexts.current() is None, "a context that fails to open is left"
+    with Trainer(third) as trainer, pytest.raises(UsageError, match="has no checkpoint; it failed: CheckpointError"):
+        trainer.resume(tmp_path / "runs" / "three").evaluate()

@@ -301,7 +301,7 @@ def test_wrong_files_are_named(folder: Path) -> None:
 def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("row\n" + "".join(f"{number}\n" for number in range(500_000)) + "many\n")  # several blocks
-    with pytest.raises(DataError, match=r"a.csv: .*Row #500002.*'many'"):
+    with pytest.raises(DataError, match=r"a.csv: line 500002, column \d: found 'many', its type is "):
         rows_of(RecordReader(open_files(str(path), types={"row": pa.int64()}), 1000))
 
 

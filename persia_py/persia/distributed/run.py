@@ -194,7 +194,10 @@ def _write_summary(folder: Path) -> None:
         failed = StorageError(
             f"PERSIA_RUN_DIR: {path}: {error.strerror}; training is complete, but the run's summary cannot be written"
         )
-        failed.hint = "make it a folder that can be written, with free space; then start the trainers again, which writes the summary"
+        failed.hint = (
+            "make it a folder that can be written, with free space; then start the trainers again, which writes the "
+            "summary"
+        )
         raise failed from error
 
 

@@ -286,8 +286,11 @@ def find_checkpoint(given: str | Path) -> Found:
         newest = _core.latest(parent) if parent.is_dir() else None
         if newest is not None:
             return Found(folder, Path(newest), _core.Checkpoint(newest).step, parent == folder.best)
-    error = UsageError(f"{folder.shown}: the run has no checkpoint yet")
-    error.hint = f"train it: persia train persia.yml --resume {folder.shown}"
+    why = (folder.read_json(SUMMARY).get("error") or "").partition("\n")[0]
+    error = UsageError(f"{folder.shown}: the run has no checkpoint" + (f"; it failed: {why}" if why else " yet"))
+    error.hint = (
+        f"train it: persia train persia.yml --resume {folder.shown}; or give another run of {folder.path.parent}"
+    )
     raise error
 
 

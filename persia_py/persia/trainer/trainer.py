@@ -256,6 +256,8 @@ class Trainer:
         if self._loaded is None:
             if training is not None:
                 self._resumes = find_checkpoint(training.folder.path)
+            if self._resumes is not None and not isinstance(self._resumes, Found):
+                find_checkpoint(self._resumes.path)  # says that it has none
             if not isinstance(self._resumes, Found):
                 raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
             self._use_threads()

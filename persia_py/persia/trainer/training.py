@@ -27,7 +27,7 @@ from persia.trainer.parts import Part, Parts, group_of, with_train
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, json_text, resolved
-from persia.trainer.start_rows import start_rows
+from persia.trainer.start_rows import load_start_rows, start_folder
 from persia.trainer.state import TrainerState
 from persia.trainer.validation import Validation, may_continue
 
@@ -93,6 +93,7 @@ class Training:
         self.total_steps = None if self._own is not None else self._steps_per_epoch * config.data.epochs
         self._build(model)
         if resumed is None:
+            start_folder(config, in_job=self._in_job)  # a mistake is found before there is a folder
             self._begin(given=model is not None)
         elif not self._in_job and self._was_finished():
             return
@@ -172,8 +173,8 @@ class Training:
         self._record = None if resumes or not self._writes else self._new_record(None)
         try:
             self._ctx.__enter__()
-            start_rows(self._ctx, config, in_job=self._in_job)
             self.is_open, self._last_step = True, self._ctx.step
+            load_start_rows(self._ctx, config, in_job=self._in_job)
             if isinstance(self.folder, JobFolder) and self._writes:
                 self.folder.note_checkpoints()
             if resumes and self._writes:

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -287,6 +288,10 @@ def _text_format(
     )
 
 
+_CONVERSION = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (.+?): invalid value '(.*)'")
+"""Arrow's message for a value of a text file; it counts columns from 0, and lines from 1."""
+
+
 class _named:  # noqa: N801  # a context manager
     """Turn Arrow's errors into a :class:`DataError` that names the file."""
 
@@ -300,4 +305,12 @@ class _named:  # noqa: N801  # a context manager
         if isinstance(error, FileNotFoundError | PermissionError):
             raise UsageError(f"{self._path}: {error.strerror or error}") from error
         if isinstance(error, pa.ArrowException | OSError):
-            raise DataError(f"{self._path}: {error}") from error
+            found = _CONVERSION.search(str(error))
+            if found is None:
+                raise DataError(f"{self._path}: {error}") from error
+            column, line, wanted, value = found.groups()
+            wrong = DataError(
+                f"{self._path}: line {line}, column {int(column) + 1}: found '{value}', its type is {wanted}"
+            )
+            wrong.hint = "correct the value, or declare the column as string in data.columns of persia.yml"
+            raise wrong from error
