@@ -5,6 +5,7 @@ refused, and so are texts that nest too deep or that repeat themselves through a
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,7 @@ class TreeError(ValueError):
 
 
 @dataclass
-class Node:
+class Node(ABC):
     """A value and its place.
 
     Attributes:
@@ -78,9 +79,9 @@ class Node:
         """``key:`` without a value, ``~`` or ``null``."""
         return False
 
+    @abstractmethod
     def found(self) -> str:
         """Return the value as messages show it."""
-        raise NotImplementedError
 
     def _measure(self, children: Iterator["Node"]) -> None:
         for child in children:
