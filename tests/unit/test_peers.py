@@ -20,7 +20,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 from waiting import wait_until
 
-from persia.backend import agreement, remote
+from persia.backend import rank_checks, remote
 from persia.ctx import Checkpoints
 from persia.discovery import nats
 from persia.distributed import control_plane, handshake, network, options, rendezvous, run
@@ -257,12 +257,12 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
 def test_ranks_begin_a_loop_with_the_same() -> None:
     told: list[dict[str, Any]] = [{"staleness": 1, "learning rate": rate} for rate in (0.1, 0.1, 0.2)]
     with pytest.raises(UsageError, match=r"learning rate is 0\.2 on rank 2 and 0\.1 on rank 0"):
-        agreement.check_same(told)
+        rank_checks.check_same(told)
     told[0]["learning rate"] = None  # of a checkpoint that rank 0 has loaded, which the others get from it
-    agreement.check_same(told)
+    rank_checks.check_same(told)
     told[2]["staleness"] = 2
     with pytest.raises(UsageError, match="staleness is 2 on rank 2 and 1 on rank 0"):
-        agreement.check_same(told)
+        rank_checks.check_same(told)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as torch_distributed
 
-from persia.backend import agreement
+from persia.backend import rank_checks
 from persia.backend.base import Backend, Device, NonFiniteTensor, RowSettings
 from persia.backend.begin import begin_when_stored
 from persia.discovery import services
@@ -188,13 +188,13 @@ class RemoteBackend(Backend):
 
         If it fails on one rank, it raises on every rank.
         """
-        with agreement.together(self._peers, what):
+        with rank_checks.together(self._peers, what):
             yield
 
     def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops the rows of an earlier one; the others join."""
         if self._peers is not None:
-            agreement.check_slots(self._peers.all_gather("begin", self.configuration.digest), self.configuration.source)
+            rank_checks.check_slots(self._peers.all_gather("begin", self.configuration.digest), self.configuration.source)
         generation = 0
         if self.rank == 0:
             generation = begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed, fresh=True))
@@ -232,8 +232,8 @@ class RemoteBackend(Backend):
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
             if self._begun and self.engine.generation:
                 self.engine.drain()  # each rank comes with its pushes acknowledged
-            rate = agreement.rate(self.row_settings.optimizer, restored=self._restored)
-            agreement.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
+            rate = rank_checks.rate(self.row_settings.optimizer, restored=self._restored)
+            rank_checks.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
             generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
             # A loop that was left early may have taken a batch without training on it.
             given = [generation, self.engine.step, self.trained_step, self._restored]
@@ -296,7 +296,7 @@ class RemoteBackend(Backend):
 
     def first_nonfinite(self, mine: NonFiniteTensor | None) -> str | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
-        return super().first_nonfinite(mine) if self._peers is None else agreement.first_nonfinite(self._peers, mine)
+        return super().first_nonfinite(mine) if self._peers is None else rank_checks.first_nonfinite(self._peers, mine)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module whose gradients are averaged over all ranks."""
@@ -308,7 +308,7 @@ class RemoteBackend(Backend):
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
         """Enclose a collective of torch: the error of a failure names the lost rank."""
-        with agreement.collective(self._peers):
+        with rank_checks.collective(self._peers):
             yield
 
     @property

@@ -11,7 +11,7 @@
 * :mod:`persia.trainer.run_folder`, :mod:`persia.trainer.record`, :mod:`persia.trainer.pages`: the files of a run
 * :mod:`persia.trainer.prediction`: scores in a Parquet file
 * :mod:`persia.trainer.progress`: what is shown while training
-* :mod:`persia.trainer.baseline`: a model to compare with
+* :mod:`persia.trainer.baselines`: models to compare with
 """
 
 from persia.trainer.metrics import Metrics

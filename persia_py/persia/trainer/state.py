@@ -38,7 +38,7 @@ class TrainerState:
         digest: The digest of the transform; a checkpoint of another one is refused.
         best: The best evaluation, with an early stop.
         without_improvement: Evaluations since it.
-        stopped: Training has ended, at its last step or by an early stop.
+        stopped: Training has ended by an early stop.
         unusual: What was unusual about the rows that were trained on.
         evaluations: The results of the valid part, by step.
         seconds: Seconds of training, evaluations left out.

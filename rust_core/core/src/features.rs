@@ -202,14 +202,14 @@ impl Transform {
 /// The id of a string.
 #[pyfunction]
 pub(crate) fn hash_text(text: &str) -> u64 {
-    hash::id_of_text(text.as_bytes())
+    hash::hash_text(text.as_bytes())
 }
 
 /// The id of a combination of ids.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "what Python converts")]
 pub(crate) fn hash_cross(ids: Vec<u64>) -> u64 {
-    hash::id_of_cross(&ids)
+    hash::hash_cross(&ids)
 }
 
 enum Input {

@@ -18,13 +18,13 @@ const NULL: &[u8] = b"\xffnull";
 
 /// The id of a string.
 #[inline]
-pub fn id_of_text(text: &[u8]) -> u64 {
+pub fn hash_text(text: &[u8]) -> u64 {
     XxHash3_64::oneshot_with_seed(SEED, text)
 }
 
 /// The id of the combination of `ids`, in order.
 #[inline]
-pub fn id_of_cross(ids: &[u64]) -> u64 {
+pub fn hash_cross(ids: &[u64]) -> u64 {
     match *ids {
         [one, other] => {
             let mut bytes = [0; 16];
@@ -49,7 +49,7 @@ pub(crate) struct IdHasher {
 
 impl IdHasher {
     pub(crate) fn new(prefix: &str, lower: bool) -> Self {
-        let null = id_of_text(&[prefix.as_bytes(), NULL].concat());
+        let null = hash_text(&[prefix.as_bytes(), NULL].concat());
         Self { prefix: prefix.as_bytes().to_vec(), lower, null }
     }
 
@@ -63,7 +63,7 @@ impl IdHasher {
     pub(crate) fn text(&self, text: &[u8], scratch: &mut Vec<u8>) -> u64 {
         let lowers = self.lower && text.iter().any(u8::is_ascii_uppercase);
         if self.prefix.is_empty() && !lowers {
-            return id_of_text(text);
+            return hash_text(text);
         }
         scratch.clear();
         scratch.extend_from_slice(&self.prefix);
@@ -72,7 +72,7 @@ impl IdHasher {
             let start = self.prefix.len();
             scratch[start..].make_ascii_lowercase();
         }
-        id_of_text(scratch)
+        hash_text(scratch)
     }
 
     /// The id of a signed integer.
@@ -89,6 +89,6 @@ impl IdHasher {
 
     #[cold]
     fn digits(&self, digits: &str) -> u64 {
-        id_of_text(&[&self.prefix, digits.as_bytes()].concat())
+        hash_text(&[&self.prefix, digits.as_bytes()].concat())
     }
 }

@@ -12,7 +12,7 @@ use crate::token::Token;
 /// A server sends the serialized error, so that its caller gets the same variant with the same fields.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
-    /// Another run has begun.
+    /// Another run has begun. A run that begins with an older generation is refused by `BadRun`.
     #[error("request {token} is of another run: generation {current} is current; start the trainer again")]
     StaleGeneration {
         /// Of the request.

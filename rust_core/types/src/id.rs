@@ -1,4 +1,4 @@
-//! Feature ids, their hash, and ids grouped by virtual shard.
+//! Feature ids, their hash, and ids grouped by virtual shard. Values of columns become ids in `persia-features`.
 
 use crate::limits::MAX_IDS_PER_REQUEST;
 use crate::tables::TablesError;
@@ -9,7 +9,8 @@ pub type Id = u64;
 /// Number of virtual shards of a run. A shard is the unit of lock, index, slab, budget and checkpoint file.
 pub const VIRTUAL_SHARDS: usize = 256;
 
-/// Mix an id into 64 well-spread bits (folded multiply; it need not be a bijection).
+/// Mix an id into 64 well-spread bits (folded multiply; it need not be a bijection). The top eight bits are the shard,
+/// and the store's index takes its bucket from the others.
 #[inline(always)]
 pub fn hash_id(id: Id) -> u64 {
     let product = u128::from(id ^ 0x9E37_79B9_7F4A_7C15) * 0xD6E8_FEB8_6659_FD93_u128;

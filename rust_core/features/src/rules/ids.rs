@@ -3,7 +3,7 @@
 use jiff::tz::TimeZone;
 use persia_types::config::features::{DatePart, Epoch, IdColumn, IfEmpty, IfMissing, IfNull, ValueType};
 
-use crate::hash::{IdHasher, id_of_cross};
+use crate::hash::{IdHasher, hash_cross};
 use crate::input::cell::{Cell, ReadCells};
 use crate::report::{Tally, Unusual};
 use crate::rules::numbers::{Number, number};
@@ -308,7 +308,7 @@ pub(crate) fn cross(parts: &[&Ids], first: usize, rows: usize, out: &mut Ids) {
                 let bounds = part.bounds(row);
                 *id = part.ids[bounds.start + if bounds.len() > 1 { index } else { 0 }];
             }
-            out.ids.push(id_of_cross(&combination));
+            out.ids.push(hash_cross(&combination));
         }
         out.end_row();
     }

@@ -36,7 +36,7 @@ fn numbers_are_those_of_the_column() {
     assert_eq!((of("c").clip, of("c").min_max), (Some((10.0, 90.0)), Some((10.0, 90.0))));
     let test = data(&[Some(25.0), Some(25.5), Some(1000.0), Some(-4.0), None]);
     let samples = transform.batches([&test], STRICT).unwrap();
-    let null = persia_features::hash::id_of_text(b"\xffnull");
+    let null = persia_features::hash::hash_text(b"\xffnull");
     assert_eq!(samples.ids()[1].ids, [0, 1, 3, 0, null]);
     let report = samples.report().counts();
     assert_eq!(report["b"]["out_of_range"], 2);

@@ -1,6 +1,6 @@
 //! Values and their ids, pinned: checkpoints and served models depend on them.
 
-use persia_features::hash::{CROSS_SEED, SEED, id_of_cross, id_of_text};
+use persia_features::hash::{CROSS_SEED, SEED, hash_cross, hash_text};
 
 use crate::{SERVING, features, from_json, ids};
 
@@ -9,26 +9,26 @@ use crate::{SERVING, features, from_json, ids};
 fn strings_have_the_ids_of_the_reference_implementation() {
     assert_eq!((SEED, CROSS_SEED), (0x7065_7273_6961, 0x78_7065_7273_6961));
     for (text, id) in PINNED {
-        assert_eq!(id_of_text(text.as_bytes()), *id, "{text:?}");
+        assert_eq!(hash_text(text.as_bytes()), *id, "{text:?}");
     }
-    assert_eq!(id_of_cross(&[1, 2]), CROSSES[0]);
-    assert_eq!(id_of_cross(&[2, 1]), CROSSES[1]);
-    assert_eq!(id_of_cross(&[1, 2, 3]), CROSSES[2]);
+    assert_eq!(hash_cross(&[1, 2]), CROSSES[0]);
+    assert_eq!(hash_cross(&[2, 1]), CROSSES[1]);
+    assert_eq!(hash_cross(&[1, 2, 3]), CROSSES[2]);
 }
 
 #[test]
 fn values_become_ids_by_the_documented_rules() {
     let strings = features("u: {type: id, dim: 2, values: string}").transform(Default::default()).unwrap();
     let json = r#"[{"u": "a"}, {"u": ""}, {"u": null}, {"u": "Ab"}]"#;
-    let null = id_of_text(b"\xffnull");
-    let expected = [id_of_text(b"a"), id_of_text(b""), null, id_of_text(b"Ab")];
+    let null = hash_text(b"\xffnull");
+    let expected = [hash_text(b"a"), hash_text(b""), null, hash_text(b"Ab")];
     assert_eq!(ids(&from_json(&strings, json, SERVING).unwrap()).concat(), expected);
     assert_eq!(null, NULL);
 
     let lower = features("u: {type: id, dim: 2, values: string, lower: true, prefix: 'P:'}");
     let lower = lower.transform(Default::default()).unwrap();
     let json = "[{\"u\": \"AbÄ\"}, {\"u\": null}]";
-    let expected = [id_of_text("P:abÄ".as_bytes()), id_of_text(b"P:\xffnull")];
+    let expected = [hash_text("P:abÄ".as_bytes()), hash_text(b"P:\xffnull")];
     assert_eq!(ids(&from_json(&lower, json, SERVING).unwrap()).concat(), expected);
 
     let integers = features("u: {type: id, dim: 2, values: integer}").transform(Default::default()).unwrap();
@@ -39,7 +39,7 @@ fn values_become_ids_by_the_documented_rules() {
     let prefixed = features("u: {type: id, dim: 2, values: integer, prefix: 'u'}");
     let prefixed = prefixed.transform(Default::default()).unwrap();
     let samples = from_json(&prefixed, r#"[{"u": 7}, {"u": -7}]"#, SERVING).unwrap();
-    assert_eq!(ids(&samples).concat(), [id_of_text(b"u7"), id_of_text(b"u-7")]);
+    assert_eq!(ids(&samples).concat(), [hash_text(b"u7"), hash_text(b"u-7")]);
 }
 
 const LONG: &str = concat!(

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, Float64Array, RecordBatch, StringArray};
-use persia_features::hash::{id_of_cross, id_of_text};
+use persia_features::hash::{hash_cross, hash_text};
 use persia_features::{Transform, Unusual};
 
 use crate::{SERVING, STRICT, batch, features, from_json, ids};
@@ -25,7 +25,7 @@ fn of(keys: &str, json: &str) -> (Vec<Vec<u64>>, Vec<(&'static str, u64)>) {
 #[test]
 fn null_empty_and_missing_have_separate_rules() {
     let json = r#"[{"u": null}, {"u": ""}, {}]"#;
-    let (null, empty) = (id_of_text(NULL), id_of_text(b""));
+    let (null, empty) = (hash_text(NULL), hash_text(b""));
     let counts = vec![("empty", 1), ("missing", 1), ("null", 1)];
     let id = "type: id, values: string";
     assert_eq!(of(id, json), (vec![vec![null], vec![empty], vec![null]], counts.clone()));
@@ -39,7 +39,7 @@ fn null_empty_and_missing_have_separate_rules() {
 
 #[test]
 fn wrong_types_in_serving_are_nulls_that_are_counted() {
-    let null = vec![id_of_text(NULL)];
+    let null = vec![hash_text(NULL)];
     let json = r#"[{"u": 5}, {"u": 1.5}, {"u": {"a": 1}}, {"u": [1]}, {"u": true}]"#;
     assert_eq!(of("type: id, values: string", json), (vec![null.clone(); 5], vec![("wrong_type", 5)]));
     let (found, counts) = of("type: id, values: integer", json);
@@ -55,7 +55,7 @@ fn wrong_types_in_serving_are_nulls_that_are_counted() {
 #[test]
 fn lists_skip_what_is_not_there() {
     let json = r#"[{"u": ["a", null, "", "b"]}, {"u": []}, {"u": null}, {}, {"u": "a"}]"#;
-    let (a, b) = (id_of_text(b"a"), id_of_text(b"b"));
+    let (a, b) = (hash_text(b"a"), hash_text(b"b"));
     let (found, counts) = of("type: bag, values: string", json);
     assert_eq!(found, [vec![a, b], vec![], vec![], vec![], vec![]]);
     assert_eq!(counts, [("empty", 1), ("missing", 1), ("null", 2), ("wrong_type", 1)]);
@@ -66,7 +66,7 @@ fn lists_skip_what_is_not_there() {
 #[test]
 fn strings_are_split_at_the_separator() {
     let json = r#"[{"u": "a|b"}, {"u": "a"}, {"u": ""}, {"u": "|b|"}]"#;
-    let (a, b) = (id_of_text(b"a"), id_of_text(b"b"));
+    let (a, b) = (hash_text(b"a"), hash_text(b"b"));
     let (found, counts) = of("type: bag, values: string, separator: '|'", json);
     assert_eq!((found, counts), (vec![vec![a, b], vec![a], vec![], vec![b]], vec![("empty", 3)]));
     let (found, _) = of("type: bag, values: string, separator: ', '", r#"[{"u": "a, b"}]"#);
@@ -94,11 +94,11 @@ fn weights_follow_their_values() {
 fn buckets_count_the_boundaries_below() {
     let json = r#"[{"u": -5}, {"u": 10}, {"u": 10.5}, {"u": 20}, {"u": 1e9}, {"u": null}, {"u": 1e300}]"#;
     let (found, counts) = of("type: bucket, boundaries: [10, 20]", json);
-    let null = id_of_text(NULL);
+    let null = hash_text(NULL);
     assert_eq!(found.concat(), [0, 0, 1, 1, 2, null, null]);
     assert_eq!(counts, [("not_finite", 1), ("null", 1)]);
     let (found, _) = of("type: bucket, boundaries: [10, 20], prefix: 'age'", r#"[{"u": 11}]"#);
-    assert_eq!(found, [[id_of_text(b"age1")]]);
+    assert_eq!(found, [[hash_text(b"age1")]]);
 }
 
 #[test]
@@ -114,10 +114,10 @@ fn crosses_are_ordered_and_empty_where_a_part_is() {
         .iter()
         .map(|ids| (0..3).map(|row| ids.ids[ids.bounds(row)].to_vec()).collect())
         .collect();
-    let null = id_of_text(NULL);
-    assert_eq!(all[0], [vec![id_of_cross(&[1, 2])], vec![], vec![id_of_cross(&[1, null])]]);
-    assert_eq!(all[1], [vec![id_of_cross(&[2, 1])], vec![], vec![id_of_cross(&[null, 1])]]);
-    assert_eq!(all[2], [vec![id_of_cross(&[1, 7, 2]), id_of_cross(&[1, 8, 2])], vec![], vec![]]);
+    let null = hash_text(NULL);
+    assert_eq!(all[0], [vec![hash_cross(&[1, 2])], vec![], vec![hash_cross(&[1, null])]]);
+    assert_eq!(all[1], [vec![hash_cross(&[2, 1])], vec![], vec![hash_cross(&[null, 1])]]);
+    assert_eq!(all[2], [vec![hash_cross(&[1, 7, 2]), hash_cross(&[1, 8, 2])], vec![], vec![]]);
 }
 
 /// The floats of a dense feature with these keys.

@@ -59,7 +59,7 @@ impl MiddlewareService {
         Self { servers, timeout, peer, memory: MemoryBudget::new("start more middlewares") }
     }
 
-    async fn start_lookup(
+    async fn serve_lookup(
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
     ) -> Result<ReceiverStream<Result<proto::LookupReply, Status>>, Status> {
@@ -209,7 +209,7 @@ impl Middleware for MiddlewareService {
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
     ) -> Result<Response<Self::LookupStream>, Status> {
-        self.start_lookup(request).await.map(Response::new)
+        self.serve_lookup(request).await.map(Response::new)
     }
 
     async fn push(

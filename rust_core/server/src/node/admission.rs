@@ -32,7 +32,7 @@ impl Node {
         if phase == Phase::Push {
             self.throttle().await?;
         }
-        self.check_generation_of(token)?;
+        self.check_token(token)?;
         self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
 
@@ -84,7 +84,7 @@ impl Node {
     }
 
     /// Refuse a training request of another job or generation.
-    pub(super) fn check_generation_of(&self, token: Token) -> Result<(), TablesError> {
+    pub(super) fn check_token(&self, token: Token) -> Result<(), TablesError> {
         let Fence { job, generation } = self.current()?;
         if (job, generation) == (token.job, token.generation) {
             return Ok(());

@@ -3,15 +3,15 @@
 //! * [`admission`]: the path of a training request
 //! * [`snapshot`]: requests of a checkpoint
 //! * [`sequencer`]: the order of requests in a reproducible run
-//! * [`log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: how far that is
-//! * [`generation`], [`checkpoint_root`]: directories
+//! * [`request_log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: how far that is
+//! * [`generation_file`], [`checkpoint_root`]: directories
 
 mod admission;
 mod checkpoint_root;
-mod generation;
-mod log;
+mod generation_file;
 mod progress;
 mod recovery;
+mod request_log;
 mod sequencer;
 mod snapshot;
 
@@ -26,13 +26,13 @@ use persia_types::tables::{Run, Stats};
 use persia_types::{JobId, Schema, Tables, TablesError, Token, server_shards};
 use persia_wire::VERSION;
 
-use self::log::{Owner, RequestLog, WalPosition};
+use self::request_log::{Owner, RequestLog, WalPosition};
 use crate::exit::Exit;
 
 pub use self::checkpoint_root::CheckpointRoot;
-pub use self::generation::GenerationFile;
-pub use self::log::LogOptions;
+pub use self::generation_file::GenerationFile;
 pub use self::progress::RecoveryProgress;
+pub use self::request_log::LogOptions;
 pub use self::sequencer::{Phase, RankSequencer, Turn};
 
 /// Settings of a server.
@@ -319,8 +319,8 @@ impl Node {
     }
 
     /// Refuse an administrative request of another job or generation, as [`admission`] does for training requests.
-    fn check_generation(&self, Fence { job, generation }: Fence) -> Result<(), TablesError> {
-        self.check_generation_of(Token { job, generation, rank: 0, seq: 0 })
+    fn check_fence(&self, Fence { job, generation }: Fence) -> Result<(), TablesError> {
+        self.check_token(Token { job, generation, rank: 0, seq: 0 })
     }
 
     fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {

@@ -7,7 +7,7 @@ use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run, TableGradients};
 use persia_types::{ShardedIds, Tables, TablesError, Token};
 
-use super::log::{Rows, WalBase, WalPosition};
+use super::request_log::{Rows, WalBase, WalPosition};
 use super::sequencer::Phase;
 use super::{Node, RecoveryProgress};
 use crate::wal::{ReplayError, ReplayOp};

@@ -7,7 +7,7 @@ use persia_store::checkpoint::probe_file;
 use persia_types::tables::{FileEntry, Snapshot};
 use persia_types::{Tables, TablesError};
 
-use super::log::Rows;
+use super::request_log::Rows;
 use super::{Fence, Node};
 
 /// The longest wait of a cut for another administrative request: more than any without file access needs.
@@ -19,13 +19,13 @@ impl Node {
     /// # Errors
     /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         // The cut does not wait for a disk, because all ranks wait for the cut.
         let what = "the files of an earlier snapshot are still being written";
         let busy = || self.io(io::ErrorKind::ResourceBusy, what);
         let _writing = self.writing.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
         let _alone = self.admin.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         match &self.log {
             None => self.store.prepare_snapshot(number),
             Some(log) => log.prepare_snapshot(number, || {
@@ -41,7 +41,7 @@ impl Node {
     /// `NotBegun`, `StaleGeneration`.
     pub fn abort_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         self.release(number)
     }
 
@@ -60,7 +60,7 @@ impl Node {
     /// # Errors
     /// As [`Self::write_snapshot`].
     pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         let probed = self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir));
         probed.map_err(|error| match error {
             TablesError::Io { path, source } => {
@@ -86,14 +86,14 @@ impl Node {
         let _writing = self.writing.lock();
         let (start, dir) = {
             let _alone = self.admin.lock();
-            self.check_generation(fence)?;
+            self.check_fence(fence)?;
             (self.store.start_transfer(), self.options.checkpoints.resolve(directory))
         };
         // Without the lock, so that another run can begin.
         let snapshot = dir.and_then(|dir| self.store.write_started(start, &dir, number));
         if let (Err(_), Some(number)) = (&snapshot, number) {
             let _alone = self.admin.lock();
-            if self.check_generation(fence).is_ok() {
+            if self.check_fence(fence).is_ok() {
                 self.release(number)?;
             }
         }
@@ -102,8 +102,8 @@ impl Node {
         Ok(snapshot)
     }
 
-    /// The checkpoint that contains this snapshot, with its `files` in `directory`, becomes the base of the log, unless
-    /// there was a later cut.
+    /// Truncate the log: the checkpoint that contains this snapshot is visible, and its `files` in `directory` become
+    /// the base of the log, unless there was a later cut.
     ///
     /// # Errors
     /// As [`Self::write_snapshot`].
@@ -115,7 +115,7 @@ impl Node {
         files: &[FileEntry],
     ) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         self.options.checkpoints.resolve(directory)?;
         let Some(log) = &self.log else { return Ok(()) };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
@@ -136,7 +136,7 @@ impl Node {
     ) -> Result<(), TablesError> {
         let _writing = self.writing.lock();
         let _alone = self.admin.lock();
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         let dir = self.options.checkpoints.resolve(directory)?;
         if check_only {
             return self.store.check_restore(&dir, files);
@@ -154,7 +154,7 @@ impl Node {
     pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
         let _writing = self.writing.lock();
         let _alone = self.admin.lock();
-        self.check_generation(fence)?;
+        self.check_fence(fence)?;
         self.replace(None, || self.store.clear())?;
         tracing::info!("rows dropped");
         Ok(())

@@ -7,10 +7,10 @@ use persia_kernels::{Csr, copy};
 use persia_types::tables::{LookupReport, TableIds};
 use persia_types::{Dtype, Id, Schema};
 
+use crate::request::row_index_cache::{LookupRows, PartRows};
 use crate::request::shard_batch::{ShardBatch, for_each_batch};
-use crate::request::slot_cache::{LookupSlots, PartSlots};
 use crate::run::ActiveRun;
-use crate::shard::{Layout, NO_SLOT, Shard};
+use crate::shard::{Layout, NO_ROW, Shard};
 use crate::simd::{InstructionSet, Lanes, Portable, SimdLoop};
 
 /// A look-up whose request was checked.
@@ -26,12 +26,12 @@ pub(crate) struct CheckedLookup<'a> {
 }
 
 impl CheckedLookup<'_> {
-    /// Fill `rows`, and `found` with the slots.
+    /// Fill `rows`, and `found` with the row indices.
     pub(crate) fn run(
         &self,
         shards: &[Mutex<Shard>],
         rows: &mut [&mut [f32]],
-        found: &mut LookupSlots,
+        found: &mut LookupRows,
     ) -> LookupReport {
         found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
         let (step, mut report, mut asked) = (self.step, LookupReport::default(), 0);
@@ -67,20 +67,20 @@ impl CheckedLookup<'_> {
         &self,
         shards: &[Mutex<Shard>],
         rows: &mut [&mut [f32]],
-        found: &mut LookupSlots,
+        found: &mut LookupRows,
         report: &mut LookupReport,
     ) {
         for (number, part) in self.tables.iter().enumerate() {
             let dim = self.schema.tables[part.table].dim;
-            let PartSlots { slots, scratch, .. } = found.part(number, 2 * dim);
-            if !slots.contains(&NO_SLOT) {
+            let PartRows { row_indices, scratch, .. } = found.part(number, 2 * dim);
+            if !row_indices.contains(&NO_ROW) {
                 continue;
             }
             let (row, scratch) = scratch.split_at_mut(dim);
             let out = &mut *rows[number];
             let Ok(()) = for_each_batch(shards, part.table, part.ids, |batch| {
                 for (shard, at) in ShardBatch::walk(batch.ranges) {
-                    if slots[at] == NO_SLOT {
+                    if row_indices[at] == NO_ROW {
                         let id = part.ids.ids()[at];
                         self.read_missing(&batch.shards[shard], part.table, id, row, scratch, report);
                         match part.gathered() {
@@ -188,8 +188,8 @@ struct ReadBatch<'a, 'b, 'm, 's, O> {
     batch: ShardBatch<'b, 's>,
     part: &'a TableIds<'a>,
     layout: Layout,
-    /// The slots of all ids of the table.
-    found: &'a mut PartSlots<'m>,
+    /// The row indices of all ids of the table.
+    found: &'a mut PartRows<'m>,
     output: O,
     /// The step that determines whether rows are expired.
     step: u32,
@@ -210,27 +210,27 @@ impl<O: Output> ReadBatch<'_, '_, '_, '_, O> {
         let Self { batch, part, layout, found, mut output, step } = self;
         let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
         found.find::<L>(&batch, number, part.ids.ids());
-        let slots = &mut *found.slots;
-        let prefetcher = batch.prefetcher(number, slots, oldest > 0, |_| false);
+        let row_indices = &mut *found.row_indices;
+        let prefetcher = batch.prefetcher(number, row_indices, oldest > 0, |_| false);
         prefetcher.start(words);
         let mut hits = 0;
         for (shard, range) in batch.shards.iter().zip(batch.ranges) {
             let table = &shard.tables[number];
             for at in range.clone() {
                 prefetcher.advance(at, words);
-                let slot = slots[at];
-                if slot == NO_SLOT {
+                let row_index = row_indices[at];
+                if row_index == NO_ROW {
                     continue;
                 }
-                if !table.is_alive(slot, oldest) {
-                    slots[at] = NO_SLOT;
+                if !table.is_alive(row_index, oldest) {
+                    row_indices[at] = NO_ROW;
                     continue;
                 }
                 hits += 1;
                 if F32 {
-                    output.write::<L>(at, F32Row(table.row(slot)));
+                    output.write::<L>(at, F32Row(table.row(row_index)));
                 } else {
-                    output.write::<L>(at, AnyRow(layout, table.row(slot)));
+                    output.write::<L>(at, AnyRow(layout, table.row(row_index)));
                 }
             }
         }

@@ -4,6 +4,6 @@ pub(crate) mod check;
 pub(crate) mod lookup;
 pub(crate) mod push;
 mod reserve;
+pub(crate) mod row_index_cache;
 mod shard_batch;
-pub(crate) mod slot_cache;
 pub(crate) mod tokens;

@@ -10,10 +10,10 @@ use persia_types::{Dtype, Id, Schema, TablesError};
 use crate::math::optimizer::{RowRule, Rule, is_within_limit};
 use crate::math::random::{Rounder, RowDraws};
 use crate::request::reserve::part_of;
+use crate::request::row_index_cache::{LookupRows, PartRows};
 use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch};
-use crate::request::slot_cache::{LookupSlots, PartSlots};
 use crate::run::ActiveRun;
-use crate::shard::{Layout, NO_SLOT, Shard, ShardTable, no_memory};
+use crate::shard::{Layout, NO_ROW, Shard, ShardTable, no_memory};
 use crate::simd::{InstructionSet, Lanes, SimdLoop};
 
 /// A push whose request was checked.
@@ -70,7 +70,7 @@ impl CheckedPush<'_> {
     pub(crate) fn apply(
         &self,
         shards: &[Mutex<Shard>],
-        found: &mut LookupSlots,
+        found: &mut LookupRows,
     ) -> Result<PushReport, TablesError> {
         let mut outcome = Outcome::default();
         outcome.report.rows_pushed = self.tables.iter().map(|part| part.ids.len() as u64).sum();
@@ -79,7 +79,7 @@ impl CheckedPush<'_> {
             for (index, update) in self.updates.iter().enumerate() {
                 let lookup_part = part_of(found, &self.tables[index]).unwrap_or(index);
                 let found = found.part(lookup_part, 2 * update.layout.dim);
-                if pass == Pass::Missing && !found.slots.contains(&NO_SLOT) {
+                if pass == Pass::Missing && !found.row_indices.contains(&NO_ROW) {
                     continue;
                 }
                 let part = PartPush { push: self, index, found, outcome: &mut outcome };
@@ -102,21 +102,21 @@ impl CheckedPush<'_> {
         if asked { shards[due].lock().sweep_once(self.step) } else { 0 }
     }
 
-    /// The slot of an id that had no row when the first pass looked for it, after inserting its row if it is admitted.
+    /// The row index of an id that had no row when the first pass looked for it, after inserting its row if it is admitted.
     /// None if it is not. `scratch` has `2 * dim` floats.
     fn admit(
         &self,
         shard: &mut Shard,
         table: usize,
         id: Id,
-        slot: u32,
+        row_index: u32,
         scratch: &mut [f32],
         report: &mut PushReport,
     ) -> Result<Option<u32>, TablesError> {
         let (run, step) = (self.run.table(table), self.step);
-        if slot != NO_SLOT {
-            if shard.tables[table].is_alive(slot, run.layout.oldest_alive(step)) {
-                return Ok(Some(slot)); // another request inserted it between the passes
+        if row_index != NO_ROW {
+            if shard.tables[table].is_alive(row_index, run.layout.oldest_alive(step)) {
+                return Ok(Some(row_index)); // another request inserted it between the passes
             }
             shard.remove(table, id);
             report.rows_expired += 1;
@@ -128,12 +128,12 @@ impl CheckedPush<'_> {
         }
         let (weights, scratch) = scratch.split_at_mut(run.layout.dim);
         run.initial_weights(id, weights, scratch);
-        let (slot, left) =
+        let (row_index, left) =
             shard.insert(table, id, step, |row| run.write_initial(row, weights)).map_err(no_memory)?;
         report.rows_inserted += 1;
         report.rows_evicted += left.evicted;
         report.rows_expired += left.expired;
-        Ok(Some(slot))
+        Ok(Some(row_index))
     }
 }
 
@@ -142,9 +142,9 @@ struct PartPush<'a> {
     push: &'a CheckedPush<'a>,
     /// In the tables of the push.
     index: usize,
-    /// Slots of all ids of the part; after the first pass [`NO_SLOT`] where there was no row. Its scratch is for a
+    /// Row indices of all ids of the part; after the first pass [`NO_ROW`] where there was no row. Its scratch is for a
     /// gradient, and for f32 weights of a row of 16 bits.
-    found: PartSlots<'a>,
+    found: PartRows<'a>,
     outcome: &'a mut Outcome,
 }
 
@@ -185,13 +185,13 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
         let (part, update) = (&push.tables[index], &push.updates[index]);
         let (ids, number) = (part.ids.ids(), part.table);
         let (stride, oldest) = (update.layout.stride(), update.layout.oldest_alive(push.step));
-        // Rows have left the shard since the slots were found: they need a check.
+        // Rows have left the shard since the row indices were found: they need a check.
         let is_stale =
-            |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_generation());
-        let prefetcher = batch.prefetcher(number, found.slots, true, is_stale);
+            |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_count());
+        let prefetcher = batch.prefetcher(number, found.row_indices, true, is_stale);
         let stale: [bool; BATCH_IDS] =
             std::array::from_fn(|shard| shard < batch.shards.len() && is_stale(shard));
-        let (slots, scratch) = (&mut *found.slots, &mut *found.scratch);
+        let (row_indices, scratch) = (&mut *found.row_indices, &mut *found.scratch);
         prefetcher.start(stride);
         for ((shard, range), stale) in batch.shards.iter_mut().zip(batch.ranges).zip(stale) {
             let table = &mut shard.tables[number];
@@ -202,15 +202,15 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
                 }
                 let id = ids[at];
                 // An id without a row may have one now.
-                if slots[at] == NO_SLOT || stale && !table.holds(slots[at], id) {
-                    slots[at] = table.find::<L>(id);
+                if row_indices[at] == NO_ROW || stale && !table.holds(row_indices[at], id) {
+                    row_indices[at] = table.find::<L>(id);
                 }
-                let slot = slots[at];
-                if slot == NO_SLOT || !table.is_alive(slot, oldest) {
-                    slots[at] = NO_SLOT;
+                let row_index = row_indices[at];
+                if row_index == NO_ROW || !table.is_alive(row_index, oldest) {
+                    row_indices[at] = NO_ROW;
                     continue;
                 }
-                let row = RowPush { table, slot, at, part, update, step: push.step };
+                let row = RowPush { table, row_index, at, part, update, step: push.step };
                 row.apply::<L, R, DECAYS>(rule, scratch, report);
             }
         }
@@ -235,15 +235,15 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
         let (part, update) = (&push.tables[*index], &push.updates[*index]);
         let number = part.table;
         for (shard, at) in ShardBatch::walk(batch.ranges) {
-            if found.slots[at] != NO_SLOT {
+            if found.row_indices[at] != NO_ROW {
                 continue;
             }
             let (shard, id) = (&mut *batch.shards[shard], part.ids.ids()[at]);
-            let slot = shard.tables[number].find::<L>(id);
-            match push.admit(shard, number, id, slot, found.scratch, report) {
-                Ok(Some(slot)) => {
+            let row_index = shard.tables[number].find::<L>(id);
+            match push.admit(shard, number, id, row_index, found.scratch, report) {
+                Ok(Some(row_index)) => {
                     let table = &mut shard.tables[number];
-                    let row = RowPush { table, slot, at, part, update, step: push.step };
+                    let row = RowPush { table, row_index, at, part, update, step: push.step };
                     row.apply::<L, R, DECAYS>(rule, found.scratch, report);
                 }
                 Ok(None) => report.rows_missing += 1,
@@ -259,7 +259,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
 /// The update of one row: the place where a row changes.
 struct RowPush<'a> {
     table: &'a mut ShardTable,
-    slot: u32,
+    row_index: u32,
     /// The position of its id in the part.
     at: usize,
     part: &'a TableGradients<'a>,
@@ -276,11 +276,11 @@ impl RowPush<'_> {
         scratch: &mut [f32],
         report: &mut PushReport,
     ) {
-        let Self { table, slot, at, part, update, step } = self;
+        let Self { table, row_index, at, part, update, step } = self;
         let TableUpdate { rounder, layout, .. } = update;
         let (dim, id) = (layout.dim, part.ids.ids()[at]);
         let (sum, wide) = scratch.split_at_mut(dim);
-        table.touch(slot, step);
+        table.touch(row_index, step);
         let gradient: &[f32] = match &part.gradients {
             Gradients::Rows(rows) => &rows[at * dim..][..dim],
             Gradients::Samples(samples) => {
@@ -293,9 +293,9 @@ impl RowPush<'_> {
             return;
         }
         if table.has_snapshot() {
-            table.preserve(slot);
+            table.preserve(row_index);
         }
-        let row = table.row_mut(slot);
+        let row = table.row_mut(row_index);
         let updated = if layout.dtype == Dtype::F32 {
             let (weights, state) = row.split_at_mut(dim);
             update_floats::<L, R, DECAYS>(rule, weights, state, gradient)

@@ -1,4 +1,4 @@
-//! [`CheckedPush::reserve`]: the slots of a push's ids, and memory for the rows of those without one.
+//! [`CheckedPush::reserve`]: the row indices of a push's ids, and memory for the rows of those without one.
 
 use std::convert::Infallible;
 
@@ -7,23 +7,19 @@ use persia_types::tables::TableGradients;
 use persia_types::{Id, TablesError};
 
 use crate::request::push::CheckedPush;
+use crate::request::row_index_cache::{LookupRows, PartRows};
 use crate::request::shard_batch::{ShardBatch, for_each_batch};
-use crate::request::slot_cache::{LookupSlots, PartSlots};
-use crate::shard::{NO_SLOT, Shard, no_memory};
+use crate::shard::{NO_ROW, Shard, no_memory};
 use crate::simd::{Lanes, SimdLoop};
 
 impl CheckedPush<'_> {
-    /// Find the slots of all ids, and make room for the rows of the others, so that [`Self::apply`] needs no memory.
-    /// Nothing changes. `found` has the slots of the look-up, or is empty.
+    /// Find the row indices of all ids, and make room for the rows of the others, so that [`Self::apply`] needs no memory.
+    /// Nothing changes. `found` has the row indices of the look-up, or is empty.
     ///
     /// # Errors
     /// `OutOfMemory`
-    pub(crate) fn reserve(
-        &self,
-        shards: &[Mutex<Shard>],
-        found: &mut LookupSlots,
-    ) -> Result<(), TablesError> {
-        // A push has the parts of its look-up: either all slots are cached or all are searched.
+    pub(crate) fn reserve(&self, shards: &[Mutex<Shard>], found: &mut LookupRows) -> Result<(), TablesError> {
+        // A push has the parts of its look-up: either all row indices are cached or all are searched.
         let cached =
             found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
         if !cached {
@@ -34,15 +30,15 @@ impl CheckedPush<'_> {
             let lookup_part = part_of(found, part).unwrap_or_default();
             let found = found.part(lookup_part, 0);
             for (number, shard) in shards.iter().enumerate() {
-                let slots = &found.slots[part.ids.range(number)];
-                if slots.is_empty() {
+                let row_indices = &found.row_indices[part.ids.range(number)];
+                if row_indices.is_empty() {
                     continue;
                 }
                 let mut shard = shard.lock();
-                let missing = if found.is_stale(number, shard.eviction_generation()) {
-                    slots.len()
+                let missing = if found.is_stale(number, shard.eviction_count()) {
+                    row_indices.len()
                 } else {
-                    slots.iter().filter(|slot| **slot == NO_SLOT).count()
+                    row_indices.iter().filter(|row_index| **row_index == NO_ROW).count()
                 };
                 let reserved = shard.reserve_admissions(part.table, missing, run.admission.min_count);
                 reserved.map_err(|error| no_memory(&self.schema.tables[part.table].name, error))?;
@@ -51,8 +47,8 @@ impl CheckedPush<'_> {
         Ok(())
     }
 
-    /// Fill `found` with the slots of all ids.
-    fn search(&self, shards: &[Mutex<Shard>], found: &mut LookupSlots) {
+    /// Fill `found` with the row indices of all ids.
+    fn search(&self, shards: &[Mutex<Shard>], found: &mut LookupRows) {
         found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
         for (number, part) in self.tables.iter().enumerate() {
             let (table, ids) = (part.table, part.ids.ids());
@@ -66,19 +62,19 @@ impl CheckedPush<'_> {
     }
 }
 
-/// The part of the look-up that has the slots of a push's part.
-pub(super) fn part_of(found: &LookupSlots, part: &TableGradients<'_>) -> Option<usize> {
+/// The part of the look-up that has the row indices of a push's part.
+pub(super) fn part_of(found: &LookupRows, part: &TableGradients<'_>) -> Option<usize> {
     found.part_of(part.table, part.ids.len())
 }
 
-/// Finds the slots of one batch.
+/// Finds the row indices of one batch.
 struct SearchBatch<'a, 'b, 'm, 's> {
     batch: ShardBatch<'b, 's>,
     table: usize,
     /// All ids of the table.
     ids: &'a [Id],
     oldest: u32,
-    found: &'a mut PartSlots<'m>,
+    found: &'a mut PartRows<'m>,
 }
 
 impl SimdLoop for SearchBatch<'_, '_, '_, '_> {
@@ -92,9 +88,9 @@ impl SimdLoop for SearchBatch<'_, '_, '_, '_> {
             return;
         }
         for (shard, at) in ShardBatch::walk(batch.ranges) {
-            let slot = found.slots[at];
-            if slot != NO_SLOT && !batch.shards[shard].tables[table].is_alive(slot, oldest) {
-                found.slots[at] = NO_SLOT;
+            let row_index = found.row_indices[at];
+            if row_index != NO_ROW && !batch.shards[shard].tables[table].is_alive(row_index, oldest) {
+                found.row_indices[at] = NO_ROW;
             }
         }
     }

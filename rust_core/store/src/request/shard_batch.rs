@@ -11,7 +11,7 @@ use persia_kernels::rows_ahead;
 use persia_types::id::hash_id;
 use persia_types::{Id, ShardedIds};
 
-use crate::shard::{NO_SLOT, Shard};
+use crate::shard::{NO_ROW, Shard};
 use crate::simd::{Lanes, prefetch, prefetch_from};
 
 /// The number of ids of a batch. Their buckets stay in the nearest cache from prefetch to use.
@@ -38,9 +38,9 @@ impl<'s> ShardBatch<'_, 's> {
         self.shards.iter().zip(self.ranges.iter().cloned())
     }
 
-    /// Find the slots of all ids, after prefetching the first bucket of each.
+    /// Find the row indices of all ids, after prefetching the first bucket of each.
     #[inline(always)]
-    pub(super) fn find<L: Lanes>(&self, table: usize, ids: &[Id], slots: &mut [u32]) {
+    pub(super) fn find<L: Lanes>(&self, table: usize, ids: &[Id], row_indices: &mut [u32]) {
         for (shard, range) in self.shards() {
             let index = &shard.tables[table].index;
             for id in &ids[range] {
@@ -49,19 +49,19 @@ impl<'s> ShardBatch<'_, 's> {
         }
         for (shard, range) in self.shards() {
             let table = &shard.tables[table];
-            for (slot, id) in slots[range.clone()].iter_mut().zip(&ids[range]) {
-                *slot = table.find::<L>(*id);
+            for (row_index, id) in row_indices[range.clone()].iter_mut().zip(&ids[range]) {
+                *row_index = table.find::<L>(*id);
             }
         }
     }
 
-    /// A prefetcher for the rows of these slots. Prefetches their `recency`, and the ids of slots that may be stale:
+    /// A prefetcher for the rows at these indices. Prefetches their `recency`, and the ids where a row may have left:
     /// `is_stale` takes an index into [`Self::shards`].
     #[inline(always)]
     pub(super) fn prefetcher(
         &self,
         table: usize,
-        slots: &[u32],
+        row_indices: &[u32],
         recency: bool,
         is_stale: impl Fn(usize) -> bool,
     ) -> Prefetcher {
@@ -71,14 +71,14 @@ impl<'s> ShardBatch<'_, 's> {
             let table = &shard.tables[table];
             let (start, stride) = (table.rows().as_ptr(), table.layout().stride());
             let stale = is_stale(number);
-            for (row, slot) in rows[range.start - first..].iter_mut().zip(&slots[range]) {
-                if *slot != NO_SLOT {
-                    *row = start.wrapping_add(*slot as usize * stride);
+            for (row, row_index) in rows[range.start - first..].iter_mut().zip(&row_indices[range]) {
+                if *row_index != NO_ROW {
+                    *row = start.wrapping_add(*row_index as usize * stride);
                     if recency || stale {
-                        prefetch(table.last_used(), *slot as usize, 1);
+                        prefetch(table.last_used(), *row_index as usize, 1);
                     }
                     if stale {
-                        prefetch(table.ids(), *slot as usize, 1);
+                        prefetch(table.ids(), *row_index as usize, 1);
                     }
                 }
             }

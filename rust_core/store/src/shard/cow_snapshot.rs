@@ -11,7 +11,7 @@ use crate::shard::export::{RowList, RowRef};
 use crate::shard::index::Index;
 use crate::shard::row::{FREE, Layout};
 
-/// In [`CowSnapshot::copies`]: the row is still in its slot, unchanged.
+/// In [`CowSnapshot::copies`]: the row is still at its index, unchanged.
 const UNTOUCHED: u32 = 0;
 /// In [`CowSnapshot::copies`]: the row was taken for its file.
 const WRITTEN: u32 = u32::MAX;
@@ -20,9 +20,9 @@ const WRITTEN: u32 = u32::MAX;
 pub(crate) struct CowSnapshot {
     layout: Layout,
     len: usize,
-    /// The recency of each slot that was in use; [`FREE`] for one without a row.
+    /// The recency at each row index that was in use; [`FREE`] for one without a row.
     last_used: Vec<u32>,
-    /// For each of those slots [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
+    /// For each of those row indices [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
     copies: Vec<u32>,
     ids: Vec<u64>,
     rows: Vec<f32>,
@@ -39,7 +39,7 @@ impl Drop for CowSnapshot {
 }
 
 impl CowSnapshot {
-    /// A snapshot of a table with `len` rows, whose used slots have this recency.
+    /// A snapshot of a table with `len` rows, whose used row indices have this recency.
     pub(super) fn begin(layout: Layout, len: usize, last_used: &[u32], budget: &Arc<CopyBudget>) -> Self {
         Self {
             layout,
@@ -62,9 +62,9 @@ impl CowSnapshot {
             + counts * size_of::<(u64, u32)>()
     }
 
-    /// Copy the row in `slot` if the snapshot needs it: it is about to change or leave.
-    pub(super) fn preserve(&mut self, slot: u32, id: u64, row: &[f32]) {
-        let at = slot as usize;
+    /// Copy the row in `row_index` if the snapshot needs it: it is about to change or leave.
+    pub(super) fn preserve(&mut self, row_index: u32, id: u64, row: &[f32]) {
+        let at = row_index as usize;
         if self.copies.get(at) == Some(&UNTOUCHED) && self.last_used[at] != FREE {
             self.ids.push(id);
             self.rows.extend_from_slice(row);
@@ -86,24 +86,24 @@ impl CowSnapshot {
     pub(super) fn list(&self, ids: &[u64], counts: &Index) -> RowList {
         let held = (0..).zip(&self.last_used).filter(|(_, last_used)| **last_used != FREE);
         let mut rows = Vec::with_capacity(self.len);
-        rows.extend(held.map(|(slot, last_used)| {
-            let id = self.copy_of(slot).map_or_else(|| ids[slot as usize], |copy| self.ids[copy]);
-            RowRef { id, slot, last_used: *last_used }
+        rows.extend(held.map(|(row_index, last_used)| {
+            let id = self.copy_of(row_index).map_or_else(|| ids[row_index as usize], |copy| self.ids[copy]);
+            RowRef { id, row_index, last_used: *last_used }
         }));
         let admission_counts = self.admission_counts.clone().unwrap_or_else(|| counts.entries().collect());
         RowList { layout: self.layout, rows, admission_counts }
     }
 
-    /// The values of these rows, which may change from now on. `current` returns the current row of a slot.
+    /// The values of these rows, which may change from now on. `current` returns the current row at an index.
     pub(super) fn take<'a>(&mut self, rows: &[RowRef], current: impl Fn(u32) -> &'a [f32]) -> Values {
         let mut values = Values::with_capacity(self.layout, rows.len());
         let stride = self.layout.stride();
         for row in rows {
-            match self.copy_of(row.slot) {
+            match self.copy_of(row.row_index) {
                 Some(copy) => values.push(self.layout, &self.rows[copy * stride..][..stride]),
-                None => values.push(self.layout, current(row.slot)),
+                None => values.push(self.layout, current(row.row_index)),
             }
-            self.copies[row.slot as usize] = WRITTEN;
+            self.copies[row.row_index as usize] = WRITTEN;
         }
         values
     }
@@ -113,8 +113,8 @@ impl CowSnapshot {
         self.budget.charge(bytes as u64);
     }
 
-    fn copy_of(&self, slot: u32) -> Option<usize> {
-        match self.copies[slot as usize] {
+    fn copy_of(&self, row_index: u32) -> Option<usize> {
+        match self.copies[row_index as usize] {
             UNTOUCHED | WRITTEN => None,
             copy => Some(copy as usize - 1),
         }

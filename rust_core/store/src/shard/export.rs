@@ -8,7 +8,7 @@ use crate::simd::Portable;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RowRef {
     pub(super) id: u64,
-    pub(super) slot: u32,
+    pub(super) row_index: u32,
     pub(super) last_used: u32,
 }
 

@@ -1,6 +1,6 @@
-//! [`Index`]: a hash table from ids to slots, in buckets of one cache line.
+//! [`Index`]: a hash table from ids to row indices, in buckets of one cache line.
 //!
-//! A bucket holds five ids with their slots. An id is in its home bucket or, if that was full, in one of the next. Each
+//! A bucket holds five ids with their row indices. An id is in its home bucket or, if that was full, in one of the next. Each
 //! bucket counts the ids that *passed* it because it was full; a search ends at the first bucket with a count of 0.
 //! Insertions raise the counts and removals lower them, so that searches do not slow down as rows are evicted.
 
@@ -9,8 +9,8 @@ use persia_types::id::hash_id;
 use crate::shard::region::{OutOfMemory, Plain, Region};
 use crate::simd::{Lanes, Portable};
 
-/// No slot. A table never has this many rows.
-pub(crate) const NO_SLOT: u32 = u32::MAX;
+/// No row index. A table never has this many rows.
+pub(crate) const NO_ROW: u32 = u32::MAX;
 
 /// Ids in a bucket.
 const WIDTH: usize = 5;
@@ -20,7 +20,7 @@ const MIN_BUCKETS: usize = 8;
 /// moves eight times on average, but in order, which is cheap.)
 const GENTLE_FROM: usize = 256;
 
-/// Words 0 to 4 are ids. Then follow five slots of 32 bits, the number of ids (3 bits) and the number of ids that passed
+/// Words 0 to 4 are ids. Then follow five row indices of 32 bits, the number of ids (3 bits) and the number of ids that passed
 /// (29 bits). One array of words, so that one comparison covers all ids.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
@@ -57,31 +57,31 @@ impl Bucket {
     }
 
     #[inline(always)]
-    fn slot(&self, lane: usize) -> u32 {
+    fn row_index(&self, lane: usize) -> u32 {
         (self.0[(WIDTH + lane / 2) & 7] >> (lane % 2 * 32)) as u32
     }
 
-    fn set_slot(&mut self, lane: usize, slot: u32) {
+    fn set_row_index(&mut self, lane: usize, row_index: u32) {
         let (word, shift) = (WIDTH + lane / 2, lane % 2 * 32);
-        self.0[word] = self.0[word] & !(0xFFFF_FFFF << shift) | u64::from(slot) << shift;
+        self.0[word] = self.0[word] & !(0xFFFF_FFFF << shift) | u64::from(row_index) << shift;
     }
 
-    fn push(&mut self, id: u64, slot: u32) {
+    fn push(&mut self, id: u64, row_index: u32) {
         let lane = self.count();
         self.0[lane] = id;
-        self.set_slot(lane, slot);
+        self.set_row_index(lane, row_index);
         self.add_count(1);
     }
 
     fn remove(&mut self, lane: usize) {
         let last = self.count() - 1;
         self.0[lane] = self.0[last];
-        self.set_slot(lane, self.slot(last));
+        self.set_row_index(lane, self.row_index(last));
         self.add_count(-1);
     }
 }
 
-/// A slot, or another number below [`NO_SLOT`], for each id. Hashes are those of [`persia_types::id::hash_id`].
+/// A row index, or another number below [`NO_ROW`], for each id. Hashes are those of [`persia_types::id::hash_id`].
 pub(crate) struct Index {
     buckets: Region<Bucket>,
     len: usize,
@@ -98,12 +98,11 @@ impl Index {
         self.len
     }
 
-    /// Ids and their slots, in no particular order.
+    /// Ids and their row indices, in no particular order.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (u64, u32)> {
-        self.buckets
-            .iter()
-            .copied()
-            .flat_map(move |bucket| (0..bucket.count()).map(move |lane| (bucket.0[lane], bucket.slot(lane))))
+        self.buckets.iter().copied().flat_map(move |bucket| {
+            (0..bucket.count()).map(move |lane| (bucket.0[lane], bucket.row_index(lane)))
+        })
     }
 
     /// Bytes allocated.
@@ -123,7 +122,7 @@ impl Index {
         home(hash, self.buckets.len())
     }
 
-    /// The slot of `id`, else [`NO_SLOT`].
+    /// The row index of `id`, else [`NO_ROW`].
     #[inline(always)]
     pub(crate) fn find<L: Lanes>(&self, id: u64, hash: u64) -> u32 {
         let buckets = self.buckets();
@@ -131,7 +130,7 @@ impl Index {
         let mut at = start;
         while let Some(bucket) = buckets.get(at) {
             if let Some(lane) = bucket.lane::<L>(id) {
-                return bucket.slot(lane);
+                return bucket.row_index(lane);
             }
             if bucket.passed() == 0 {
                 break;
@@ -141,7 +140,7 @@ impl Index {
                 break;
             }
         }
-        NO_SLOT
+        NO_ROW
     }
 
     /// Make room for one more id, so that the next [`Index::insert`] cannot fail.
@@ -166,7 +165,7 @@ impl Index {
         // In order of their homes, so both arrays are walked from front to back.
         for bucket in self.buckets.iter() {
             for lane in 0..bucket.count() {
-                place(&mut grown, bucket.0[lane], hash_id(bucket.0[lane]), bucket.slot(lane));
+                place(&mut grown, bucket.0[lane], hash_id(bucket.0[lane]), bucket.row_index(lane));
             }
         }
         self.buckets = grown;
@@ -174,27 +173,27 @@ impl Index {
     }
 
     /// Add an id that is not there, after [`Index::reserve`].
-    pub(crate) fn insert(&mut self, id: u64, hash: u64, slot: u32) {
-        place(&mut self.buckets, id, hash, slot);
+    pub(crate) fn insert(&mut self, id: u64, hash: u64, row_index: u32) {
+        place(&mut self.buckets, id, hash, row_index);
         self.len += 1;
     }
 
-    /// Remove an id. Returns its slot, else [`NO_SLOT`].
+    /// Remove an id. Returns its row index, else [`NO_ROW`].
     pub(crate) fn remove(&mut self, id: u64, hash: u64) -> u32 {
         let start = self.home(hash);
         let buckets = &mut self.buckets[..];
         let mut at = start;
-        let slot = loop {
-            let Some(bucket) = buckets.get_mut(at) else { return NO_SLOT };
+        let row_index = loop {
+            let Some(bucket) = buckets.get_mut(at) else { return NO_ROW };
             if let Some(lane) = bucket.lane::<Portable>(id) {
-                let slot = bucket.slot(lane);
+                let row_index = bucket.row_index(lane);
                 bucket.remove(lane);
-                break slot;
+                break row_index;
             }
             let ends = bucket.passed() == 0;
             at = if at + 1 == buckets.len() { 0 } else { at + 1 };
             if ends || at == start {
-                return NO_SLOT;
+                return NO_ROW;
             }
         };
         let mut passing = start;
@@ -203,7 +202,7 @@ impl Index {
             passing = if passing + 1 == buckets.len() { 0 } else { passing + 1 };
         }
         self.len -= 1;
-        slot
+        row_index
     }
 }
 
@@ -222,13 +221,13 @@ fn home(hash: u64, buckets: usize) -> usize {
     ((u64::from(hash as u32) * buckets as u64) >> 32) as usize
 }
 
-fn place(buckets: &mut [Bucket], id: u64, hash: u64, slot: u32) {
+fn place(buckets: &mut [Bucket], id: u64, hash: u64, row_index: u32) {
     let mut at = home(hash, buckets.len());
     while buckets[at].count() == WIDTH {
         buckets[at].add_passed(1);
         at = if at + 1 == buckets.len() { 0 } else { at + 1 };
     }
-    buckets[at].push(id, slot);
+    buckets[at].push(id, row_index);
 }
 
 #[cfg(test)]
@@ -247,7 +246,7 @@ mod tests {
         let mut model: HashMap<u64, u32> = HashMap::new();
         for (number, &(id, insert)) in steps.iter().enumerate() {
             if !insert {
-                assert_eq!(index.remove(id, hash_id(id)), model.remove(&id).unwrap_or(NO_SLOT));
+                assert_eq!(index.remove(id, hash_id(id)), model.remove(&id).unwrap_or(NO_ROW));
             } else if let Entry::Vacant(vacant) = model.entry(id) {
                 index.reserve().unwrap();
                 index.insert(id, hash_id(id), number as u32);
@@ -257,7 +256,7 @@ mod tests {
             for &id in universe {
                 assert_eq!(
                     index.find::<Portable>(id, hash_id(id)),
-                    model.get(&id).copied().unwrap_or(NO_SLOT),
+                    model.get(&id).copied().unwrap_or(NO_ROW),
                     "id {id}"
                 );
             }
@@ -297,8 +296,8 @@ mod tests {
         for bucket in index.buckets.iter_mut() {
             bucket.add_passed(1);
         }
-        assert_eq!(index.find::<Portable>(1, 1), NO_SLOT);
-        assert_eq!(index.remove(1, 1), NO_SLOT);
+        assert_eq!(index.find::<Portable>(1, 1), NO_ROW);
+        assert_eq!(index.remove(1, 1), NO_ROW);
     }
 
     #[test]

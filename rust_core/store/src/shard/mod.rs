@@ -3,7 +3,7 @@
 //! From the outside in:
 //!
 //! * [`table`]: the rows of one table; [`row`]: how a row is stored
-//! * [`index`]: from ids to slots
+//! * [`index`]: from ids to row indices
 //! * [`region`]: growable memory; [`buddy_allocator`]: its small blocks
 //! * [`cow_snapshot`]: rows at one instant; [`copy_budget`]: the limit of their copies
 //! * [`export`]: rows on their way to a checkpoint
@@ -23,7 +23,7 @@ use persia_types::limits::COUNTED_IDS_PER_SHARD;
 
 use crate::simd::Portable;
 pub(crate) use copy_budget::CopyBudget;
-pub(crate) use index::NO_SLOT;
+pub(crate) use index::NO_ROW;
 use region::OutOfMemory;
 #[cfg(test)]
 pub(crate) use region::refusal;
@@ -58,7 +58,7 @@ const EVICTED_PART: usize = 16;
 /// `2 * budget` ids, within [`COUNTED_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
 /// count reaches 0 are dropped, as often as needed.
 ///
-/// All of this is independent of slots, of time, and of the assignment of shards to servers.
+/// All of this is independent of row indices, of time, and of the assignment of shards to servers.
 #[repr(align(64))]
 pub(crate) struct Shard {
     pub(crate) tables: Vec<ShardTable>,
@@ -69,8 +69,8 @@ pub(crate) struct Shard {
     counted: usize,
     /// The step of the last sweep.
     swept: u32,
-    /// Grows with every row that leaves. While it stays equal, no slot has lost its row.
-    eviction_generation: u64,
+    /// Grows with every row that leaves. While it stays equal, no row has left its index.
+    eviction_count: u64,
 }
 
 /// The numbers of rows that left, by reason.
@@ -92,7 +92,7 @@ impl Shard {
     /// Empty tables of these layouts.
     pub(crate) fn new(layouts: &[Layout], budget: usize) -> Self {
         let tables = layouts.iter().map(|layout| ShardTable::new(*layout)).collect();
-        Self { tables, rows: 0, budget, counted: 0, swept: 0, eviction_generation: 0 }
+        Self { tables, rows: 0, budget, counted: 0, swept: 0, eviction_count: 0 }
     }
 
     /// Drop all rows and free their memory.
@@ -110,7 +110,7 @@ impl Shard {
         }
     }
 
-    /// Insert the row of an id without one, after making room. Returns `(slot, rows that left)`.
+    /// Insert the row of an id without one, after making room. Returns `(row_index, rows that left)`.
     pub(crate) fn insert(
         &mut self,
         table: usize,
@@ -125,29 +125,29 @@ impl Shard {
             let expired = self.sweep(step);
             EvictionCounts { evicted: self.evict(count.saturating_sub(expired as usize)), expired }
         };
-        let slot = self.tables[table].insert(id, step, fill)?;
+        let row_index = self.tables[table].insert(id, step, fill)?;
         self.rows += 1;
         let table = &mut self.tables[table];
         if table.admission_counts.len() > 0 {
             table.preserve_counts();
-            if table.admission_counts.remove(id, hash_id(id)) != NO_SLOT {
+            if table.admission_counts.remove(id, hash_id(id)) != NO_ROW {
                 self.counted -= 1;
             }
         }
-        Ok((slot, left))
+        Ok((row_index, left))
     }
 
     /// Drop the row of `id`, which must have one.
     pub(crate) fn remove(&mut self, table: usize, id: u64) {
         self.tables[table].remove(id);
         self.rows -= 1;
-        self.eviction_generation += 1;
+        self.eviction_count += 1;
     }
 
-    /// While this stays equal, no slot of the shard has lost its row.
+    /// While this stays equal, no row of the shard has left its index.
     #[inline(always)]
-    pub(crate) fn eviction_generation(&self) -> u64 {
-        self.eviction_generation
+    pub(crate) fn eviction_count(&self) -> u64 {
+        self.eviction_count
     }
 
     /// [`Self::sweep`], once per step however many ranks there are.
@@ -170,7 +170,7 @@ impl Shard {
             let expired: Vec<u64> =
                 table.entries().filter(|(.., last_used)| *last_used < oldest).map(|(_, id, _)| id).collect();
             self.rows -= expired.len();
-            self.eviction_generation += expired.len() as u64;
+            self.eviction_count += expired.len() as u64;
             expired.into_iter().for_each(|id| table.remove(id));
         }
         (before - self.rows) as u64
@@ -193,7 +193,7 @@ impl Shard {
             let counts = &mut table.admission_counts;
             counts.reserve_for((counts.len() + ids).min(counted.max(counts.len())))?;
         }
-        table.reserve_slots(ids, budget)
+        table.reserve_rows(ids, budget)
     }
 
     /// Count a push of an id without a row. Returns whether this was the `min_count`-th, or a later one.
@@ -202,7 +202,7 @@ impl Shard {
         let before = self.tables[table].admission_counts.find::<Portable>(id, hash);
         let count = match before {
             _ if min_count == 1 => return Ok(true),
-            NO_SLOT => {
+            NO_ROW => {
                 self.halve_counts_to(self.counted_limit() - 1);
                 1
             }
@@ -210,7 +210,7 @@ impl Shard {
         };
         self.tables[table].preserve_counts();
         let counts = &mut self.tables[table].admission_counts;
-        if before == NO_SLOT {
+        if before == NO_ROW {
             counts.reserve()?;
             self.counted += 1;
         } else {
@@ -223,7 +223,7 @@ impl Shard {
     /// The count that [`Self::count`] would reach, if it has no `min_count`.
     pub(crate) fn would_count(&self, table: usize, id: u64) -> u32 {
         match self.tables[table].admission_counts.find::<Portable>(id, hash_id(id)) {
-            NO_SLOT => 1,
+            NO_ROW => 1,
             count => count.saturating_add(1),
         }
     }
@@ -310,7 +310,7 @@ impl Shard {
             self.tables[candidate.table as usize].remove(candidate.id);
         }
         self.rows -= count;
-        self.eviction_generation += count as u64;
+        self.eviction_count += count as u64;
         count as u64
     }
 }

@@ -10,7 +10,7 @@ use persia_types::{Dtype, Table};
 use crate::math::random::RowDraws;
 use crate::simd::{Lanes, Portable};
 
-/// The recency of a slot without a row. Steps count from 1, so 0 is free; every id is valid, so no id could mark it.
+/// The recency at a row index without a row. Steps count from 1, so 0 is free; every id is valid, so no id could mark it.
 pub(crate) const FREE: u32 = 0;
 
 /// The storage of a table's rows.

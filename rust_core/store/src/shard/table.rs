@@ -1,7 +1,7 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! The row of a slot starts at `slot * stride` of one region. Ids and recency have regions of their own. So a row
-//! touches as few cache lines as possible, and a scan finds the recency of sixteen slots in one line.
+//! Each row has an index in its table, and starts at `row_index * stride` of one region. Ids and recency have regions of their own. So a row
+//! touches as few cache lines as possible, and a scan finds the recency of sixteen rows in one line.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::checkpoint::{TableRows, Values};
 use crate::shard::copy_budget::CopyBudget;
 use crate::shard::cow_snapshot::CowSnapshot;
 use crate::shard::export::{RowList, RowRef};
-use crate::shard::index::{Index, NO_SLOT};
+use crate::shard::index::{Index, NO_ROW};
 use crate::shard::region::{OutOfMemory, Region};
 use crate::shard::row::{FREE, Layout};
 use crate::simd::Lanes;
@@ -22,17 +22,17 @@ pub(crate) struct ShardTable {
     layout: Layout,
     pub(crate) index: Index,
     rows: Region<f32>,
-    /// The id of each slot; of a free slot the next free one.
+    /// The id of the row at each index; at a free index the next free one.
     ids: Region<u64>,
-    /// The step of each slot's last push, from 1; [`FREE`] marks a free one.
+    /// The step of the last push to the row at each index, from 1; [`FREE`] marks a free index.
     last_used: Region<u32>,
-    /// Slots ever used. The free ones among them are chained.
+    /// Row indices ever used. The free ones among them are chained.
     used: u32,
     first_free: u32,
-    /// The pages of slots below this one were given their size by [`Region::grow_filled`].
+    /// The pages of rows below this index were given their size by [`Region::grow_filled`].
     collapsed: u32,
     len: usize,
-    /// Ids without a row that were pushed, each with the number of pushes in place of a slot.
+    /// Ids without a row that were pushed, each with the number of pushes in place of the row index.
     pub(crate) admission_counts: Index,
     snapshot: Option<Box<CowSnapshot>>,
 }
@@ -47,7 +47,7 @@ impl ShardTable {
             ids: Region::new(),
             last_used: Region::new(),
             used: 0,
-            first_free: NO_SLOT,
+            first_free: NO_ROW,
             collapsed: 0,
             len: 0,
             admission_counts: Index::new(),
@@ -91,86 +91,86 @@ impl ShardTable {
             + self.last_used.resident_bytes(used)
     }
 
-    /// All rows, for prefetching at `slot * stride`.
+    /// All rows, for prefetching at `row_index * stride`.
     #[inline(always)]
     pub(crate) fn rows(&self) -> &[f32] {
         &self.rows
     }
 
-    /// The ids of all slots, for prefetching.
+    /// The ids at all row indices, for prefetching.
     #[inline(always)]
     pub(crate) fn ids(&self) -> &[u64] {
         &self.ids
     }
 
-    /// The recency of all slots, for prefetching.
+    /// The recency at all row indices, for prefetching.
     #[inline(always)]
     pub(crate) fn last_used(&self) -> &[u32] {
         &self.last_used
     }
 
-    /// The row in a slot.
+    /// The row at a row index.
     #[inline(always)]
-    pub(crate) fn row(&self, slot: u32) -> &[f32] {
+    pub(crate) fn row(&self, row_index: u32) -> &[f32] {
         let stride = self.layout.stride();
-        &self.rows[slot as usize * stride..][..stride]
+        &self.rows[row_index as usize * stride..][..stride]
     }
 
-    /// The row in a slot, to be changed; before that, call [`Self::preserve`] if a snapshot is held.
+    /// The row at a row index, to be changed; before that, call [`Self::preserve`] if a snapshot is held.
     #[inline(always)]
-    pub(crate) fn row_mut(&mut self, slot: u32) -> &mut [f32] {
+    pub(crate) fn row_mut(&mut self, row_index: u32) -> &mut [f32] {
         let stride = self.layout.stride();
-        &mut self.rows[slot as usize * stride..][..stride]
+        &mut self.rows[row_index as usize * stride..][..stride]
     }
 
-    /// Whether `slot`, found by an earlier look-up, still holds the row of `id`.
+    /// Whether `row_index`, found by an earlier look-up, still holds the row of `id`.
     #[inline(always)]
-    pub(crate) fn holds(&self, slot: u32, id: u64) -> bool {
-        self.ids.get(slot as usize) == Some(&id) && self.last_used[slot as usize] != FREE
+    pub(crate) fn holds(&self, row_index: u32, id: u64) -> bool {
+        self.ids.get(row_index as usize) == Some(&id) && self.last_used[row_index as usize] != FREE
     }
 
-    /// The slot of `id`, else [`NO_SLOT`].
+    /// The row index of `id`, else [`NO_ROW`].
     #[inline(always)]
     pub(crate) fn find<L: Lanes>(&self, id: u64) -> u32 {
         self.index.find::<L>(id, hash_id(id))
     }
 
-    /// Whether the row in a slot was used at step `oldest` or later.
+    /// Whether the row at a row index was used at step `oldest` or later.
     #[inline(always)]
-    pub(crate) fn is_alive(&self, slot: u32, oldest: u32) -> bool {
-        oldest == 0 || self.last_used[slot as usize] >= oldest
+    pub(crate) fn is_alive(&self, row_index: u32, oldest: u32) -> bool {
+        oldest == 0 || self.last_used[row_index as usize] >= oldest
     }
 
-    /// Record a use of `slot`. Steps of several ranks may arrive out of order, so the highest counts.
+    /// Record a use of `row_index`. Steps of several ranks may arrive out of order, so the highest counts.
     #[inline(always)]
-    pub(crate) fn touch(&mut self, slot: u32, step: u32) {
-        let last_used = &mut self.last_used[slot as usize];
+    pub(crate) fn touch(&mut self, row_index: u32, step: u32) {
+        let last_used = &mut self.last_used[row_index as usize];
         *last_used = step.max(*last_used);
     }
 
     /// Make room for `rows` more in a shard of `budget` rows, some of which may be inserted.
-    pub(super) fn reserve_slots(&mut self, rows: usize, budget: usize) -> Result<(), OutOfMemory> {
+    pub(super) fn reserve_rows(&mut self, rows: usize, budget: usize) -> Result<(), OutOfMemory> {
         let used = self.used as usize;
         let most = |held: usize| budget.max(held);
-        let slots = (used + rows.saturating_sub(used - self.len)).min(most(used));
+        let row_indices = (used + rows.saturating_sub(used - self.len)).min(most(used));
         let stride = self.layout.stride();
-        if slots > MAX_ROWS_PER_SLAB {
+        if row_indices > MAX_ROWS_PER_SLAB {
             return Err(OutOfMemory { bytes: stride * size_of::<f32>() });
         }
         self.index.reserve_for((self.len + rows).min(most(self.len)))?;
-        self.rows.grow(slots * stride)?;
-        self.ids.grow(slots)?;
-        self.last_used.grow(slots)
+        self.rows.grow(row_indices * stride)?;
+        self.ids.grow(row_indices)?;
+        self.last_used.grow(row_indices)
     }
 
     /// Make room for `rows` more, all of which will be inserted now.
     pub(super) fn reserve(&mut self, rows: usize) -> Result<(), OutOfMemory> {
-        let slots = self.used as usize + rows;
+        let row_indices = self.used as usize + rows;
         self.index.reserve_for(self.len + rows)?;
-        self.rows.grow_filled(slots * self.layout.stride())?;
-        self.ids.grow_filled(slots)?;
-        self.last_used.grow_filled(slots)?;
-        self.collapsed = slots as u32;
+        self.rows.grow_filled(row_indices * self.layout.stride())?;
+        self.ids.grow_filled(row_indices)?;
+        self.last_used.grow_filled(row_indices)?;
+        self.collapsed = row_indices as u32;
         Ok(())
     }
 
@@ -182,57 +182,57 @@ impl ShardTable {
         fill: impl FnOnce(&mut [f32]),
     ) -> Result<u32, OutOfMemory> {
         self.index.reserve()?;
-        let slot = self.take_slot()?;
-        fill(self.row_mut(slot));
-        self.ids[slot as usize] = id;
-        self.last_used[slot as usize] = last_used;
-        self.index.insert(id, hash_id(id), slot);
+        let row_index = self.take_row_index()?;
+        fill(self.row_mut(row_index));
+        self.ids[row_index as usize] = id;
+        self.last_used[row_index as usize] = last_used;
+        self.index.insert(id, hash_id(id), row_index);
         self.len += 1;
-        Ok(slot)
+        Ok(row_index)
     }
 
     /// Drop the row of `id`, which must have one.
     pub(super) fn remove(&mut self, id: u64) {
-        let slot = self.index.remove(id, hash_id(id));
-        debug_assert!(self.holds(slot, id));
+        let row_index = self.index.remove(id, hash_id(id));
+        debug_assert!(self.holds(row_index, id));
         if self.has_snapshot() {
-            self.preserve(slot);
+            self.preserve(row_index);
         }
-        self.ids[slot as usize] = u64::from(self.first_free);
-        self.last_used[slot as usize] = FREE;
-        self.first_free = slot;
+        self.ids[row_index as usize] = u64::from(self.first_free);
+        self.last_used[row_index as usize] = FREE;
+        self.first_free = row_index;
         self.len -= 1;
     }
 
-    /// Every row's `(slot, id, last_used)`, in the order of slots.
+    /// Every row's `(row_index, id, last_used)`, in the order of row indices.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (u32, u64, u32)> {
         let used = self.ids[..self.used as usize].iter().zip(self.last_used.iter());
         (0..)
             .zip(used)
             .filter(|(_, (_, last_used))| **last_used != FREE)
-            .map(|(slot, (id, last_used))| (slot, *id, *last_used))
+            .map(|(row_index, (id, last_used))| (row_index, *id, *last_used))
     }
 
-    fn take_slot(&mut self) -> Result<u32, OutOfMemory> {
-        if self.first_free != NO_SLOT {
-            let slot = self.first_free;
-            self.first_free = self.ids[slot as usize] as u32;
-            return Ok(slot);
+    fn take_row_index(&mut self) -> Result<u32, OutOfMemory> {
+        if self.first_free != NO_ROW {
+            let row_index = self.first_free;
+            self.first_free = self.ids[row_index as usize] as u32;
+            return Ok(row_index);
         }
-        let (slot, stride) = (self.used as usize, self.layout.stride());
-        if slot >= MAX_ROWS_PER_SLAB {
+        let (row_index, stride) = (self.used as usize, self.layout.stride());
+        if row_index >= MAX_ROWS_PER_SLAB {
             return Err(OutOfMemory { bytes: stride * size_of::<f32>() });
         }
-        self.rows.grow((slot + 1) * stride)?;
-        self.ids.grow(slot + 1)?;
-        self.last_used.grow(slot + 1)?;
-        if slot >= self.collapsed as usize {
-            self.rows.collapse_huge_pages(slot * stride, (slot + 1) * stride);
-            self.ids.collapse_huge_pages(slot, slot + 1);
-            self.last_used.collapse_huge_pages(slot, slot + 1);
+        self.rows.grow((row_index + 1) * stride)?;
+        self.ids.grow(row_index + 1)?;
+        self.last_used.grow(row_index + 1)?;
+        if row_index >= self.collapsed as usize {
+            self.rows.collapse_huge_pages(row_index * stride, (row_index + 1) * stride);
+            self.ids.collapse_huge_pages(row_index, row_index + 1);
+            self.last_used.collapse_huge_pages(row_index, row_index + 1);
         }
         self.used += 1;
-        Ok(slot as u32)
+        Ok(row_index as u32)
     }
 }
 
@@ -256,14 +256,14 @@ impl ShardTable {
         self.snapshot.is_some()
     }
 
-    /// Copy the row in `slot` for the snapshot, because it is about to change or leave.
+    /// Copy the row in `row_index` for the snapshot, because it is about to change or leave.
     #[cold]
     #[inline(never)]
-    pub(crate) fn preserve(&mut self, slot: u32) {
+    pub(crate) fn preserve(&mut self, row_index: u32) {
         let stride = self.layout.stride();
         if let Some(snapshot) = &mut self.snapshot {
-            let row = &self.rows[slot as usize * stride..][..stride];
-            snapshot.preserve(slot, self.ids[slot as usize], row);
+            let row = &self.rows[row_index as usize * stride..][..stride];
+            snapshot.preserve(row_index, self.ids[row_index as usize], row);
         }
     }
 
@@ -285,7 +285,7 @@ impl ShardTable {
         let (stride, current) = (self.layout.stride(), &self.rows);
         self.snapshot.as_mut().map_or_else(
             || Values::with_capacity(self.layout, 0),
-            |snapshot| snapshot.take(rows, |slot| &current[slot as usize * stride..][..stride]),
+            |snapshot| snapshot.take(rows, |row_index| &current[row_index as usize * stride..][..stride]),
         )
     }
 
@@ -294,11 +294,12 @@ impl ShardTable {
         if self.is_empty() {
             return None;
         }
-        let rows = self.entries().map(|(slot, id, last_used)| RowRef { id, slot, last_used }).collect();
+        let rows =
+            self.entries().map(|(row_index, id, last_used)| RowRef { id, row_index, last_used }).collect();
         let admission_counts = self.admission_counts.entries().collect();
         let (rows, table) = RowList { layout: self.layout, rows, admission_counts }.sorted(name);
         let mut values = Values::with_capacity(self.layout, rows.len());
-        rows.iter().for_each(|row| values.push(self.layout, self.row(row.slot)));
+        rows.iter().for_each(|row| values.push(self.layout, self.row(row.row_index)));
         let Values { weights, state } = values;
         Some(TableRows { weights, state, ..table })
     }
@@ -321,23 +322,23 @@ mod tests {
     }
 
     #[test]
-    fn a_reused_slot_is_not_mistaken_for_the_old_row() {
+    fn a_reused_row_index_is_not_mistaken_for_the_old_row() {
         let mut table = table();
         for id in [5, 0, u64::MAX] {
             table.insert(id, 1, |row| row.fill(id as f32)).unwrap();
         }
-        let slot = table.find::<Portable>(0);
+        let row_index = table.find::<Portable>(0);
         table.remove(0);
-        assert!(!table.holds(slot, 0));
-        assert_eq!(table.find::<Portable>(0), NO_SLOT);
-        assert_eq!(table.insert(9, 2, |row| row.fill(9.0)).unwrap(), slot);
-        assert!(table.holds(slot, 9) && !table.holds(slot, 0) && !table.holds(NO_SLOT, 9));
+        assert!(!table.holds(row_index, 0));
+        assert_eq!(table.find::<Portable>(0), NO_ROW);
+        assert_eq!(table.insert(9, 2, |row| row.fill(9.0)).unwrap(), row_index);
+        assert!(table.holds(row_index, 9) && !table.holds(row_index, 0) && !table.holds(NO_ROW, 9));
         assert_eq!(table.entries().map(|(_, id, _)| id).collect::<Vec<_>>(), [5, 9, u64::MAX]);
         assert_eq!(table.row(table.find::<Portable>(5)), [5.0; 5]);
     }
 
     #[test]
-    fn all_free_slots_are_reused() {
+    fn all_free_row_indices_are_reused() {
         let mut table = table();
         for id in 0..100 {
             table.insert(id, 1, |row| row.fill(0.0)).unwrap();
@@ -355,8 +356,8 @@ mod tests {
     #[test]
     fn a_look_up_out_of_order_does_not_lower_recency() {
         let mut table = table();
-        let slot = table.insert(1, 8, |row| row.fill(0.0)).unwrap();
-        table.touch(slot, 5);
+        let row_index = table.insert(1, 8, |row| row.fill(0.0)).unwrap();
+        table.touch(row_index, 5);
         assert_eq!(table.entries().next().unwrap().2, 8);
     }
 }

@@ -45,7 +45,7 @@ fn one_in_sixteen_rows_leaves_and_the_others_are_unchanged() {
     }
     assert_eq!(insert(&mut shard, 0, 1000, 500).evicted, 10);
     let table = &shard.tables[0];
-    assert!((0..10).all(|id| table.find::<Portable>(id) == NO_SLOT));
+    assert!((0..10).all(|id| table.find::<Portable>(id) == NO_ROW));
     assert!((10..160).chain([1000]).all(|id| table.row(table.find::<Portable>(id)) == [id as f32; 3]));
 }
 
@@ -122,7 +122,7 @@ fn at_the_limit_counts_are_halved_and_those_of_1_forgotten() {
     for id in 0..LIMIT as u64 {
         let count = shard.tables[id as usize % 2].admission_counts.find::<Portable>(id, hash_id(id));
         let halved = (id as u32 % 4).div_ceil(2);
-        assert_eq!(count, if halved == 0 { NO_SLOT } else { halved }, "id {id}");
+        assert_eq!(count, if halved == 0 { NO_ROW } else { halved }, "id {id}");
     }
     assert_eq!(shard.tables[0].admission_counts.find::<Portable>(1 << 40, hash_id(1 << 40)), 1);
 }

@@ -27,7 +27,7 @@ use persia_types::tables::{
 use persia_types::{Schema, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::ShardRows;
-use crate::request::slot_cache::SlotCache;
+use crate::request::row_index_cache::RowIndexCache;
 use crate::request::tokens::Claims;
 use crate::run::{ActiveRun, bad};
 use crate::shard::{CopyBudget, Layout, Shard};
@@ -87,7 +87,7 @@ pub struct Store {
     /// Every request holds the read lock for its whole duration, so that none outlives its run.
     run: RwLock<Option<ActiveRun>>,
     claims: Claims,
-    slot_cache: SlotCache,
+    row_index_cache: RowIndexCache,
     counters: Mutex<Counters>,
     /// The generation of `run`, for readers that must not wait for its lock.
     generation: AtomicU64,
@@ -129,7 +129,7 @@ impl Store {
             shards: (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&layouts, budget))).collect(),
             run: RwLock::new(None),
             claims: Claims::default(),
-            slot_cache: SlotCache::default(),
+            row_index_cache: RowIndexCache::default(),
             counters: Mutex::default(),
             generation: AtomicU64::new(0),
             prepared: Mutex::default(),
@@ -154,7 +154,7 @@ impl Store {
 
     /// Drop all rows. The caller holds the lock of `run`.
     fn drop_rows(&self) {
-        self.slot_cache.clear();
+        self.row_index_cache.clear();
         self.shards.iter().for_each(|shard| shard.lock().clear());
     }
 }

@@ -46,13 +46,13 @@ impl Store {
         } else {
             u32::try_from(request.step).unwrap_or(u32::MAX)
         };
-        let mut found = self.slot_cache.buffer();
+        let mut found = self.row_index_cache.buffer();
         let (schema, level, tables) = (&self.schema, self.level, request.tables);
         let lookup = CheckedLookup { schema, run, level, step, trains, tables };
         let report = lookup.run(&self.shards, rows, &mut found);
         if !trains {
-            self.slot_cache.recycle(found);
-        } else if self.slot_cache.insert(request.token, found) {
+            self.row_index_cache.recycle(found);
+        } else if self.row_index_cache.insert(request.token, found) {
             self.counters.lock().lookups += report;
         }
         Ok(report)
@@ -66,11 +66,11 @@ impl Store {
             None => PushReport { rows_pushed, rows_duplicate: rows_pushed, ..PushReport::default() },
             Some(claim) => {
                 let push = self.check_push(run, request)?;
-                let mut found = self.slot_cache.take(request.token).unwrap_or_default();
+                let mut found = self.row_index_cache.take(request.token).unwrap_or_default();
                 push.reserve(&self.shards, &mut found)?;
                 let report = push.apply(&self.shards, &mut found);
                 claim.applied();
-                self.slot_cache.recycle(found);
+                self.row_index_cache.recycle(found);
                 report?
             }
         };

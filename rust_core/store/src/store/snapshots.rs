@@ -138,7 +138,7 @@ impl Store {
         let run = active.as_ref().ok_or(TablesError::NotBegun)?;
         let mut loaded = self.load(run, dir, files, read, |shard| shard)?;
         let (layouts, budget) = (run.layouts(), shard_budget(self.options.capacity));
-        self.slot_cache.clear();
+        self.row_index_cache.clear();
         prepared.release();
         for (number, shard) in self.shards.iter().enumerate() {
             *shard.lock() = loaded.remove(&number).unwrap_or_else(|| Shard::new(&layouts, budget));
