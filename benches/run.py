@@ -129,6 +129,8 @@ def training(quick: bool) -> Iterator[Record]:
     script = [sys.executable, str(BENCHES / "training.py"), "--seconds", "2" if quick else "4"]
     for case in ("census", "criteo-16", "criteo-64"):
         yield from lines([*script, "--cases", case], "B5")
+    script = [sys.executable, str(BENCHES / "trainer.py"), "--seconds", "3" if quick else "10"]
+    yield from lines(script, "B5")
 
 
 def startup(quick: bool, containers: bool) -> Iterator[Record]:
