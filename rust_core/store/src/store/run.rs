@@ -39,7 +39,7 @@ impl Store {
         }
         self.shards.iter().for_each(|shard| shard.lock().set_layouts(&layouts));
         self.claims.begin(ActiveRun::job(run), run.generation, run.world_size);
-        self.slot_cache.clear();
+        self.row_index_cache.clear();
         *self.counters.lock() = Counters::default();
         self.generation.store(run.generation, Ordering::Relaxed);
         *active = Some(checked);
